@@ -1,0 +1,64 @@
+# `make demo` and `make test` work on a fresh machine: they make .venv and install what they need.
+# Stamp files in .venv record what is installed, so that a second run starts at once.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+WORKERS ?= 2
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per test process: tests are small, and workers must not fight over cores.
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest
+
+.PHONY: help demo test test-slow test-gpu lint format bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train a small CNN on digits and analyze its curvature"
+	@echo "make test       tests (PYTEST_ARGS=..., WORKERS=2)"
+	@echo "make test-slow  tests marked slow"
+	@echo "make test-gpu   tests marked gpu"
+	@echo "make lint       ruff check and format check; 'make format' applies both"
+	@echo "make bench      benchmarks in docs_src/benchmarks (BENCH_ARGS=...)"
+	@echo "make docs       the site, in docs/_build/html"
+	@echo "make clean      remove everything that was built, .venv included"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints hold for every install, so that no extra ever moves torch.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.stamp-test
+	$(BIN)/python docs_src/examples/plot_digits_cnn.py
+
+test: $(VENV)/.stamp-test
+	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.stamp-test
+	$(PYTEST) -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.stamp-test
+	$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.stamp-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.stamp-test
+	$(BIN)/python docs_src/benchmarks/products.py $(BENCH_ARGS)
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) build *.egg-info docs/_build docs/gallery-generated docs/sg_execution_times.rst
+	rm -rf .pytest_cache .ruff_cache .hypothesis eigenvalues.png docs_src/examples/eigenvalues.png
+	find curvlinops test docs docs_src -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
+
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.space import ParameterSpace
+from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.empirical_fisher import EFLinearOperator
+from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator
+from curvlinops.operators.hessian import HessianLinearOperator
+from curvlinops.operators.identity import IdentityLinearOperator
+from curvlinops.operators.jacobian import (
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
+)
+
+__all__ = [
+    "DataLinearOperator",
+    "EFLinearOperator",
+    "FisherMCLinearOperator",
+    "GGNLinearOperator",
+    "HessianLinearOperator",
+    "IdentityLinearOperator",
+    "JacobianLinearOperator",
+    "ParameterSpace",
+    "TorchLinearOperator",
+    "TransposedJacobianLinearOperator",
+]

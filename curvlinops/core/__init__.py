@@ -1,0 +1,1 @@
+"""What all operators share. Knows no loss and no layer."""

@@ -1,0 +1,143 @@
+"""Backward passes over a model bound to a batch, and what products are made of."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.scope import Scope
+from curvlinops.core.space import Columns, ParameterSpace
+
+#: ``apply(V, names) -> (product, terms)``: the product of the columns ``V`` (some or all
+#: parameters; the others count as zero) restricted to the parameters ``names``, summed over the
+#: batch's terms, and the batch's share of the normalization.
+Apply = Callable[[Columns, Iterable[str]], tuple[Columns, Tensor]]
+
+#: A function of the model's output that also returns the batch's share of the normalization.
+Head = Callable[[Tensor], tuple[Any, Tensor]]
+
+Tensors = Mapping[str, Tensor]
+
+
+class BoundModel(Protocol):
+    """A model on one batch, as a function of its parameters."""
+
+    space: ParameterSpace
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return tensors with the parameters' values, which require gradients."""
+
+    def scope(self, values: Tensors, twice: bool = True) -> Scope:
+        """Return the scope in which the parameters have these values."""
+
+    def output(self, scope: Scope) -> Tensor:
+        """Evaluate the model inside an active scope."""
+
+
+def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
+    """Return a scalar function of the output, its gradient (one column), and the terms."""
+    leaves = bound.leaves()
+    scope = bound.scope(leaves, twice=False)
+    with scope.active():
+        loss, terms = head(bound.output(scope))
+        grads = pull({"": loss}, {"": None}, leaves, retain=False)
+    return loss.detach(), stack(bound.space, [grads], leaves), terms
+
+
+def transposed_jacobian(bound: BoundModel) -> Callable:
+    """Return ``apply(U, names) -> (J^T U, used)``.
+
+    U is ``[K, M]``, of which the first ``used`` entries belong to the batch's outputs, flattened
+    row-major.
+    """
+    leaves = bound.leaves()
+    scope = bound.scope(leaves, twice=False)
+    with scope.active():
+        output = bound.output(scope)
+
+    def apply(U: Tensor, names: Iterable[str]) -> tuple[Columns, int]:
+        inputs = {name: leaves[name] for name in names}
+        rows = U[:, : output.numel()].reshape(-1, *output.shape).to(output.dtype)
+        with scope.active():
+            grads = [pull({"": output}, {"": row}, inputs) for row in rows]
+        return stack(bound.space, grads, inputs), output.numel()
+
+    return apply
+
+
+def pull(
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Mapping[str, Tensor | None],
+    inputs: Tensors,
+    create_graph: bool = False,
+    retain: bool = True,
+    batched: bool = False,
+) -> dict[str, Tensor | None]:
+    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
+    names = [
+        name
+        for name in cotangents
+        # an output that does not depend on anything has derivative zero
+        if outputs[name] is not None and outputs[name].requires_grad
+    ]
+    if not names or not inputs:
+        return dict.fromkeys(inputs)
+    grads = torch.autograd.grad(
+        [outputs[name] for name in names],
+        list(inputs.values()),
+        [cotangents[name] for name in names],
+        create_graph=create_graph,
+        retain_graph=retain or create_graph,
+        allow_unused=True,
+        is_grads_batched=batched,
+    )
+    return dict(zip(inputs, grads, strict=True))
+
+
+def pull_columns(
+    outputs: Mapping[str, Tensor | None], cotangents: Columns, inputs: Tensors
+) -> Columns:
+    """Do the same for several cotangents ``[K, *output]``, to get ``[K, *input]``."""
+    num_columns = next(iter(cotangents.values())).shape[0]
+    if num_columns == 1:
+        single = {name: cotangent[0] for name, cotangent in cotangents.items()}
+        grads = pull(outputs, single, inputs)
+        grads = {n: None if g is None else g.unsqueeze(0) for n, g in grads.items()}
+    else:
+        grads = pull(outputs, cotangents, inputs, batched=True)
+    return {
+        name: inputs[name].new_zeros(num_columns, *inputs[name].shape)
+        if grad is None
+        else grad.detach()
+        for name, grad in grads.items()
+    }
+
+
+def chunks(V: Columns, leaves: Tensors, size: int) -> Iterator[Columns]:
+    """Yield ``size`` columns after the other, each entry in its parameter's dtype."""
+    num_columns = next(iter(V.values())).shape[0]
+    for start in range(0, num_columns, size):
+        yield {
+            name: column[start : start + size].to(leaves[name].dtype) for name, column in V.items()
+        }
+
+
+def tangents(V: Columns, leaves: Tensors) -> Iterator[Tensors]:
+    """Yield the columns one by one, without their column axis."""
+    for chunk in chunks(V, leaves, size=1):
+        yield {name: column[0] for name, column in chunk.items()}
+
+
+def stack(
+    space: ParameterSpace, products: list[Mapping[str, Tensor | None]], names: Iterable[str]
+) -> Columns:
+    """Stack products of single vectors, in the dtype of ``space``; ``None`` is zero."""
+    columns = {}
+    for name in names:
+        zero = space.zeros(1, [name])[name][0]
+        parts = [product[name] for product in products]
+        columns[name] = torch.stack(
+            [zero if part is None else part.detach().to(space.dtype) for part in parts]
+        )
+    return columns

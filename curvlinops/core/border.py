@@ -1,0 +1,165 @@
+"""Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+
+#: Turns a product's columns, which lie in the given space, into the kind that came in.
+Writer = Callable[[Columns, ParameterSpace], Any]
+
+
+def is_torch_vector(x: Any) -> bool:
+    """Return whether ``x`` is a tensor, or a list or mapping of tensors."""
+    if isinstance(x, Mapping):
+        return True
+    if isinstance(x, list | tuple):
+        return len(x) > 0 and all(isinstance(value, Tensor) and value.ndim for value in x)
+    return isinstance(x, Tensor)
+
+
+def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
+    """Read one or several vectors.
+
+    Args:
+        x: A numpy array or tensor ``[D]`` or ``[D, K]``, or a list or mapping of tensors
+            ``[*shape]`` or ``[*shape, K]``, one for each parameter.
+        space: The space of the vectors. They are moved to its device and cast to its dtype.
+
+    Returns:
+        The vectors as columns, and the function that writes a product in the same kind.
+
+    Raises:
+        ValueError: If shapes or names are not those of ``space``, or a value is not finite.
+        TypeError: If the vectors are complex, or of an unknown kind.
+    """
+    if isinstance(x, np.ndarray):
+        columns, write = _read_numpy(x, space)
+    elif isinstance(x, Tensor):
+        columns, write = _read_tensor(x, space)
+    elif isinstance(x, Mapping):
+        columns, write = _read_structure(dict(x), space, lambda values: values)
+    elif isinstance(x, list | tuple):
+        named = _name_list(x, space)
+        columns, write = _read_structure(named, space, lambda values: list(values.values()))
+    else:
+        raise TypeError(
+            f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
+            "list or dictionary of tensors."
+        )
+    _check_finite(columns)
+    return columns, write
+
+
+def _read_numpy(x: np.ndarray, space: ParameterSpace) -> tuple[Columns, Writer]:
+    if not np.issubdtype(x.dtype, np.number) and x.dtype != bool:
+        raise TypeError(f"Vectors must be numbers, got an array of dtype {x.dtype}.")
+    if np.iscomplexobj(x):
+        raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
+    _check_flat_shape(x.shape, space)
+    numpy_dtype = np.float64 if space.dtype == torch.float64 else np.float32
+    # [K, D] in C order: one copy where needed; torch warns about read-only arrays
+    rows = np.require(np.atleast_2d(x.T), numpy_dtype, requirements=["C", "W"])
+    columns = space.split(torch.from_numpy(rows).to(space.device))
+
+    def write(out: Columns, codomain: ParameterSpace) -> np.ndarray:
+        joined = codomain.join(out).cpu().numpy()
+        return joined[0] if x.ndim == 1 else joined.T
+
+    return columns, write
+
+
+def _read_tensor(x: Tensor, space: ParameterSpace) -> tuple[Columns, Writer]:
+    _check_flat_shape(tuple(x.shape), space)
+    rows = x.unsqueeze(0) if x.ndim == 1 else x.T
+    columns = space.split(_adopt(rows, space))
+
+    def write(out: Columns, codomain: ParameterSpace) -> Tensor:
+        joined = codomain.join(out)
+        return joined[0] if x.ndim == 1 else joined.T
+
+    return columns, write
+
+
+def _read_structure(
+    values: dict[str, Tensor], space: ParameterSpace, pack: Callable[[dict[str, Tensor]], Any]
+) -> tuple[Columns, Writer]:
+    _check_names(values, space)
+    single = all(values[name].shape == shape for name, shape in space.shapes.items())
+    columns = {}
+    for name, shape in space.shapes.items():
+        value = values[name]
+        if not single and tuple(value.shape[:-1]) != shape:
+            raise ValueError(
+                f"Vector for parameter '{name}' has shape {list(value.shape)}, expected "
+                f"{list(shape)} or {[*shape, 'K']}, the same for all parameters."
+            )
+        columns[name] = _adopt(value.unsqueeze(0) if single else value.movedim(-1, 0), space)
+    if len({column.shape[0] for column in columns.values()}) > 1:
+        counts = {name: column.shape[0] for name, column in columns.items()}
+        raise ValueError(f"Vectors have unequal numbers of columns: {counts}.")
+
+    def write(out: Columns, codomain: ParameterSpace) -> Any:
+        if codomain.is_flat:
+            joined = codomain.join(out)
+            return joined[0] if single else joined.T
+        return pack({n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names})
+
+    return columns, write
+
+
+def _name_list(values: list[Tensor] | tuple[Tensor, ...], space: ParameterSpace) -> dict:
+    if space.is_flat or len(values) != len(space.names):
+        raise ValueError(
+            f"Got a list of {len(values)} tensors as vector, expected "
+            + (
+                f"one flat vector of length {space.dim}."
+                if space.is_flat
+                else f"{len(space.names)}, one for each of the parameters {space.names}."
+            )
+        )
+    return dict(zip(space.names, values, strict=True))
+
+
+def _check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
+    if space.is_flat:
+        raise ValueError(f"Expected one flat vector of length {space.dim}, got {list(values)}.")
+    missing = [name for name in space.names if name not in values]
+    unknown = [name for name in values if name not in space.shapes]
+    if missing or unknown:
+        raise ValueError(
+            f"The vector's names are not those of the operator: missing {missing}, unknown "
+            f"{unknown}."
+        )
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"Vector for parameter '{name}' is a {type(value).__name__}, expected a tensor."
+            )
+
+
+def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
+    if len(shape) not in (1, 2) or shape[0] != space.dim:
+        raise ValueError(
+            f"Vector has shape {list(shape)}, expected [{space.dim}] or [{space.dim}, K]."
+        )
+
+
+def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
+    if x.is_complex():
+        raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
+    x = x.detach().to(space.device, space.dtype)
+    # autograd refuses tensors made in inference mode
+    return x.clone() if x.is_inference() else x
+
+
+def _check_finite(columns: Columns) -> None:
+    for name, column in columns.items():
+        # the sum is one fast pass; only when it overflows or is NaN look at each value
+        if not bool(column.sum().isfinite()) and not bool(column.isfinite().all()):
+            where = f" in parameter '{name}'" if name else ""
+            raise ValueError(f"The vector contains NaN or infinite values{where}.")

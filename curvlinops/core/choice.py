@@ -1,0 +1,113 @@
+"""Which mode of differentiation serves a model? The first that passes a dot-test."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import BoundModel, Head
+from curvlinops.core.modes import Forward, Reverse
+from curvlinops.core.space import Columns
+
+Mode = Reverse | Forward
+
+#: Allowed discrepancy of a dot-test, relative to the product's norm.
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
+
+#: Tests a mode on a batch and returns its discrepancy.
+DotTest = Callable[[Mode, BoundModel, Head], float]
+
+
+def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) -> Mode:
+    """Return the first mode that runs and passes the test.
+
+    Raises:
+        RuntimeError: If there is none, with the reasons and what to do.
+    """
+    dtypes = {leaf.dtype for leaf in bound.leaves().values()}
+    tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
+    failures, cause = [], None
+    for mode in modes:
+        name = type(mode).__name__.lower()
+        try:
+            discrepancy = dot_test(mode, bound, head)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # NotImplementedError is one, too
+            failures.append(f"{name} mode: {str(error).strip().splitlines()[0]}")
+            cause = cause or error
+            continue
+        if discrepancy <= tolerance:
+            return mode
+        failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
+    raise RuntimeError(_explain(failures)) from cause
+
+
+def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
+    """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors."""
+    u, v = _random(bound, 0), _random(bound, 1)
+    apply = mode.hessian(bound, head)
+    Hu, Hv = (apply(x, bound.space.names)[0] for x in (u, v))
+    return _discrepancy(_dot(u, Hv), _dot(v, Hu), _dot(Hv, Hv) ** 0.5 + _dot(Hu, Hu) ** 0.5)
+
+
+def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
+    """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
+
+    Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w.
+    """
+    v, noted = _random(bound, 0), []
+
+    def probe(output: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        generator = torch.Generator(output.device).manual_seed(1)
+        w = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+
+        def note(tangent: Tensor) -> Tensor:
+            noted.extend([w, tangent[0]])
+            return w.unsqueeze(0)
+
+        return note, head(output)[1]
+
+    Jw, _ = mode.gauss_newton(bound, probe)(v, bound.space.names)
+    w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
+    scale = float(Jv.norm()) + _dot(Jw, Jw) ** 0.5
+    return _discrepancy(float((w * Jv).sum()), _dot(Jw, v), scale)
+
+
+def _random(bound: BoundModel, seed: int) -> Columns:
+    generator = torch.Generator(bound.space.device).manual_seed(seed)
+    return bound.space.randn(1, generator)
+
+
+def _dot(first: Columns, second: Columns) -> float:
+    return float(sum((first[name] * second[name]).sum() for name in first))
+
+
+def _discrepancy(one: float, two: float, scale: float) -> float:
+    return abs(one - two) / scale if scale > 0 else 0.0
+
+
+def _explain(failures: list[str]) -> str:
+    reasons = " ".join(failures)
+    hints = []
+    if "use_reentrant" in reasons or "incompatible with .grad()" in reasons:
+        hints.append("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
+    if "attention" in reasons:
+        hints.append(
+            "call torch.nn.functional.scaled_dot_product_attention (whose math kernel is then "
+            "used) instead of a fused attention kernel; in transformers, load the model with "
+            "attn_implementation='eager' or 'sdpa'"
+        )
+    if "once_differentiable" in reasons or "custom" in reasons or "dot-test" in reasons:
+        hints.append(
+            "make the backward of each custom autograd.Function differentiable, or build the "
+            "function from PyTorch operations"
+        )
+    hints.append("replace the operation by one composed of differentiable operations")
+    return (
+        "PyTorch lacks a derivative of this model that the product needs. "
+        + "; ".join(failures)
+        + ". What helps: "
+        + ", or ".join(hints)
+        + "."
+    )

@@ -1,0 +1,134 @@
+"""Batches: what they may look like, how many samples they have, how they reach the device."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the data.
+
+    Attributes:
+        index: Its place in the pass over the data, from 0.
+        X: The model's one argument, any nesting of tensors.
+        y: The loss's second argument, any nesting of tensors, or ``None``.
+    """
+
+    index: int
+    X: Any
+    y: Any
+
+
+class Batches:
+    """The user's data, re-iterable, on the model's device.
+
+    Args:
+        data: An iterable over pairs ``(X, y)`` that starts anew at each ``iter``.
+        batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
+            on which all tensors in ``X`` must agree.
+
+    Raises:
+        ValueError: If ``data`` can be iterated only once.
+        TypeError: If ``data`` is not iterable.
+    """
+
+    def __init__(self, data: Iterable, batch_size_fn: Callable[[Any], int] | None = None):
+        if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
+            raise TypeError(
+                f"data must be an iterable over pairs (X, y), got {type(data).__name__}. For one "
+                "batch, pass [(X, y)]."
+            )
+        if isinstance(data, Iterator):
+            raise ValueError(
+                f"data is a one-shot iterator ({type(data).__name__}), exhausted after one pass "
+                "over it; products need many. Pass a DataLoader or a list of batches."
+            )
+        self.data = data
+        self.batch_size_fn = batch_size_fn
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def iterate(self, device: torch.device, wrap: Callable[[Iterable], Iterable]) -> Iterator:
+        """Yield one ``Batch`` after the other.
+
+        Args:
+            device: Where its tensors shall be.
+            wrap: Applied to the data (a progress bar).
+
+        Yields:
+            The batches, their tensors moved to ``device``.
+
+        Raises:
+            ValueError: If a batch is not a pair, or if there is none.
+        """
+        index = -1
+        for index, pair in enumerate(wrap(self.data)):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                kind = type(pair).__name__
+                size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
+                raise ValueError(
+                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). Let "
+                    "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
+                    "y may be None."
+                )
+            X, y = pair
+            yield Batch(index, move(X, device), move(y, device))
+        if index == -1:
+            raise ValueError("data is empty: it did not yield a single batch.")
+
+    def size(self, batch: Batch) -> int:
+        """Return the number of samples in a batch.
+
+        Raises:
+            ValueError: If it is not evident and ``batch_size_fn`` is not given.
+        """
+        if self.batch_size_fn is not None:
+            return int(self.batch_size_fn(batch.X))
+        sizes = {int(leaf.shape[0]) for leaf in leaves(batch.X) if leaf.ndim > 0}
+        if len(sizes) != 1:
+            found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
+            raise ValueError(
+                f"The number of samples in batch {batch.index} is not evident: its X has {found}. "
+                "Pass batch_size_fn, a function from X to the number of samples."
+            )
+        return sizes.pop()
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything in nested dicts, lists and tuples that is none of these.
+
+    A container that can move itself to a device (a PackedSequence, a Hugging Face batch)
+    counts as a leaf.
+    """
+    if hasattr(tree, "to"):
+        return function(tree)
+    if isinstance(tree, dict):
+        # the copy of a defaultdict or OrderedDict keeps its kind
+        copy = tree.copy()
+        copy.update({key: map_leaves(value, function) for key, value in tree.items()})
+        return copy
+    if isinstance(tree, list | tuple):
+        values = [map_leaves(value, function) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return function(tree)
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """Move all that can be moved in a nested structure to a device."""
+    return map_leaves(tree, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return all tensors in nested mappings, lists and tuples."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, list | tuple):
+        return [leaf for value in tree for leaf in leaves(value)]
+    return []

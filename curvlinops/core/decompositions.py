@@ -1,0 +1,146 @@
+"""Calls of the model that are replaced, because PyTorch's own derivatives are wrong or missing.
+
+``Rewriting`` is active in every forward pass and every backward pass (which recomputes
+checkpointed parts of the forward). To change how a call is differentiated, add a line to
+``DECOMPOSITIONS``; to refuse a call, raise in its decomposition.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._decomp.decompositions  # registers the Python kernels of the recurrent layers
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.overrides import TorchFunctionMode
+
+
+def _recurrent(packet: Any) -> Callable:
+    """Return a recurrent layer composed of differentiable operations.
+
+    The fused kernels have no forward mode, and no double backward in float32 (oneDNN) and on
+    GPUs (cuDNN). PyTorch carries the same layers composed of elementary operations.
+    """
+
+    def composed(*args: Any) -> tuple[Tensor, ...]:
+        # (data, batch_sizes, ...) for packed sequences, (input, hx, ...) else
+        packed = isinstance(args[1], Tensor) and args[1].dtype == torch.int64
+        overload = packet.data if packed else packet.input
+        return overload.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
+
+    return composed
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return ``g v / |v|``; the fused kernel's double backward is off by 1-9 %."""
+    if dim == -1:
+        return v * (g / v.norm())
+    other = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
+    return v * (g / v.norm(dim=other, keepdim=True))
+
+
+def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
+    if dim == -1:
+        return v.norm(pow)
+    return v.norm(pow, [axis for axis in range(v.ndim) if axis != dim % v.ndim], keepdim=True)
+
+
+def _check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"{name} with max_norm rescales its weight in the forward pass, which would change "
+            "the parameters. Normalize the weight beforehand and set max_norm=None."
+        )
+    if scale_grad_by_freq:
+        raise ValueError(
+            f"{name} with scale_grad_by_freq=True returns something other than the gradient. "
+            "Set scale_grad_by_freq=False."
+        )
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Look up rows; uses of the padding row are constant in every derivative.
+
+    Forward mode ignores ``padding_idx``, and sparse gradients cannot be differentiated.
+    """
+    _check_lookup("Embedding", max_norm, scale_grad_by_freq)
+    out = F.embedding(input, weight)
+    if padding_idx is None:
+        return out
+    padding = input == padding_idx % weight.shape[0]
+    return torch.where(padding.unsqueeze(-1), out.detach(), out)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Sum or average rows by bags; the fused kernel can only be differentiated once."""
+    _check_lookup("EmbeddingBag", max_norm, scale_grad_by_freq)
+    if input.dtype not in (torch.int32, torch.int64) and weight.dtype in (torch.int32, torch.int64):
+        input, weight = weight, input  # the order of arguments before PyTorch 0.4.1
+    if mode == "max":
+        raise NotImplementedError(
+            "EmbeddingBag with mode='max' cannot be differentiated twice. Use "
+            "Embedding followed by a maximum over the bag."
+        )
+    if input.ndim == 2:
+        num_bags, size = input.shape
+        bag = torch.arange(num_bags, device=input.device).repeat_interleave(size)
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        num_bags = starts.shape[0]
+        position = torch.arange(input.shape[0], device=input.device)
+        bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
+    rows = F.embedding(input.reshape(-1), weight)
+    kept = torch.ones_like(bag, dtype=weight.dtype)
+    if padding_idx is not None:
+        kept = (input.reshape(-1) != padding_idx % weight.shape[0]).to(weight.dtype)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.reshape(-1, 1)
+    total = weight.new_zeros(num_bags, weight.shape[1])
+    total = total.index_add(0, bag, rows * kept.unsqueeze(-1))
+    if mode == "sum":
+        return total
+    count = weight.new_zeros(num_bags).index_add(0, bag, kept)
+    return total / count.clamp(min=1).unsqueeze(-1)
+
+
+DECOMPOSITIONS: dict[Callable, Callable] = {
+    torch.lstm: _recurrent(torch.ops.aten.lstm),
+    torch.gru: _recurrent(torch.ops.aten.gru),
+    torch.rnn_tanh: _recurrent(torch.ops.aten.rnn_tanh),
+    torch.rnn_relu: _recurrent(torch.ops.aten.rnn_relu),
+    torch._weight_norm: _weight_norm,
+    torch.norm_except_dim: _norm_except_dim,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+}
+
+
+class Rewriting(TorchFunctionMode):
+    """Replaces the calls in ``DECOMPOSITIONS`` while it is active."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call the replacement of ``func``, or ``func`` itself."""
+        return DECOMPOSITIONS.get(func, func)(*args, **(kwargs or {}))

@@ -1,0 +1,169 @@
+"""Is a pass over the data repeatable? If it is not: why?"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from curvlinops.core.data import leaves
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Restore all global random number generators on exit (loaders draw from them, too)."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all global random number generators; inside ``preserved_rng`` only."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def fingerprint(tree: Any) -> list[float]:
+    """Return numbers that change with the values in a nested structure, and with their order."""
+    numbers: list[float] = []
+    for leaf in leaves(tree):
+        flat = leaf.detach().flatten().double()
+        ramp = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
+        numbers += [float(flat.numel()), float(flat.sum()), float(flat @ ramp.cos_())]
+    return numbers
+
+
+def explain_data(data: Any, first: list[list[float]], second: list[list[float]]) -> str:
+    """Say why two passes saw different batches, given the batches' fingerprints."""
+    if len(first) != len(second):
+        return (
+            f"The first pass over data yields {len(first)} batches, the second {len(second)}. "
+            "Each iteration must start anew; pass a DataLoader or a list."
+        )
+    reasons = []
+    if isinstance(data, DataLoader):
+        if isinstance(data.sampler, RandomSampler):
+            reasons.append("the DataLoader shuffles (shuffle=True)")
+        if data.drop_last:
+            reasons.append("the DataLoader drops the last, incomplete batch (drop_last=True)")
+    if not reasons:
+        same = np.allclose(_totals(first), _totals(second), rtol=1e-6, equal_nan=True)
+        reasons.append("data shuffles" if same else "data is drawn or augmented at random")
+    return (
+        f"Two passes over data yield different batches: {', and '.join(reasons)}. Use a loader "
+        "that always yields the same batches in the same order, e.g. shuffle=False."
+    )
+
+
+def _totals(fingerprints: list[list[float]]) -> list[float]:
+    # each leaf has its number of entries, its sum, and an order-dependent sum
+    return [sum(sum(f[i::3]) for f in fingerprints) for i in (0, 1)]
+
+
+def explain_model(module: nn.Module | None, evaluate: Callable[[], Any]) -> str:
+    """Say which module is random, by evaluating the model twice.
+
+    Args:
+        module: The user's module, if there is one.
+        evaluate: Evaluates the model on one batch.
+    """
+    culprit = None if module is None else _find_random_module(module, evaluate)
+    if culprit is None:
+        return (
+            "The model or the loss gives different values for the same batch. Remove what draws "
+            "random numbers in it (module.eval() switches Dropout off)."
+        )
+    name, kind, training = culprit
+    remedy = "It is in train mode: call eval() on it." if training else "Make it deterministic."
+    return (
+        f"The model is not deterministic: its module '{name}' ({kind}) gives different outputs "
+        f"for the same input. {remedy}"
+    )
+
+
+def _find_random_module(
+    module: nn.Module, evaluate: Callable[[], Any]
+) -> tuple[str, str, bool] | None:
+    names = {child: name for name, child in module.named_modules()}
+    runs: list[list[tuple[nn.Module, list[float], list[float]]]] = []
+
+    def record(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        runs[-1].append((child, fingerprint((args, kwargs)), fingerprint(output)))
+
+    handles = [child.register_forward_hook(record, with_kwargs=True) for child in names]
+    try:
+        for seed in (0, 1):
+            runs.append([])
+            seed_everything(seed)
+            evaluate()
+    finally:
+        for handle in handles:
+            handle.remove()
+    # inner modules finish first, so the first one found is the innermost
+    for (child, inputs, output), (_, inputs_again, output_again) in zip(*runs, strict=False):
+        if inputs == inputs_again and output != output_again:
+            return names[child], type(child).__name__, child.training
+    return None
+
+
+def uses_batch_statistics(module: nn.Module | None) -> list[str]:
+    """Return the names of batch normalizations that couple the samples of a batch."""
+    if module is None:
+        return []
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm)
+        and (child.training or child.running_mean is None)
+    ]
+
+
+def check_graph(output: Tensor, module: nn.Module | None) -> None:
+    """Check that a graph is one that can be differentiated with respect to the parameters.
+
+    Args:
+        output: Evaluated with the parameters replaced by aliases, all others by constants.
+        module: The user's module, if there is one.
+
+    Raises:
+        ValueError: If the output does not depend on the parameters, was computed with reentrant
+            checkpointing, or uses a parameter by a reference that is not registered.
+    """
+    if not output.requires_grad:
+        raise ValueError(
+            "The model's output does not depend on any of the parameters. A closure must use the "
+            "very tensors in params, and no part may run under torch.no_grad() or reentrant "
+            "checkpointing."
+        )
+    own = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    stack, seen = [output.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "The model uses reentrant activation checkpointing, which supports neither "
+                "autograd.grad nor second derivatives. Pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint."
+            )
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in own:
+            raise ValueError(
+                f"The model uses its parameter '{own[id(variable)]}' by a reference that is not "
+                "registered (a plain list, attribute or closure), where it cannot be replaced. "
+                "Access it as an attribute of its module, or pass the model as a function "
+                "X -> output with a list of params."
+            )
+        stack.extend(next_node for next_node, _ in node.next_functions)

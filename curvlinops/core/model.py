@@ -1,0 +1,293 @@
+"""The model as a function of named parameters: a module, a function, or a closure."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Model(ABC):
+    """A model and the parameters with respect to which it is differentiated.
+
+    Attributes:
+        params: The user's parameters by name, in the user's order.
+        as_list: Whether the user gave them as a list.
+        module: The user's module, if there is one.
+        substitutable: Whether the model can be evaluated at other tensors than the user's.
+    """
+
+    module: nn.Module | None = None
+    substitutable = True
+
+    def __init__(self, params: dict[str, Tensor], as_list: bool):
+        _check_params(params)
+        self.params = params
+        self.as_list = as_list
+
+    @abstractmethod
+    def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
+        """Evaluate the model on ``X``; inside ``installed(values)`` only."""
+
+    @abstractmethod
+    def installed(self, values: Mapping[str, Tensor], state: dict) -> Any:
+        """Return a context in which the model's parameters have these values.
+
+        Args:
+            values: A tensor for each parameter.
+            state: Kept by the caller from one entry to the next, empty at the first.
+        """
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return tensors with the parameters' values, to differentiate with respect to."""
+        # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
+        return {name: _alias(param).requires_grad_() for name, param in self.params.items()}
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move the parameters, and the user's module, to another device."""
+
+    def pack(self, values: Mapping[str, Tensor]) -> list[Tensor] | dict[str, Tensor]:
+        """Return tensors in the structure in which the user gave the parameters."""
+        return list(values.values()) if self.as_list else dict(values)
+
+
+class ModuleModel(Model):
+    """A ``torch.nn.Module``, possibly wrapped for data parallelism or compiled."""
+
+    def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
+        own, self.module = _named_parameters(module)
+        as_list = not isinstance(params, Mapping)
+        # name in `params` -> the module's own parameter
+        self._targets: dict[str, Tensor] = {}
+        if as_list:
+            names = {id(param): name for name, param in reversed(own.items())}
+            params = list(params)
+            for i, param in enumerate(params):
+                if id(param) not in names:
+                    raise ValueError(
+                        f"Entry {i} of params, of shape {list(param.shape)}, is not a parameter of "
+                        f"the model. Its parameters are {list(own)}."
+                    )
+            _check_distinct(params, names)
+            params = {names[id(param)]: param for param in params}
+        for name in params:
+            if name not in own:
+                buffers = dict(module.named_buffers())
+                kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
+                raise ValueError(
+                    f"'{name}' in params is {kind}. The model's parameters are {list(own)}."
+                )
+        super().__init__(_without_ties(params, own), as_list)
+        for name, param in self.params.items():
+            self._targets[name] = own[name]
+            if param.shape != own[name].shape:
+                raise ValueError(
+                    f"'{name}' in params has shape {list(param.shape)}, the model's parameter "
+                    f"{list(own[name].shape)}."
+                )
+
+    def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
+        """Evaluate the module."""
+        return self.module(X)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the module, and values that are not its own."""
+        own = {name for name, param in self.params.items() if param is self._targets[name]}
+        before = self._targets
+        self.module.to(device)
+        # parameters usually stay the same objects, but need not
+        after, _ = _named_parameters(self.module)
+        current = {id(before[name]): after.get(name, before[name]) for name in before}
+        self._targets = {name: current[id(target)] for name, target in before.items()}
+        self.params = {
+            name: self._targets[name] if name in own else param.to(device)
+            for name, param in self.params.items()
+        }
+
+    @contextmanager
+    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
+        """Swap parameters and buffers of the module, and restore all that it changes.
+
+        All parameters are replaced, the ones that are not differentiated by constants, and
+        all buffers by copies, made once per ``state``: a checkpoint that is recomputed in the
+        backward pass must see what the forward pass saw.
+        """
+        if not state:
+            state["buffers"] = {id(b): b.detach().clone() for b in self.module.buffers()}
+        swap = {id(target): values[name] for name, target in self._targets.items()}
+        found = []
+        try:
+            for module in self.module.modules():
+                # attributes too: recurrent layers and weight norm cache tensors in them
+                found.append(
+                    (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+                )
+                for name, param in module._parameters.items():
+                    if param is not None:
+                        module._parameters[name] = swap.setdefault(id(param), _alias(param))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = state["buffers"][id(buffer)]
+            yield
+        finally:
+            for module, attributes, parameters, buffers in found:
+                vars(module).clear()
+                vars(module).update(attributes)
+                _restore(module._parameters, parameters)
+                _restore(module._buffers, buffers)
+
+
+class FunctionalModel(Model):
+    """A function ``(params, X) -> output`` of a dictionary of parameters."""
+
+    def __init__(self, function: Callable, params: Mapping[str, Tensor]):
+        super().__init__(dict(params), as_list=False)
+        _check_distinct(list(params.values()), {id(p): name for name, p in params.items()})
+        self._function = function
+
+    def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
+        """Evaluate the function."""
+        return self._function(dict(values), X)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the parameters."""
+        self.params = {name: param.to(device) for name, param in self.params.items()}
+
+    @contextmanager
+    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
+        """Do nothing: the values are an argument."""
+        yield
+
+
+class ClosureModel(Model):
+    """A function ``X -> output`` that uses the very tensors in ``params``."""
+
+    substitutable = False
+
+    def __init__(self, function: Callable, params: Iterable[Tensor]):
+        params = list(params)
+        super().__init__({str(i): param for i, param in enumerate(params)}, as_list=True)
+        _check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
+        self._function = function
+
+    def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
+        """Evaluate the closure."""
+        return self._function(X)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the values of the user's tensors."""
+        for param in self.params.values():
+            param.data = param.data.to(device)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return the user's tensors; ``installed`` lets them require gradients."""
+        return dict(self.params)
+
+    @contextmanager
+    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
+        """Let the user's tensors require gradients."""
+        frozen = [param for param in self.params.values() if not param.requires_grad]
+        try:
+            for param in frozen:
+                param.requires_grad_(True)
+            yield
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+
+def wrap_model(model_func: Any, params: Any) -> Model:
+    """Return the model that a user describes by ``model_func`` and ``params``.
+
+    Raises:
+        TypeError: If they are not of a kind described in ``CurvatureOperator``.
+        ValueError: If ``params`` is empty, has an entry twice, or one that the model lacks.
+    """
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be a list of tensors or a dictionary from names to tensors, got "
+            f"{type(params).__name__}."
+        )
+    params = dict(params) if isinstance(params, Mapping) else list(params)
+    if not params:
+        raise ValueError(
+            "params is empty. If it was a generator such as model.parameters(), it was already "
+            "used up; pass a list."
+        )
+    for key, param in params.items() if isinstance(params, dict) else enumerate(params):
+        if not isinstance(param, Tensor):
+            raise TypeError(f"Entry {key!r} of params is a {type(param).__name__}, not a tensor.")
+    if isinstance(model_func, nn.Module):
+        return ModuleModel(model_func, params)
+    if not callable(model_func):
+        raise TypeError(
+            f"model_func must be a Module or a function, got {type(model_func).__name__}."
+        )
+    kind = FunctionalModel if isinstance(params, dict) else ClosureModel
+    return kind(model_func, params)
+
+
+def _named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
+    """Return a module's parameters by every name they have, and the module without wrappers."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
+            module = module._orig_mod
+        else:
+            break
+        names |= dict(module.named_parameters(remove_duplicate=False))
+    return names, module
+
+
+def _without_ties(params: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
+    first: dict[int, str] = {}
+    kept = {}
+    for name, param in params.items():
+        other = first.setdefault(id(own[name]), name)
+        if other == name:
+            kept[name] = param
+        elif not torch.equal(param, params[other]):
+            raise ValueError(
+                f"'{other}' and '{name}' in params are one tied parameter of the model, but have "
+                "different values."
+            )
+    return kept
+
+
+def _check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
+    seen = set()
+    for param in params:
+        if id(param) in seen:
+            raise ValueError(f"Parameter '{names[id(param)]}' occurs twice in params.")
+        seen.add(id(param))
+
+
+def _check_params(params: Mapping[str, Tensor]) -> None:
+    for name, param in params.items():
+        if not param.is_floating_point():
+            raise TypeError(
+                f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
+                "can be differentiated."
+            )
+    devices = {str(param.device) for param in params.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
+        )
+
+
+def _alias(param: Tensor) -> Tensor:
+    """Return the same values without history (a copy where autograd refuses the tensor)."""
+    return param.detach().clone() if param.is_inference() else param.detach()
+
+
+def _restore(current: dict, original: dict) -> None:
+    current.clear()
+    current.update(original)

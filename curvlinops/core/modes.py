@@ -1,0 +1,208 @@
+"""Products with derivatives of a model, in forward and in reverse mode.
+
+Both modes offer the same functions. Each takes a model bound to a batch and returns an
+``Apply``; what does not depend on the vectors is done before, once. They are built on two
+idioms only, each compared with finite differences through every layer of the test suite:
+
+- ``Reverse`` differentiates the graph of a backward pass. It serves closures, checkpoints and
+  custom autograd functions, and the graph serves many products.
+- ``Forward`` attaches tangents to the parameters (``torch.autograd.forward_ad``) and runs the
+  ordinary forward and backward passes. It is the faster one for a single product with a
+  Jacobian. ``torch.func`` is not used: it is slower on all our benchmarks, refuses data-dependent
+  models, and its compositions ``jvp(jacrev)`` and ``grad(jvp)`` are wrong through normalization
+  layers (PyTorch 2.13).
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from curvlinops.core.autodiff import (
+    Apply,
+    BoundModel,
+    Head,
+    Tensors,
+    chunks,
+    pull,
+    pull_columns,
+    stack,
+    tangents,
+)
+from curvlinops.core.scope import Scope
+from curvlinops.core.space import Columns
+
+with warnings.catch_warnings():
+    # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Backward passes through the graph of a backward pass.
+
+    Attributes:
+        chunk_size: How many columns a backward pass carries at once (by ``vmap``).
+    """
+
+    chunk_size: int = 1
+
+    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the Hessian of a scalar function of the output."""
+        leaves = bound.leaves()
+        scope = bound.scope(leaves)
+        with scope.active():
+            loss, terms = head(bound.output(scope))
+            grads = pull({"": loss}, {"": None}, leaves, create_graph=True)
+
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            return pull_columns(grads, v, inputs)
+
+        return self._in_chunks(product, bound, scope, leaves, terms)
+
+    def jacobian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
+        leaves = bound.leaves()
+        scope = bound.scope(leaves)
+        with scope.active():
+            output = bound.output(scope)
+            terms = head(output.detach())[1]
+            push = _double_vjp(output, leaves)
+
+        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+            with scope.active():
+                chunks = [push(v) for v in chunks(V, leaves, self.chunk_size)]
+            return {"": torch.cat(chunks)}, terms
+
+        return apply
+
+    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with ``J^T B J``, J the Jacobian of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at
+                the given output, and the terms.
+        """
+        leaves = bound.leaves()
+        scope = bound.scope(leaves)
+        with scope.active():
+            output = bound.output(scope)
+            curvature, terms = head(output.detach())
+            push = _double_vjp(output, leaves)
+
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            return pull_columns({"": output}, {"": curvature(push(v))}, inputs)
+
+        return self._in_chunks(product, bound, scope, leaves, terms)
+
+    def _in_chunks(
+        self, product: Callable, bound: BoundModel, scope: Scope, leaves: Tensors, terms: Tensor
+    ) -> Apply:
+        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+            inputs = {name: leaves[name] for name in names}
+            with scope.active():
+                chunks = [product(v, inputs) for v in chunks(V, leaves, self.chunk_size)]
+            dtype = bound.space.dtype
+            out = {name: torch.cat([c[name].to(dtype) for c in chunks]) for name in inputs}
+            return out, terms
+
+        return apply
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Tangents that travel along the ordinary forward and backward pass."""
+
+    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the Hessian of a scalar function of the output."""
+
+        def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
+            with forward_ad.dual_level():
+                scope, duals = _dual_scope(bound, v)
+                with scope.active():
+                    loss, terms = head(bound.output(scope))
+                    inputs = {name: duals[name] for name in names}
+                    grads = pull({"": loss}, {"": None}, inputs, retain=False)
+                    return {name: _tangent(grad) for name, grad in grads.items()}, terms
+
+        return _apply_each(bound, product)
+
+    def jacobian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
+
+        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+            tangents = []
+            for v in tangents(V, bound.leaves()):
+                with forward_ad.dual_level():
+                    scope, _ = _dual_scope(bound, v, requires_grad=False)
+                    with scope.active():
+                        output = bound.output(scope)
+                        terms = head(output.detach())[1]
+                        tangents.append(_tangent(output, like=output).detach())
+            return {"": torch.stack(tangents)}, terms
+
+        return apply
+
+    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``Reverse``."""
+
+        def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
+            with forward_ad.dual_level():
+                scope, duals = _dual_scope(bound, v)
+                with scope.active():
+                    dual_output = bound.output(scope)
+                    tangent = _tangent(dual_output, like=dual_output).detach()
+                    output = forward_ad.unpack_dual(dual_output).primal
+            # without the level, whose exit clears tangents: they would be carried backward
+            with scope.active():
+                curvature, terms = head(output.detach())
+                u = curvature(tangent.unsqueeze(0)).squeeze(0)
+                inputs = {name: duals[name] for name in names}
+                return pull({"": output}, {"": u}, inputs, retain=False), terms
+
+        return _apply_each(bound, product)
+
+
+def _apply_each(bound: BoundModel, product: Callable) -> Apply:
+    """Apply a product of one vector to each column."""
+
+    def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+        names = list(names)
+        leaves = bound.leaves()
+        results = [product(v, names) for v in tangents(V, leaves)]
+        products, terms = [result[0] for result in results], results[0][1]
+        return stack(bound.space, products, {n: leaves[n] for n in names}), terms
+
+    return apply
+
+
+def _dual_scope(
+    bound: BoundModel, v: Tensors, requires_grad: bool = True
+) -> tuple[Scope, dict[str, Tensor]]:
+    """Return a scope in which the parameters carry the tangents ``v``."""
+    leaves = bound.leaves()
+    if not requires_grad:
+        leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    duals = {
+        name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
+        for name, leaf in leaves.items()
+    }
+    return bound.scope(duals), duals
+
+
+def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:
+    """Return a dual tensor's tangent; if it has none, zeros like ``like`` or ``None``."""
+    tangent = None if dual is None else forward_ad.unpack_dual(dual).tangent
+    return torch.zeros_like(like) if tangent is None and like is not None else tangent
+
+
+def _double_vjp(output: Tensor, leaves: Tensors) -> Callable[[Columns], Tensor]:
+    """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
+    w = torch.zeros_like(output, requires_grad=True)
+    pulled = pull({"": output}, {"": w}, leaves, create_graph=True)
+    return lambda v: pull_columns(pulled, v, {"": w})[""]

@@ -1,0 +1,282 @@
+"""The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
+
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from curvlinops.core.border import is_torch_vector, read
+from curvlinops.core.space import Columns, ParameterSpace
+
+
+class TorchLinearOperator(LinearOperator):
+    """A real linear operator whose products run in PyTorch.
+
+    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
+    the kind that came in; tensors never leave the operator's device. Sums, multiples,
+    products, powers and adjoints of such operators are such operators again. With any other
+    scipy operator they are scipy operators.
+
+    A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint.
+
+    Args:
+        domain: The space of the vectors that the operator takes.
+        codomain: The space of the vectors that it returns. Default: ``domain``.
+        self_adjoint: Whether the operator equals its adjoint.
+    """
+
+    def __init__(
+        self,
+        domain: ParameterSpace,
+        codomain: ParameterSpace | None = None,
+        self_adjoint: bool = False,
+    ):
+        self.domain = domain
+        self.codomain = domain if codomain is None else codomain
+        self.self_adjoint = self_adjoint
+        numpy_dtype = np.float64 if domain.dtype == torch.float64 else np.float32
+        super().__init__(numpy_dtype, (self.codomain.dim, self.domain.dim))
+
+    def _apply(self, columns: Columns) -> Columns:
+        """Multiply vectors ``{name: [K, *shape]}`` of the domain by the operator."""
+        raise NotImplementedError
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        """Multiply vectors of the codomain by the adjoint operator."""
+        if self.self_adjoint:
+            return self._apply(columns)
+        raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The space of the vectors that the operator takes."""
+        return self.domain
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which products are computed."""
+        return self.domain.device
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of products, as a torch dtype."""
+        return self.domain.dtype
+
+    def to_scipy(self) -> "TorchLinearOperator":
+        """Return the operator itself, which is a scipy LinearOperator."""
+        return self
+
+    # --- products. scipy's public methods convert to numpy, so each is asked first
+
+    def _product(self, x: Any, adjoint: bool = False) -> Any:
+        domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
+        columns, write = read(x, domain)
+        out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+        return write(out, codomain)
+
+    def _matmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x))
+
+    def _rmatmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x), adjoint=True)
+
+    _matvec = _matmat
+    _rmatvec = _rmatmat
+
+    def matvec(self, x: Any) -> Any:
+        """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(x) if _is_ours(x) else super().matvec(x)
+
+    def matmat(self, X: Any) -> Any:
+        """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(X) if _is_ours(X) else super().matmat(X)
+
+    def rmatvec(self, x: Any) -> Any:
+        """Multiply one vector by the adjoint."""
+        return self._product(x, adjoint=True) if _is_ours(x) else super().rmatvec(x)
+
+    def rmatmat(self, X: Any) -> Any:
+        """Multiply several vectors by the adjoint."""
+        return self._product(X, adjoint=True) if _is_ours(X) else super().rmatmat(X)
+
+    def dot(self, x: Any) -> Any:
+        """Multiply a vector, several vectors, an operator, or a scalar."""
+        if _is_scalar(x):
+            return ScaledLinearOperator(self, float(x))
+        if isinstance(x, TorchLinearOperator):
+            return ProductLinearOperator(self, x)
+        return self._product(x) if _is_ours(x) else super().dot(x)
+
+    def _rdot(self, x: Any) -> Any:
+        if _is_scalar(x):
+            return ScaledLinearOperator(self, float(x))
+        if isinstance(x, TorchLinearOperator):
+            return ProductLinearOperator(x, self)
+        if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
+            return self._product(x.T, adjoint=True).T
+        return self._product(x, adjoint=True) if _is_ours(x) else super()._rdot(x)
+
+    __mul__ = dot
+    __rmul__ = _rdot
+
+    # --- algebra
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, TorchLinearOperator):
+            return SumLinearOperator(self, other)
+        return super().__add__(other)
+
+    def __neg__(self) -> "TorchLinearOperator":
+        return ScaledLinearOperator(self, -1.0)
+
+    def __truediv__(self, scalar: Any) -> "TorchLinearOperator":
+        if not _is_scalar(scalar):
+            raise ValueError("A linear operator can only be divided by a scalar.")
+        return ScaledLinearOperator(self, 1.0 / float(scalar))
+
+    def __pow__(self, exponent: Any) -> "TorchLinearOperator":
+        return PowerLinearOperator(self, exponent)
+
+    def _adjoint(self) -> "TorchLinearOperator":
+        return self if self.self_adjoint else AdjointLinearOperator(self)
+
+    _transpose = _adjoint
+
+
+def _is_ours(x: Any) -> bool:
+    """Return whether a product with ``x`` is computed without scipy's conversions."""
+    return type(x) is np.ndarray or is_torch_vector(x)
+
+
+def _is_scalar(x: Any) -> bool:
+    if isinstance(x, complex | np.complexfloating):
+        raise TypeError("The operator is real and cannot be multiplied by a complex number.")
+    return isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
+
+
+class SumLinearOperator(TorchLinearOperator):
+    """The sum of two operators."""
+
+    def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
+        _check_shapes(first.shape == second.shape, first, second, "added")
+        first.domain.check_compatible(second.domain)
+        first.codomain.check_compatible(second.codomain)
+        # of two spaces that agree, keep the one that has parameter structure
+        named = second if first.domain.is_flat else first
+        self.terms = (first, second)
+        dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
+        super().__init__(
+            named.domain.widened(dtype),
+            named.codomain.widened(dtype),
+            first.self_adjoint and second.self_adjoint,
+        )
+
+    def _apply(self, columns: Columns) -> Columns:
+        outs = [
+            self.codomain.convert(
+                term._apply(term.domain.convert(columns, self.domain)), term.codomain
+            )
+            for term in self.terms
+        ]
+        return _add(*outs)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        outs = [
+            self.domain.convert(
+                term._apply_adjoint(term.codomain.convert(columns, self.codomain)), term.domain
+            )
+            for term in self.terms
+        ]
+        return _add(*outs)
+
+
+class ScaledLinearOperator(TorchLinearOperator):
+    """A multiple of an operator."""
+
+    def __init__(self, operator: TorchLinearOperator, scalar: float):
+        self.operator, self.scalar = operator, scalar
+        super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return _scale(self.operator._apply(columns), self.scalar)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return _scale(self.operator._apply_adjoint(columns), self.scalar)
+
+
+class ProductLinearOperator(TorchLinearOperator):
+    """The product of two operators; the second is applied first."""
+
+    def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
+        _check_shapes(left.shape[1] == right.shape[0], left, right, "multiplied")
+        left.domain.check_compatible(right.codomain)
+        self.left, self.right = left, right
+        dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
+        super().__init__(right.domain.widened(dtype), left.codomain.widened(dtype))
+
+    def _apply(self, columns: Columns) -> Columns:
+        columns = self.right._apply(self.right.domain.convert(columns, self.domain))
+        columns = self.left._apply(self.left.domain.convert(columns, self.right.codomain))
+        return self.codomain.convert(columns, self.left.codomain)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        columns = self.left._apply_adjoint(self.left.codomain.convert(columns, self.codomain))
+        columns = self.right._apply_adjoint(self.right.codomain.convert(columns, self.left.domain))
+        return self.domain.convert(columns, self.right.domain)
+
+
+class PowerLinearOperator(TorchLinearOperator):
+    """A non-negative integer power of a square operator."""
+
+    def __init__(self, operator: TorchLinearOperator, exponent: int):
+        if operator.shape[0] != operator.shape[1]:
+            raise ValueError(f"Powers need a square operator, got shape {operator.shape}.")
+        if not isinstance(exponent, int | np.integer) or exponent < 0:
+            raise ValueError(f"The exponent must be a non-negative integer, got {exponent!r}.")
+        self.operator, self.exponent = operator, int(exponent)
+        super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
+
+    def _apply(self, columns: Columns) -> Columns:
+        for _ in range(self.exponent):
+            columns = self.operator._apply(columns)
+        return columns
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        for _ in range(self.exponent):
+            columns = self.operator._apply_adjoint(columns)
+        return columns
+
+
+class AdjointLinearOperator(TorchLinearOperator):
+    """The adjoint of an operator."""
+
+    def __init__(self, operator: TorchLinearOperator):
+        self.operator = operator
+        super().__init__(operator.codomain, operator.domain)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return self.operator._apply_adjoint(columns)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self.operator._apply(columns)
+
+    def _adjoint(self) -> TorchLinearOperator:
+        return self.operator
+
+    _transpose = _adjoint
+
+
+def _check_shapes(fit: bool, first: LinearOperator, second: LinearOperator, verb: str) -> None:
+    if not fit:
+        raise ValueError(f"Operators of shapes {first.shape} and {second.shape} cannot be {verb}.")
+
+
+def _add(first: Columns, second: Columns) -> Columns:
+    return {name: first[name] + second[name] for name in first}
+
+
+def _scale(columns: Columns, scalar: float) -> Columns:
+    return {name: scalar * column for name, column in columns.items()}

@@ -1,0 +1,289 @@
+"""The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from curvlinops.core import autodiff
+from curvlinops.core.data import Batch, Batches
+from curvlinops.core.determinism import (
+    check_graph,
+    explain_data,
+    explain_model,
+    fingerprint,
+    preserved_rng,
+    seed_everything,
+)
+from curvlinops.core.model import Model
+from curvlinops.core.scope import Scope
+from curvlinops.core.space import Columns, ParameterSpace
+
+
+class LossLike(Protocol):
+    """What the risk needs to know of a loss (see ``curvlinops.losses.base``)."""
+
+    reduction: str
+
+    def to(self, device: torch.device | str) -> None: ...
+    def check(self, output: Tensor, target: Any) -> None: ...
+    def check_values(self, output: Tensor, target: Any) -> None: ...
+    def sum(self, output: Tensor, target: Any) -> Tensor: ...
+    def denominator(self, output: Tensor, target: Any) -> Tensor: ...
+    def term_size(self, output: Tensor) -> int | None: ...
+
+
+class BatchRisk:
+    """The risk's share on one batch: what the modes of ``autodiff`` differentiate."""
+
+    def __init__(self, risk: "EmpiricalRisk", batch: Batch):
+        self._risk = risk
+        self.batch = batch
+        self.space = risk.space
+        self.loss = risk.loss
+        self.leaves = risk.model.leaves
+
+    def scope(self, values: dict[str, Tensor], twice: bool = True) -> Scope:
+        """Return the scope in which the parameters have the given values."""
+        return Scope(self._risk.model, values, twice)
+
+    def output(self, scope: Scope) -> Tensor:
+        """Evaluate the model in an active scope."""
+        output = scope.output(self.batch.X)
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim == 0:
+            found = (
+                f"a tensor of shape {list(output.shape)} and {output.dtype}"
+                if isinstance(output, Tensor)
+                else type(output).__name__
+            )
+            raise TypeError(
+                f"The model returned {found} on batch {self.batch.index}, expected one real tensor "
+                "with the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
+                "self.inner(**X).logits."
+            )
+        return output
+
+    def terms(self, output: Tensor) -> Tensor:
+        """Return the batch's share of the normalization, after checking that all fits."""
+        return self._risk.terms(output, self.batch)
+
+    def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over the batch's terms, and its share of the normalization."""
+        terms = self.terms(output)
+        return self.loss.sum(output, self.batch.y), terms
+
+
+class EmpiricalRisk:
+    """``L = c * sum_t l_t`` over all terms of all batches.
+
+    It owns everything about the data, so that nothing else does: iteration, normalization,
+    progress, and the check that passes over the data can be repeated.
+
+    Args:
+        model: The model and its parameters.
+        loss: The loss, or ``None`` where only outputs matter.
+        batches: The data.
+        progressbar: Whether to show a progress bar during passes over the data.
+        name: Names the operator in progress bars.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: LossLike | None,
+        batches: Batches,
+        progressbar: bool = False,
+        name: str = "",
+    ):
+        self.model, self.loss, self.batches = model, loss, batches
+        self.progressbar, self.name = progressbar, name
+        self.space = ParameterSpace.of(model.params)
+        self._term_size: int | None = None
+        self._values_checked = loss is None
+
+    def run(self, step: Callable[[BatchRisk], None], description: str) -> None:
+        """Call ``step`` on every batch. This is the package's only loop over data."""
+        device = self.space.device
+
+        def wrap(data: Iterable) -> Iterable:
+            label = f"{self.name}.{description} on {device}"
+            return tqdm(data, desc=label, disable=not self.progressbar)
+
+        with preserved_rng(device):
+            for batch in self.batches.iterate(device, wrap):
+                step(BatchRisk(self, batch))
+
+    def terms(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return a batch's share of the normalization.
+
+        Raises:
+            ValueError: If output and target do not fit, or not to those of other batches.
+        """
+        if self.loss is None:
+            return torch.zeros((), device=output.device)
+        try:
+            self.loss.check(output, batch.y)
+            if not self._values_checked:
+                self.loss.check_values(output, batch.y)
+                self._values_checked = True
+        except ValueError as error:
+            raise ValueError(f"Batch {batch.index}: {error}") from error
+        size = self.loss.term_size(output)
+        if self._term_size is None:
+            self._term_size = size
+        if size != self._term_size:
+            raise ValueError(
+                f"Batch {batch.index} has outputs with a last axis of length {size}, others "
+                f"{self._term_size}; their mean is not defined. Use reduction='sum', or batches "
+                "that agree."
+            )
+        return self.loss.denominator(output, batch.y)
+
+    def scale(self, total: Tensor | float) -> float:
+        """Return ``c``, given the sum of the batches' terms.
+
+        Raises:
+            ValueError: If there is no term.
+        """
+        if self.loss is None:
+            return 1.0
+        if float(total) == 0.0:
+            raise ValueError(
+                "The data has no term: all targets are ignored, or all weights are zero. The "
+                "empirical risk is not defined."
+            )
+        return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
+
+    def gradient_and_loss(self) -> tuple[Columns, Tensor]:
+        """Return gradient (one column) and value of ``L`` over all data.
+
+        Raises:
+            ValueError: If either is not finite, naming batch or parameter.
+        """
+        gradient, loss, total = self.space.zeros(1), 0.0, 0.0
+
+        def step(risk: BatchRisk) -> None:
+            nonlocal loss, total
+            value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
+            _check_finite(risk.batch, value, columns)
+            loss, total = loss + value, total + terms
+            for name, column in columns.items():
+                gradient[name] += column
+
+        self.run(step, "gradient_and_loss")
+        scale = self.scale(total)
+        return {name: column * scale for name, column in gradient.items()}, loss * scale
+
+    def count_outputs(self) -> int:
+        """Return the number of entries of the model's outputs over all data."""
+        count = 0
+
+        def step(risk: BatchRisk) -> None:
+            nonlocal count
+            count += self._forward(risk).numel()
+
+        self.run(step, "count_outputs")
+        return count
+
+    def to(self, device: torch.device | str) -> None:
+        """Move model, parameters and loss to another device."""
+        self.model.to(device)
+        if self.loss is not None:
+            self.loss.to(device)
+        self.space = ParameterSpace.of(self.model.params)
+
+    def check(self, num_data: int | None) -> None:
+        """Pass twice over the data, with different random seeds, and compare.
+
+        Raises:
+            ValueError: If the data has another number of samples than ``num_data``, or a batch's
+                loss or gradient is not finite.
+            RuntimeError: If data, outputs, loss or gradient differ between the passes.
+        """
+        first = self._observe(seed=0, num_data=num_data)
+        second = self._observe(seed=1, num_data=None)
+        data = [[observation[0] for observation in run] for run in (first, second)]
+        if not _close(data[0], data[1], 1e-6):
+            raise RuntimeError(explain_data(self.batches.data, *data))
+        for index, ((_, values), (_, again)) in enumerate(zip(first, second, strict=True)):
+            tolerance = 1e-8 if self.space.dtype == torch.float64 else 1e-3
+            if not _close([values], [again], tolerance):
+                raise RuntimeError(self._explain_model(index))
+
+    def _observe(self, seed: int, num_data: int | None) -> list[tuple[list[float], list[float]]]:
+        """Return, for each batch, numbers that identify the data and what the model makes of it."""
+        observations, size = [], 0
+
+        def step(risk: BatchRisk) -> None:
+            nonlocal size
+            if seed == 0:
+                size += self.batches.size(risk.batch) if num_data is not None else 0
+                self._inspect(risk)
+            data = fingerprint((risk.batch.X, risk.batch.y))
+            observations.append((data, self._evaluate(risk)))
+
+        with preserved_rng(self.space.device):
+            seed_everything(seed)
+            self.run(step, "check_deterministic")
+        if num_data is not None and size != num_data:
+            raise ValueError(f"num_data is {num_data}, but data has {size} samples.")
+        return observations
+
+    def _forward(self, risk: BatchRisk, with_graph: bool = False) -> Tensor:
+        leaves = risk.leaves()
+        if not with_graph and self.model.substitutable:
+            leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+        scope = risk.scope(leaves, twice=False)
+        with scope.active():
+            return risk.output(scope)
+
+    def _inspect(self, risk: BatchRisk) -> None:
+        output = self._forward(risk, with_graph=True)
+        if risk.batch.index == 0:
+            check_graph(output, self.model.module)
+        if self.loss is not None:
+            self.terms(output, risk.batch)
+            self.loss.check_values(output, risk.batch.y)
+
+    def _evaluate(self, risk: BatchRisk) -> list[float]:
+        if self.loss is None:
+            return fingerprint(self._forward(risk))
+        value, columns, _ = autodiff.gradient(risk, risk.loss_sum)
+        _check_finite(risk.batch, value, columns)
+        norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
+        return [float(value), norm]
+
+    def _explain_model(self, index: int) -> str:
+        explanation = ""
+
+        def step(risk: BatchRisk) -> None:
+            nonlocal explanation
+            if risk.batch.index == index:
+                explanation = explain_model(self.model.module, lambda: self._forward(risk))
+
+        self.run(step, "check_deterministic")
+        return f"{explanation} (Noticed on batch {index}.)"
+
+
+def _close(first: list[list[float]], second: list[list[float]], tolerance: float) -> bool:
+    if [len(values) for values in first] != [len(values) for values in second]:
+        return False
+    one = torch.tensor([v for values in first for v in values], dtype=torch.float64)
+    two = torch.tensor([v for values in second for v in values], dtype=torch.float64)
+    return torch.allclose(one, two, rtol=tolerance, atol=1e-12, equal_nan=True)
+
+
+def _check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
+    if not bool(loss.isfinite()):
+        raise ValueError(
+            f"The loss on batch {batch.index} is {float(loss)}. Check the batch for NaN and "
+            "infinite values, and the parameters for divergence."
+        )
+    for name, column in gradient.items():
+        if not bool(column.isfinite().all()):
+            raise ValueError(
+                f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
+                "the loss is: its derivative does not exist there (sqrt or norm at zero?)."
+            )

@@ -1,0 +1,144 @@
+"""Ordered, named tensors and their flat vector."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+#: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
+Columns = dict[str, Tensor]
+
+
+class ParameterSpace:
+    """The vector space of one or several named tensors, flattened row-major and concatenated.
+
+    Args:
+        shapes: Name and shape of each tensor, in the order of the flat vector.
+        dtype: The type of the vectors. May be wider than that of the tensors (bfloat16
+            parameters have float32 vectors).
+        device: Where the vectors live.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.dtype = dtype
+        self.device = torch.device(device)
+        ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
+        self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.shapes)}
+        self.dim = ends[-1]
+
+    @classmethod
+    def flat(cls, dim: int, dtype: torch.dtype, device: torch.device) -> "ParameterSpace":
+        """Return a space of plain vectors: one tensor without a name."""
+        return cls({"": (dim,)}, dtype, device)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "ParameterSpace":
+        """Return the space of given floating-point tensors, all on one device.
+
+        Its vectors are float64 if any of the tensors is, else float32.
+        """
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+        dtype = torch.float64 if wide else torch.float32
+        return cls(shapes, dtype, next(iter(tensors.values())).device)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, in the order of the flat vector."""
+        return list(self.shapes)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether this is a space of plain vectors, without parameter structure."""
+        return self.names == [""]
+
+    def slice(self, name: str) -> slice:
+        """Return where the tensor ``name`` lies in the flat vector."""
+        return self._slices[name]
+
+    def split(self, flat: Tensor) -> Columns:
+        """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
+        return {
+            name: flat[:, self._slices[name]].reshape(-1, *shape)
+            if flat.shape[0]
+            else flat.new_zeros(0, *shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def join(self, columns: Columns) -> Tensor:
+        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]``."""
+        parts = [
+            columns[name].flatten(1) if shape else columns[name].unsqueeze(1)
+            for name, shape in self.shapes.items()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def zeros(self, num_columns: int, names: Iterable[str] | None = None) -> Columns:
+        """Return ``num_columns`` zero vectors (restricted to ``names``)."""
+        return {
+            name: torch.zeros(num_columns, *self.shapes[name], dtype=self.dtype, device=self.device)
+            for name in (self.names if names is None else names)
+        }
+
+    def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
+        """Return ``num_columns`` standard normal vectors."""
+        flat = torch.randn(
+            num_columns, self.dim, generator=generator, dtype=self.dtype, device=self.device
+        )
+        return self.split(flat)
+
+    def convert(self, columns: Columns, source: "ParameterSpace") -> Columns:
+        """Read vectors of ``source`` as vectors of this space.
+
+        Args:
+            columns: Vectors of ``source``.
+            source: A space that ``check_compatible`` accepts.
+
+        Returns:
+            The same vectors, named and shaped as in this space.
+        """
+        if source.names != self.names or source.shapes != self.shapes:
+            columns = self.split(source.join(columns))
+        return {name: column.to(self.dtype) for name, column in columns.items()}
+
+    def check_compatible(self, other: "ParameterSpace") -> None:
+        """Check that vectors of the two spaces may be added.
+
+        Raises:
+            ValueError: If dimension, device, or the parameters and their order differ. A
+                space of plain vectors agrees with every space of its dimension.
+        """
+        if self.dim != other.dim:
+            raise ValueError(f"Operators act on spaces of dimension {self.dim} and {other.dim}.")
+        if self.device != other.device:
+            raise ValueError(
+                f"Operators live on {self.device} and {other.device}. Move one with to_device()."
+            )
+        if self.is_flat or other.is_flat:
+            return
+        if list(self.shapes.values()) != list(other.shapes.values()) or (
+            self.names != other.names and set(self.names) == set(other.names)
+        ):
+            raise ValueError(
+                "Operators act on different parameters, or on the same in another order: "
+                f"{self.shapes} and {other.shapes}."
+            )
+
+    def widened(self, dtype: torch.dtype) -> "ParameterSpace":
+        """Return the same space with vectors at least as wide as ``dtype``."""
+        return ParameterSpace(self.shapes, torch.promote_types(self.dtype, dtype), self.device)
+
+    def to(self, device: torch.device | str) -> "ParameterSpace":
+        """Return the same space on another device."""
+        return ParameterSpace(self.shapes, self.dtype, device)
+
+    def __repr__(self) -> str:
+        return f"ParameterSpace({self.shapes}, {self.dtype}, '{self.device}')"

@@ -1,0 +1,87 @@
+"""Losses: everything that depends on which loss is used. One file per family."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from curvlinops.losses.base import Loss
+from curvlinops.losses.cross_entropy import CrossEntropy, NegativeLogLikelihood
+from curvlinops.losses.generic import AdditiveLoss
+from curvlinops.losses.logistic import BinaryCrossEntropy
+from curvlinops.losses.squared_error import SquaredError
+
+__all__ = ["Loss", "wrap_loss"]
+
+#: To support a loss in closed form, write a class and add a line here.
+KNOWN_LOSSES: dict[type[nn.Module], type[Loss]] = {
+    nn.MSELoss: SquaredError,
+    nn.CrossEntropyLoss: CrossEntropy,
+    nn.NLLLoss: NegativeLogLikelihood,
+    nn.BCEWithLogitsLoss: BinaryCrossEntropy,
+}
+
+_FUNCTIONAL: dict[Callable, type[nn.Module]] = {
+    F.mse_loss: nn.MSELoss,
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+
+
+def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
+    """Return what is known about a loss function.
+
+    Args:
+        loss_func: A PyTorch loss module, one of PyTorch's functional losses (also with keywords
+            bound by ``functools.partial``), or any function ``(output, target) -> scalar`` that
+            adds up or averages over samples.
+        reduction: ``"sum"`` or ``"mean"``; required for a plain function.
+
+    Raises:
+        TypeError: If ``loss_func`` cannot be called.
+        ValueError: If the reduction is unknown, missing, or contradicts the loss's own.
+    """
+    if not callable(loss_func):
+        raise TypeError(f"loss_func must be callable, got {type(loss_func).__name__}.")
+    loss_func = _as_module(loss_func)
+    own = getattr(loss_func, "reduction", None)
+    own = "mean" if own == "batchmean" else own
+    for source, value in (("the loss's reduction", own), ("reduction", reduction)):
+        if value not in (None, "sum", "mean"):
+            raise ValueError(f"{source} is {value!r}, expected 'sum' or 'mean'.")
+    if own is not None and reduction is not None and own != reduction:
+        raise ValueError(f"reduction={reduction!r} contradicts the loss's own, {own!r}.")
+    if own is None and reduction is None:
+        name = getattr(loss_func, "__name__", type(loss_func).__name__)
+        raise ValueError(
+            f"The loss {name} does not say how it reduces over samples. Pass reduction='sum' or "
+            "reduction='mean'."
+        )
+    return _kind(loss_func)(loss_func, reduction or own)
+
+
+def _as_module(loss_func: Any) -> Any:
+    """Turn PyTorch's functional losses into modules, which carry their options."""
+    partial = isinstance(loss_func, functools.partial)
+    function = loss_func.func if partial else loss_func
+    try:
+        module = _FUNCTIONAL.get(function)
+    except TypeError:  # not hashable
+        return loss_func
+    if module is None or (partial and loss_func.args):
+        return loss_func
+    try:
+        return module(**loss_func.keywords) if partial else module()
+    except TypeError:  # an option that only the function has
+        return loss_func
+
+
+def _kind(loss_func: Any) -> type[Loss]:
+    for known, kind in KNOWN_LOSSES.items():
+        # a subclass may compute something else
+        if isinstance(loss_func, known) and type(loss_func).forward is known.forward:
+            return kind
+    return AdditiveLoss

@@ -1,0 +1,222 @@
+"""What curvature needs to know of a loss."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+#: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
+OutputMatrix = Callable[[Tensor], Tensor]
+
+
+class Loss(ABC):
+    """A loss as a sum over terms, ``L = c * sum_t l_t``.
+
+    A term depends on C entries of the model's output, one *row*: subclasses say how an output
+    falls into rows ``[T, C]``, and write everything else for rows. The scale ``c`` never occurs
+    here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
+    and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
+
+    Half-precision outputs are treated in float32.
+
+    Args:
+        module: The PyTorch loss whose value is reproduced.
+        reduction: ``"sum"`` or ``"mean"``.
+    """
+
+    #: Whether the loss is linear in the output, so that its output Hessian is zero.
+    is_linear = False
+
+    def __init__(self, module: Any, reduction: str):
+        self.module = module
+        self.reduction = reduction
+
+    @property
+    def name(self) -> str:
+        """The user's name of the loss."""
+        return getattr(self.module, "__name__", type(self.module).__name__)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the loss's tensors (class weights), if it has any, to another device."""
+        if isinstance(self.module, nn.Module):
+            self.module.to(device)
+
+    # --- public interface: outputs in, outputs out
+
+    @abstractmethod
+    def check(self, output: Tensor, target: Any) -> None:
+        """Raise ValueError if output and target do not fit."""
+
+    def check_values(self, output: Tensor, target: Any) -> None:
+        """Raise ValueError if the batch violates what is assumed of the loss (costly)."""
+        return None
+
+    @abstractmethod
+    def sum(self, output: Tensor, target: Any) -> Tensor:
+        """Return ``sum_t l_t`` over the batch, differentiable."""
+
+    @abstractmethod
+    def denominator(self, output: Tensor, target: Any) -> Tensor:
+        """Return the batch's share of ``1 / c`` under ``"mean"``, a scalar."""
+
+    def term_size(self, output: Tensor) -> int | None:
+        """Return C where it must be equal in all batches, else ``None``."""
+        return None
+
+    def gradient(self, output: Tensor, target: Any) -> Tensor:
+        """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
+        rows = self._gradient(self._rows(output), output, target)
+        return self.from_terms(rows.unsqueeze(0), output)[0]
+
+    def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
+        """Return products with the Hessian of ``sum`` w.r.t. the output."""
+        multiply = self._hessian(self._rows(output), output, target)
+        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
+
+    def hessian_sqrt(self, output: Tensor, target: Any) -> Tensor:
+        """Return S, ``[V, *output]``: in each term, ``sum_v S_v S_v^T`` is the Hessian of l_t.
+
+        Raises:
+            NotImplementedError: If the loss has no closed form.
+            ValueError: If the Hessian is indefinite (negative weights or targets).
+        """
+        return self.from_terms(self._hessian_sqrt(self._rows(output), output, target), output)
+
+    def sample(
+        self, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
+    ) -> Tensor:
+        """Draw would-be gradients ``[num_samples, *output]``.
+
+        In each term independently, their outer product has the Hessian of l_t as expectation,
+        whatever the weights, the smoothing and the targets.
+
+        Raises:
+            NotImplementedError: If the loss has no likelihood to sample from.
+            ValueError: If the Hessian is indefinite (negative weights or targets).
+        """
+        rows = self._sample(self._rows(output), output, target, num_samples, generator)
+        return self.from_terms(rows, output)
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether ``sample`` is implemented."""
+        return type(self)._sample is not Loss._sample
+
+    def outer(self, vectors: Tensor, output: Tensor) -> OutputMatrix:
+        """Return products with the average outer product of vectors, term by term.
+
+        Args:
+            vectors: ``[M, *output]``.
+            output: The output, whose terms are meant.
+        """
+        multiply = outer(self.to_terms(vectors))
+        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
+
+    # --- the layout of terms
+
+    @abstractmethod
+    def to_terms(self, columns: Tensor) -> Tensor:
+        """Turn columns ``[K, *output]`` into rows ``[K, T, C]``, in float32 or wider."""
+
+    @abstractmethod
+    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
+        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of the output's dtype."""
+
+    def _rows(self, output: Tensor) -> Tensor:
+        return self.to_terms(output.unsqueeze(0))[0]
+
+    # --- formulas for rows z [T, C]
+
+    @abstractmethod
+    def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+        """Return the terms' gradients ``[T, C]``."""
+
+    @abstractmethod
+    def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
+        """Return products of ``[K, T, C]`` with the terms' Hessians."""
+
+    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+        """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
+        raise NotImplementedError(
+            f"{self.name} has no closed-form square root of its Hessian. Supported are MSELoss, "
+            "CrossEntropyLoss and BCEWithLogitsLoss."
+        )
+
+    def _sample(
+        self, z: Tensor, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
+    ) -> Tensor:
+        """Return would-be gradients ``[num_samples, T, C]``."""
+        return self.refuse_sampling()
+
+    def refuse_sampling(self) -> NoReturn:
+        """Say that ``sample`` is not implemented."""
+        raise NotImplementedError(
+            f"{self.name} is not known as a negative log-likelihood whose labels could be sampled. "
+            "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss. The exact GGN and the "
+            "empirical Fisher support every loss."
+        )
+
+    def _sqrt_of_scale(self, scale: Tensor) -> Tensor:
+        """Return the root of factors that weights and targets put before a term's Hessian."""
+        if bool((scale < 0).any()):
+            raise ValueError(
+                f"{self.name} has a negative curvature in at least one term (negative weights, or "
+                "targets outside [0, 1]): it has no real square root and no likelihood."
+            )
+        return scale.sqrt()
+
+
+def outer(rows: Tensor) -> OutputMatrix:
+    """Return products of ``[K, T, C]`` with the average over M of ``rows[m, t] rows[m, t]^T``."""
+
+    def multiply(v: Tensor) -> Tensor:
+        inner = torch.einsum("mtc,ktc->kmt", rows, v) / rows.shape[0]
+        return torch.einsum("kmt,mtc->ktc", inner, rows)
+
+    return multiply
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32 or wider."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class LastAxisLoss(Loss):
+    """A loss whose term is one vector along the last axis; ``[N]`` has vectors of length one."""
+
+    def check(self, output: Tensor, target: Any) -> None:
+        """Require a target of the output's shape; PyTorch would broadcast."""
+        if not isinstance(target, Tensor) or target.shape != output.shape:
+            found = list(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(
+                f"{self.name} needs a target of the output's shape {list(output.shape)}, got "
+                f"{found}. Broadcasting is not supported; reshape or expand the target."
+            )
+
+    def term_size(self, output: Tensor) -> int | None:
+        """Return C under ``"mean"``, where PyTorch averages over it."""
+        return self._num_features(output) if self.reduction == "mean" else None
+
+    def denominator(self, output: Tensor, target: Any) -> Tensor:
+        """Return the number of terms."""
+        return torch.tensor(
+            output.numel() // max(self._num_features(output), 1), device=output.device
+        )
+
+    def to_terms(self, columns: Tensor) -> Tensor:
+        """Flatten all but the last axis of the output."""
+        num_features = 1 if columns.ndim == 2 else columns.shape[-1]
+        return wide(columns.reshape(columns.shape[0], -1, num_features))
+
+    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
+        """Undo ``to_terms``."""
+        return rows.reshape(-1, *output.shape).to(output.dtype)
+
+    def _inner_scale(self, output: Tensor) -> float:
+        return 1.0 / self._num_features(output) if self.reduction == "mean" else 1.0
+
+    @staticmethod
+    def _num_features(output: Tensor) -> int:
+        return 1 if output.ndim == 1 else output.shape[-1]

@@ -1,0 +1,188 @@
+"""Cross-entropy of logits, and negative log-likelihood of log-probabilities."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvlinops.losses.base import Loss, wide
+
+
+class ClassAxisLoss(Loss):
+    """A loss of class scores ``[N, C, d1, ...]`` with index targets ``[N, d1, ...]``.
+
+    A term is one position that is not ignored. Ignored positions are rows of zeros.
+    """
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Require class scores on axis 1, and one index for each position."""
+        if output.ndim < 2 or not isinstance(target, Tensor):
+            raise ValueError(
+                f"{self.name} needs an output [N, C, ...] and a tensor as target, got an output "
+                f"of shape {list(output.shape)} and a {type(target).__name__}."
+            )
+        positions = (output.shape[0], *output.shape[2:])
+        if target.is_floating_point() or tuple(target.shape) != positions:
+            raise ValueError(
+                f"{self.name} has an output of shape {list(output.shape)} (classes on axis 1), "
+                f"which needs integer targets of shape {list(positions)}; got {target.dtype} of "
+                f"shape {list(target.shape)}."
+            )
+
+    def denominator(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the number of terms, or the sum of their targets' class weights."""
+        y, kept = self._indices(target)
+        weight = self._weight(wide(output))
+        return kept.sum() if weight is None else (weight[y] * kept).sum()
+
+    def to_terms(self, columns: Tensor) -> Tensor:
+        """Move the classes last and flatten the other axes."""
+        return wide(columns.movedim(2, -1).reshape(columns.shape[0], -1, columns.shape[2]))
+
+    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
+        """Undo ``to_terms``."""
+        num_samples, num_classes, *positions = output.shape
+        rows = rows.reshape(-1, num_samples, *positions, num_classes)
+        return rows.movedim(-1, 2).to(output.dtype)
+
+    def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all targets ``[T]``, zero for the ignored ones, and which are kept."""
+        y = target.reshape(-1).long()
+        kept = y != self.module.ignore_index
+        return y.where(kept, 0), kept
+
+    def _weight(self, z: Tensor) -> Tensor | None:
+        weight = self.module.weight
+        return None if weight is None else weight.detach().to(z)
+
+
+class NegativeLogLikelihood(ClassAxisLoss):
+    """``l_t = -w_y z_y`` for log-probabilities z: ``torch.nn.NLLLoss``.
+
+    It is linear in the output; the curvature of the softmax is part of the model.
+    """
+
+    is_linear = True
+
+    def sum(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the sum over all terms."""
+        z = wide(output)
+        return F.nll_loss(
+            z,
+            target.long(),
+            weight=self._weight(z),
+            ignore_index=self.module.ignore_index,
+            reduction="sum",
+        )
+
+    def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        y, kept = self._indices(target)
+        weight = self._weight(z)
+        value = kept.to(z.dtype) if weight is None else weight[y] * kept
+        return torch.zeros_like(z).scatter(1, y.unsqueeze(1), -value.unsqueeze(1))
+
+    def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+        return torch.zeros_like
+
+
+class CrossEntropy(ClassAxisLoss):
+    """``torch.nn.CrossEntropyLoss`` with all its options.
+
+    With target probabilities q (one-hot or given, then smoothed) and class weights w,
+    ``l_t = -sum_k w_k q_k log softmax(z)_k``. For ``s = sum_k w_k q_k`` and p = softmax(z), its
+    gradient is ``s p - w q`` and its Hessian ``s (diag p - p p^T)``.
+    """
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Accept probabilities of the output's shape, too."""
+        if not self._is_soft(output, target):
+            super().check(output, target)
+        elif self.module.ignore_index >= 0:
+            raise ValueError(
+                f"CrossEntropyLoss with ignore_index={self.module.ignore_index} has targets that "
+                "are probabilities, which cannot be ignored. Leave ignore_index at its default."
+            )
+
+    def sum(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the sum over all terms."""
+        z = wide(output)
+        return F.cross_entropy(
+            z,
+            target.to(z.dtype) if target.is_floating_point() else target.long(),
+            weight=self._weight(z),
+            ignore_index=self.module.ignore_index,
+            reduction="sum",
+            label_smoothing=self.module.label_smoothing,
+        )
+
+    def denominator(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the number of terms; for index targets with weights, the sum of ``w_y``."""
+        if self._is_soft(output, target):
+            return torch.tensor(output.numel() // output.shape[1], device=output.device)
+        return super().denominator(output, target)
+
+    def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        weighted = self._weighted_targets(z, output, target)
+        return weighted.sum(1, keepdim=True) * z.softmax(1) - weighted
+
+    def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+        p = z.softmax(1)
+        scaled = self._scale(z, output, target) * p
+        return lambda v: scaled * (v - (p * v).sum(-1, keepdim=True))
+
+    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        p = z.softmax(1)
+        root = p.sqrt()
+        columns = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)  # [T, C, V]
+        scale = self._sqrt_of_scale(self._scale(z, output, target))
+        return (scale.unsqueeze(-1) * columns).movedim(-1, 0)
+
+    def _sample(
+        self,
+        z: Tensor,
+        output: Tensor,
+        target: Tensor,
+        num_samples: int,
+        generator: torch.Generator,
+    ) -> Tensor:
+        p = z.softmax(1)
+        scale = self._sqrt_of_scale(self._scale(z, output, target))
+        labels = torch.multinomial(p, num_samples, replacement=True, generator=generator)
+        gradients = p.expand(num_samples, *p.shape).clone()
+        gradients.scatter_add_(2, labels.T.unsqueeze(-1), -torch.ones_like(gradients[..., :1]))
+        return gradients.mul_(scale)
+
+    def _scale(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        """Return ``s`` of each term, ``[T, 1]``; zero where ignored."""
+        if self._is_soft(output, target):
+            return self._weighted_targets(z, output, target).sum(1, keepdim=True)
+        y, kept = self._indices(target)
+        weight = self._weight(z)
+        if weight is None:
+            return kept.to(z.dtype).unsqueeze(1)
+        smoothing = self.module.label_smoothing
+        scale = (1 - smoothing) * weight[y] + smoothing * weight.mean()
+        return (scale * kept).unsqueeze(1)
+
+    def _weighted_targets(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        """Return ``w q``, ``[T, C]``; zero where ignored."""
+        if self._is_soft(output, target):
+            q, kept = self._rows(target).to(z.dtype), None
+        else:
+            y, kept = self._indices(target)
+            q = torch.zeros_like(z).scatter_(1, y.unsqueeze(1), 1.0)
+        smoothing = self.module.label_smoothing
+        if smoothing > 0:
+            q = (1 - smoothing) * q + smoothing / z.shape[1]
+        weight = self._weight(z)
+        q = q if weight is None else q * weight
+        return q if kept is None else q * kept.unsqueeze(1)
+
+    @staticmethod
+    def _is_soft(output: Tensor, target: Tensor) -> bool:
+        return (
+            isinstance(target, Tensor)
+            and target.is_floating_point()
+            and target.shape == output.shape
+        )

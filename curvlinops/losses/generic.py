@@ -1,0 +1,107 @@
+"""Any loss that is a sum or mean of its samples' losses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.data import map_leaves
+from curvlinops.losses.base import Loss, wide
+
+
+class AdditiveLoss(Loss):
+    """A loss of which nothing is known but that it adds up, or averages, over the samples.
+
+    A term is one sample, l_t the loss of a batch that consists of this sample alone. Output
+    derivatives are PyTorch's, of the whole batch's loss.
+    """
+
+    def check(self, output: Tensor, target: Any) -> None:
+        """Accept everything; the user's loss raises what it does not accept."""
+
+    def check_values(self, output: Tensor, target: Any) -> None:
+        """Compare the batch's loss with its samples' losses.
+
+        Raises:
+            ValueError: If they do not add up.
+        """
+        output = output.detach()
+        singles = []
+        for n in range(output.shape[0]):
+            one = map_leaves(target, lambda t, n=n: t[n : n + 1] if _has_axis(t) else t)
+            singles.append(self._value(output[n : n + 1], one).detach())
+        samples = torch.stack(singles).double() if singles else output.new_zeros(0).double()
+        total = self.sum(output, target).detach().double()
+        tolerance = 1e-8 if output.dtype == torch.float64 else 1e-4
+        tolerance = 5e-2 if output.dtype in (torch.float16, torch.bfloat16) else tolerance
+        if not bool((total - samples.sum()).abs() <= tolerance * samples.abs().sum() + 1e-12):
+            raise ValueError(
+                f"{self.name} is not the {self.reduction} of its samples' losses: a batch of "
+                f"{output.shape[0]} has {float(total):.6g} in total, its samples one by one add "
+                f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
+                "over samples only (not for contrastive or Dice losses, or means over a number of "
+                "valid entries that varies; return their sum with reduction='sum'). If the loss "
+                "does add up, check reduction=, which says how."
+            )
+
+    def sum(self, output: Tensor, target: Any) -> Tensor:
+        """Return the sum over all samples."""
+        value = self._value(output, target)
+        return value * output.shape[0] if self.reduction == "mean" else value
+
+    def denominator(self, output: Tensor, target: Any) -> Tensor:
+        """Return the number of samples."""
+        return torch.tensor(output.shape[0], device=output.device)
+
+    def to_terms(self, columns: Tensor) -> Tensor:
+        """Flatten all axes of a sample."""
+        return wide(columns.reshape(*columns.shape[:2], -1))
+
+    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
+        """Undo ``to_terms``."""
+        return rows.reshape(-1, *output.shape).to(output.dtype)
+
+    def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+        _, gradient = self._differentiate(output, target)
+        return self._rows(torch.zeros_like(output) if gradient is None else gradient.detach())
+
+    def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
+        leaf, gradient = self._differentiate(output, target)
+
+        def multiply(v: Tensor) -> Tensor:
+            if gradient is None or not gradient.requires_grad:  # a linear loss
+                return torch.zeros_like(v)
+            products = []
+            with torch.enable_grad():
+                for column in self.from_terms(v, output):
+                    (product,) = torch.autograd.grad(
+                        gradient, leaf, column, retain_graph=True, materialize_grads=True
+                    )
+                    products.append(product)
+            return self.to_terms(torch.stack(products))
+
+        return multiply
+
+    def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            total = self.sum(leaf, target)
+            if not total.requires_grad:
+                return leaf, None
+            (gradient,) = torch.autograd.grad(total, leaf, create_graph=True, allow_unused=True)
+        return leaf, gradient
+
+    def _value(self, output: Tensor, target: Any) -> Tensor:
+        value = self.module(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{self.name} must return a scalar tensor, the {self.reduction} over the batch; "
+                f"got {found}."
+            )
+        return value.reshape(())
+
+
+def _has_axis(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0

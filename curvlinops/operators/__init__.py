@@ -1,0 +1,1 @@
+"""Operators: one file each. They are exported by the package."""

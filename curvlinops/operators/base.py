@@ -1,0 +1,246 @@
+"""What all operators over a data set share."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops.core.autodiff import Apply
+from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
+from curvlinops.core.data import Batches
+from curvlinops.core.determinism import uses_batch_statistics
+from curvlinops.core.model import wrap_model
+from curvlinops.core.modes import Forward, Reverse
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.losses import Loss, wrap_loss
+
+
+class DataLinearOperator(TorchLinearOperator):
+    """A linear operator defined by a model, a loss, and all of a data set.
+
+    Args:
+        model_func: The model. A ``torch.nn.Module``; or, with dictionary ``params``, a function
+            ``(params, X) -> output``; or, with a list ``params``, a function ``X -> output`` that
+            uses those very tensors. The output is one tensor, batch axis first.
+        loss_func: The loss: a PyTorch loss module, or a function ``(output, target) -> scalar``
+            that adds up or averages over samples.
+        params: The D parameters with respect to which the model is differentiated: a list of
+            tensors, or a dictionary from names to tensors (whose values may differ from the
+            module's).
+        data: An iterable over pairs ``(X, y)``, the same in each pass. X may be any nesting of
+            dictionaries, lists and tuples with tensors; y, too, or ``None``.
+        progressbar: Whether to show a progress bar during passes over the data.
+        check_deterministic: Whether to check, by two passes over the data at construction, that
+            data, loss and gradient are the same in each pass.
+        num_data: Number of samples in ``data``, to be checked against it.
+        block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
+            one block, the full matrix.
+        batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis.
+        reduction: For a plain function as loss: whether it is the ``"sum"`` or ``"mean"`` of its
+            samples' losses. Default: the loss's own.
+        cache: ``"none"`` or ``"auto"``: both build a fresh graph for each product, and free it.
+        chunk_size: Number of columns that a backward pass carries at once. More take more memory;
+            they are faster for small models. Default: 1.
+        autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
+            and passes a dot-test on the first batch.
+
+    Attributes:
+        risk: Model, loss and data as the empirical risk L.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument does not fit the others; the message says which and why.
+        RuntimeError: If data or model are not deterministic; the message names the cause.
+    """
+
+    #: Whether the quantity is defined sample by sample, so that samples must not be coupled.
+    _per_sample = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let signatures show the shared arguments, which are written once."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__).parameters.values()
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
+            shared = inspect.signature(DataLinearOperator.__init__).parameters.values()
+            extra = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+            cls.__signature__ = inspect.Signature([*shared, *extra][1:])
+
+    def __init__(
+        self,
+        model_func: nn.Module | Callable,
+        loss_func: nn.Module | Callable | None,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        data: Iterable[tuple[Any, Any]],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        block_sizes: list[int] | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        reduction: str | None = None,
+        cache: str = "auto",
+        chunk_size: int | None = None,
+        autodiff: str = "auto",
+    ):
+        _check_option("cache", cache, ("auto", "none"))
+        _check_option("autodiff", autodiff, ("auto", "forward", "reverse"))
+        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+        model = wrap_model(model_func, params)
+        loss = self._wrap_loss(loss_func, reduction)
+        batches = Batches(data, batch_size_fn)
+        self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
+        self._blocks = _split_blocks(self.risk.space.names, block_sizes)
+        self._reverse = Reverse(chunk_size or 1)
+        self._mode = autodiff
+        self._chosen: dict[bool, Mode] = {}
+        self._check_coupling()
+        if autodiff == "forward" and not model.substitutable:
+            raise ValueError(
+                "autodiff='forward' needs a Module or a function (params, X) -> output; the "
+                "parameters of a closure cannot carry tangents."
+            )
+        if check_deterministic:
+            self.risk.check(num_data)
+        super().__init__(*self._spaces())
+
+    # --- what a subclass says
+
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+        """Do all on a batch that does not depend on the vectors; return what does."""
+        raise NotImplementedError
+
+    def _wrap_loss(self, loss_func: Any, reduction: str | None) -> Loss | None:
+        return wrap_loss(loss_func, reduction)
+
+    def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
+        """Return domain, codomain, and whether the operator is self-adjoint."""
+        return self.risk.space, self.risk.space, True
+
+    def _choose(self, bound: BatchRisk, many: bool) -> Mode:
+        """Choose the mode, for one or for many products with the same graph.
+
+        A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
+        """
+        modes: list[Mode] = [self._reverse]
+        if self.risk.model.substitutable:
+            modes.insert(int(many), Forward())
+        head = _only_terms(bound)
+        return choose(modes, adjoint_of_jacobian, bound, head)
+
+    # --- products
+
+    def _apply(self, columns: Columns) -> Columns:
+        num_columns = next(iter(columns.values())).shape[0]
+        out = self.space.zeros(num_columns)
+        total: Tensor | float = 0.0
+        if num_columns == 0:
+            return out
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal total
+            apply = self._linearize(bound, self._mode_for(bound, num_columns * len(self._blocks)))
+            for block in self._blocks:
+                product, terms = apply({name: columns[name] for name in block}, block)
+                for name in block:
+                    out[name] += product[name]
+            total = total + terms
+
+        self.risk.run(step, "product")
+        scale = self.risk.scale(total)
+        if scale != 1.0:
+            for column in out.values():
+                column.mul_(scale)
+        self._check_finite(out)
+        return out
+
+    def _mode_for(self, bound: BatchRisk, num_products: int) -> Mode:
+        """Return the mode for a number of products with one batch's graph."""
+        if self._mode != "auto":
+            return Forward() if self._mode == "forward" else self._reverse
+        many = num_products > 1
+        if many not in self._chosen:
+            self._chosen[many] = self._choose(bound, many)
+        return self._chosen[many]
+
+    # --- beyond products
+
+    def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
+        """Return the gradient of L and its value.
+
+        Returns:
+            The gradient, a list or dictionary of tensors as ``params`` is, and a scalar tensor.
+        """
+        if self.risk.loss is None:
+            raise ValueError(f"{type(self).__name__} has no loss.")
+        columns, loss = self.risk.gradient_and_loss()
+        return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
+
+    def to_device(self, device: torch.device | str) -> "DataLinearOperator":
+        """Move the operator, and the user's module and loss, to another device.
+
+        Returns:
+            The operator itself.
+        """
+        self.risk.to(device)
+        self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
+        return self
+
+    # --- checks
+
+    def _check_coupling(self) -> None:
+        names = uses_batch_statistics(self.risk.model.module)
+        if not names:
+            return
+        if self._per_sample:
+            raise ValueError(
+                f"BatchNorm in train mode couples the samples of a batch ({', '.join(names)}), so "
+                f"that {type(self).__name__}, which is made of single samples' gradients, is not "
+                "defined. Call model.eval()."
+            )
+        _warn(
+            f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
+            "split into batches. Call model.eval() to use running statistics."
+        )
+
+    def _check_finite(self, out: Columns) -> None:
+        for name, column in out.items():
+            if not bool(column.sum().isfinite()) and not bool(column.isfinite().all()):
+                if self.risk.loss is not None:
+                    self.risk.gradient_and_loss()  # names the batch, if it is to blame
+                raise ValueError(
+                    f"The product with {type(self).__name__} is not finite in parameter '{name}', "
+                    "though loss and gradient are: a derivative does not exist there (norm or sqrt "
+                    "at zero?), or the vector is too large."
+                )
+
+
+def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
+
+
+def _split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
+    if sizes is None:
+        return [names]
+    if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != len(names):
+        raise ValueError(
+            f"block_sizes must be positive integers that add up to the number of parameters, "
+            f"{len(names)}; got {sizes}."
+        )
+    rest = iter(names)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def _only_terms(bound: BatchRisk) -> Callable[[Tensor], tuple[None, Tensor]]:
+    return lambda output: (None, bound.terms(output))
+
+
+def _warn(message: str) -> None:
+    # attributed to the first caller outside of the package's constructors
+    warnings.warn(message, UserWarning, stacklevel=5)

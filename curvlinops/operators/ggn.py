@@ -1,0 +1,99 @@
+"""The generalized Gauss-Newton matrix, exact or with sampled loss Hessians."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import Apply
+from curvlinops.core.choice import Mode
+from curvlinops.core.risk import BatchRisk
+from curvlinops.losses import Loss
+from curvlinops.losses.base import OutputMatrix
+from curvlinops.operators.base import DataLinearOperator
+
+
+class GGNLinearOperator(DataLinearOperator):
+    """The generalized Gauss-Newton matrix of the empirical risk.
+
+    ``G = c * sum_t  J_t^T H_t J_t``, of shape ``[D, D]``, with J_t the Jacobian of the outputs
+    that belong to a term, and H_t the Hessian of l_t with respect to them (Schraudolph, Fast
+    curvature matrix-vector products, Neural Computation 2002). With ``mc_samples > 0``, H_t is
+    replaced by an average of outer products of sampled would-be gradients; see
+    ``FisherMCLinearOperator``.
+
+    Args:
+        *args: Shared arguments, see ``DataLinearOperator``.
+        mc_samples: Number of samples per term; 0 for the exact matrix.
+        seed: Seeds the samples, together with the index of the batch.
+        **kwargs: Shared arguments, see ``DataLinearOperator``.
+    """
+
+    def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.mc_samples, self.seed = mc_samples, seed
+        _check_sampling(self.risk.loss, mc_samples, at_least=0)
+        if self.risk.loss.is_linear:
+            warnings.warn(
+                f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
+                "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+        if self.mc_samples:
+            return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
+
+        def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
+            terms = bound.terms(output)
+            return bound.loss.hessian(output, bound.batch.y), terms
+
+        return mode.gauss_newton(bound, curvature)
+
+
+class FisherMCLinearOperator(DataLinearOperator):
+    """The Fisher information matrix, approximated by sampling labels from the model.
+
+    ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``. The would-be gradients ``g_tm``
+    belong to labels that are drawn from the likelihood which the loss implies, and are scaled such
+    that the expectation of F is the GGN, for all of a loss's options. Products repeat exactly for
+    the same batches in the same order. Implemented for MSELoss, CrossEntropyLoss and
+    BCEWithLogitsLoss.
+
+    Args:
+        *args: Shared arguments, see ``DataLinearOperator``.
+        mc_samples: Number M of samples per term.
+        seed: Seeds the samples, together with the index of the batch.
+        **kwargs: Shared arguments, see ``DataLinearOperator``.
+    """
+
+    def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.mc_samples, self.seed = mc_samples, seed
+        _check_sampling(self.risk.loss, mc_samples, at_least=1)
+
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+        return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
+
+
+def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
+    """Return the head that multiplies with outer products of would-be gradients."""
+
+    def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
+        terms = bound.terms(output)
+        # far apart for neighboring seeds and batches
+        mixed = (seed + 0x9E3779B97F4A7C15 * (bound.batch.index + 1)) % 2**63
+        generator = torch.Generator(output.device).manual_seed(mixed)
+        vectors = bound.loss.sample(output, bound.batch.y, num_samples, generator)
+        return bound.loss.outer(vectors, output), terms
+
+    return curvature
+
+
+def _check_sampling(loss: Loss, mc_samples: int, at_least: int) -> None:
+    if not isinstance(mc_samples, int) or mc_samples < at_least:
+        raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
+    if mc_samples and not loss.can_sample:
+        loss.refuse_sampling()

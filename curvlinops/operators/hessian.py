@@ -1,0 +1,27 @@
+"""The Hessian of the empirical risk."""
+
+from curvlinops.core.autodiff import Apply
+from curvlinops.core.choice import Mode, choose, symmetry_of_hessian
+from curvlinops.core.modes import Forward
+from curvlinops.core.risk import BatchRisk
+from curvlinops.operators.base import DataLinearOperator
+
+
+class HessianLinearOperator(DataLinearOperator):
+    """The Hessian of the empirical risk with respect to the parameters.
+
+    ``H = c * sum_t  d^2 l_t / d theta^2``, of shape ``[D, D]``.
+
+    For arguments, attributes and errors see ``DataLinearOperator``. Products follow Pearlmutter,
+    Fast exact multiplication by the Hessian, Neural Computation 1994.
+    """
+
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+        return mode.hessian(bound, bound.loss_sum)
+
+    def _choose(self, bound: BatchRisk, many: bool) -> Mode:
+        # on all our benchmarks reverse mode is the faster one already for a single product
+        modes: list[Mode] = [self._reverse]
+        if self.risk.model.substitutable:
+            modes.append(Forward())
+        return choose(modes, symmetry_of_hessian, bound, bound.loss_sum)

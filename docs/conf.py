@@ -1,0 +1,52 @@
+"""Configuration of the site; `make docs` builds it, with warnings as errors."""
+
+import os
+import warnings
+
+# Progress bars are for terminals, not for pages.
+os.environ["TQDM_DISABLE"] = "1"
+
+project = "curvlinops"
+author = "The curvlinops developers"
+copyright = author
+release = "0.1.0"
+version = release
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build"]
+
+# -- pages
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "tasklist"]
+myst_heading_anchors = 3
+
+# -- API reference
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# -- gallery
+sphinx_gallery_conf = {
+    "examples_dirs": "../docs_src/examples",
+    "gallery_dirs": "gallery-generated",
+    "filename_pattern": r"/plot_",
+    "download_all_examples": False,
+    "abort_on_example_error": True,
+    "min_reported_time": 1e6,
+    "write_computation_times": False,
+}
+# The examples draw without a display; sphinx-gallery collects the figures.
+warnings.filterwarnings("ignore", message=".*FigureCanvasAgg is non-interactive.*")
+
+# -- looks
+html_theme = "furo"
+html_title = f"curvlinops {release}"
+html_copy_source = False
