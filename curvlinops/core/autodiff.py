@@ -114,7 +114,7 @@ def pull_columns(
     }
 
 
-def chunks(V: Columns, leaves: Tensors, size: int) -> Iterator[Columns]:
+def split_columns(V: Columns, leaves: Tensors, size: int) -> Iterator[Columns]:
     """Yield ``size`` columns after the other, each entry in its parameter's dtype."""
     num_columns = next(iter(V.values())).shape[0]
     for start in range(0, num_columns, size):
@@ -123,9 +123,9 @@ def chunks(V: Columns, leaves: Tensors, size: int) -> Iterator[Columns]:
         }
 
 
-def tangents(V: Columns, leaves: Tensors) -> Iterator[Tensors]:
+def single_columns(V: Columns, leaves: Tensors) -> Iterator[Tensors]:
     """Yield the columns one by one, without their column axis."""
-    for chunk in chunks(V, leaves, size=1):
+    for chunk in split_columns(V, leaves, size=1):
         yield {name: column[0] for name, column in chunk.items()}
 
 

@@ -26,11 +26,11 @@ from curvlinops.core.autodiff import (
     BoundModel,
     Head,
     Tensors,
-    chunks,
     pull,
     pull_columns,
+    single_columns,
+    split_columns,
     stack,
-    tangents,
 )
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns
@@ -75,7 +75,7 @@ class Reverse:
 
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             with scope.active():
-                chunks = [push(v) for v in chunks(V, leaves, self.chunk_size)]
+                chunks = [push(v) for v in split_columns(V, leaves, self.chunk_size)]
             return {"": torch.cat(chunks)}, terms
 
         return apply
@@ -106,7 +106,7 @@ class Reverse:
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             inputs = {name: leaves[name] for name in names}
             with scope.active():
-                chunks = [product(v, inputs) for v in chunks(V, leaves, self.chunk_size)]
+                chunks = [product(v, inputs) for v in split_columns(V, leaves, self.chunk_size)]
             dtype = bound.space.dtype
             out = {name: torch.cat([c[name].to(dtype) for c in chunks]) for name in inputs}
             return out, terms
@@ -137,7 +137,7 @@ class Forward:
 
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             tangents = []
-            for v in tangents(V, bound.leaves()):
+            for v in single_columns(V, bound.leaves()):
                 with forward_ad.dual_level():
                     scope, _ = _dual_scope(bound, v, requires_grad=False)
                     with scope.active():
@@ -174,7 +174,7 @@ def _apply_each(bound: BoundModel, product: Callable) -> Apply:
     def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
         names = list(names)
         leaves = bound.leaves()
-        results = [product(v, names) for v in tangents(V, leaves)]
+        results = [product(v, names) for v in single_columns(V, leaves)]
         products, terms = [result[0] for result in results], results[0][1]
         return stack(bound.space, products, {n: leaves[n] for n in names}), terms
 
