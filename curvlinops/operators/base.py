@@ -12,7 +12,7 @@ from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
-from curvlinops.core.model import wrap_model
+from curvlinops.core.model import Model, wrap_model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
@@ -96,15 +96,9 @@ class DataLinearOperator(TorchLinearOperator):
         batches = Batches(data, batch_size_fn)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         self._blocks = _split_blocks(self.risk.space.names, block_sizes)
-        self._reverse = Reverse(chunk_size or 1)
-        self._mode = autodiff
+        self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size or 1))
         self._chosen: dict[bool, Mode] = {}
         self._check_coupling()
-        if autodiff == "forward" and not model.substitutable:
-            raise ValueError(
-                "autodiff='forward' needs a Module or a function (params, X) -> output; the "
-                "parameters of a closure cannot carry tangents."
-            )
         if check_deterministic:
             self.risk.check(num_data)
         super().__init__(*self._spaces())
@@ -127,11 +121,12 @@ class DataLinearOperator(TorchLinearOperator):
 
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
         """
-        modes: list[Mode] = [self._reverse]
-        if self.risk.model.substitutable:
-            modes.insert(int(many), Forward())
-        head = _only_terms(bound)
-        return choose(modes, adjoint_of_jacobian, bound, head)
+
+        def only_terms(output: Tensor) -> tuple[None, Tensor]:
+            return None, bound.terms(output)
+
+        modes = self._modes if many else self._modes[::-1]
+        return choose(modes, adjoint_of_jacobian, bound, only_terms)
 
     # --- products
 
@@ -161,8 +156,6 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _mode_for(self, bound: BatchRisk, num_products: int) -> Mode:
         """Return the mode for a number of products with one batch's graph."""
-        if self._mode != "auto":
-            return Forward() if self._mode == "forward" else self._reverse
         many = num_products > 1
         if many not in self._chosen:
             self._chosen[many] = self._choose(bound, many)
@@ -237,8 +230,16 @@ def _split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
-def _only_terms(bound: BatchRisk) -> Callable[[Tensor], tuple[None, Tensor]]:
-    return lambda output: (None, bound.terms(output))
+def _allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
+    """Return the modes that may be used, reverse mode first."""
+    if autodiff == "reverse" or (autodiff == "auto" and not model.substitutable):
+        return [reverse]
+    if not model.substitutable:
+        raise ValueError(
+            "autodiff='forward' needs a Module or a function (params, X) -> output; the "
+            "parameters of a closure cannot carry tangents."
+        )
+    return [Forward()] if autodiff == "forward" else [reverse, Forward()]
 
 
 def _warn(message: str) -> None:

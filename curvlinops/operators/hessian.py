@@ -2,7 +2,6 @@
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, choose, symmetry_of_hessian
-from curvlinops.core.modes import Forward
 from curvlinops.core.risk import BatchRisk
 from curvlinops.operators.base import DataLinearOperator
 
@@ -20,8 +19,5 @@ class HessianLinearOperator(DataLinearOperator):
         return mode.hessian(bound, bound.loss_sum)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
-        # on all our benchmarks reverse mode is the faster one already for a single product
-        modes: list[Mode] = [self._reverse]
-        if self.risk.model.substitutable:
-            modes.append(Forward())
-        return choose(modes, symmetry_of_hessian, bound, bound.loss_sum)
+        # on our benchmarks reverse mode is the faster one already for a single product
+        return choose(self._modes, symmetry_of_hessian, bound, bound.loss_sum)
