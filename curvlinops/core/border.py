@@ -153,7 +153,6 @@ def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
     if x.is_complex():
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
     x = x.detach().to(space.device, space.dtype)
-    # autograd refuses tensors made in inference mode
     return x.clone() if x.is_inference() else x
 
 

@@ -73,8 +73,9 @@ class TorchLinearOperator(LinearOperator):
 
     def _product(self, x: Any, adjoint: bool = False) -> Any:
         domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-        columns, write = read(x, domain)
-        out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+        with torch.inference_mode(False):  # autograd refuses tensors made in it
+            columns, write = read(x, domain)
+            out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
         return write(out, codomain)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:

@@ -111,7 +111,8 @@ class EmpiricalRisk:
             label = f"{self.name}.{description} on {device}"
             return tqdm(data, desc=label, disable=not self.progressbar)
 
-        with preserved_rng(device):
+        # autograd does not record what is computed in inference mode
+        with preserved_rng(device), torch.inference_mode(False):
             for batch in self.batches.iterate(device, wrap):
                 step(BatchRisk(self, batch))
 
@@ -162,7 +163,8 @@ class EmpiricalRisk:
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
-        gradient, loss, total = self.space.zeros(1), 0.0, 0.0
+        gradient: Columns = {}
+        loss, total = 0.0, 0.0
 
         def step(risk: BatchRisk) -> None:
             nonlocal loss, total
@@ -170,7 +172,7 @@ class EmpiricalRisk:
             _check_finite(risk.batch, value, columns)
             loss, total = loss + value, total + terms
             for name, column in columns.items():
-                gradient[name] += column
+                gradient[name] = gradient[name] + column if name in gradient else column
 
         self.run(step, "gradient_and_loss")
         scale = self.scale(total)

@@ -38,7 +38,6 @@ class Scope:
     def active(self) -> Iterator[None]:
         """Enter the scope."""
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
             if self._twice:

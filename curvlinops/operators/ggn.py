@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class GGNLinearOperator(DataLinearOperator):
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.mc_samples, self.seed = mc_samples, seed
-        _check_sampling(self.risk.loss, mc_samples, at_least=0)
+        _check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
         if self.risk.loss.is_linear:
             warnings.warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
@@ -72,7 +73,7 @@ class FisherMCLinearOperator(DataLinearOperator):
     def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.mc_samples, self.seed = mc_samples, seed
-        _check_sampling(self.risk.loss, mc_samples, at_least=1)
+        _check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
@@ -83,16 +84,18 @@ def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
 
     def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
         terms = bound.terms(output)
-        # far apart for neighboring seeds and batches
-        mixed = (seed + 0x9E3779B97F4A7C15 * (bound.batch.index + 1)) % 2**63
-        generator = torch.Generator(output.device).manual_seed(mixed)
+        # neighboring seeds make correlated generators: mix them
+        mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
+        generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
         vectors = bound.loss.sample(output, bound.batch.y, num_samples, generator)
         return bound.loss.outer(vectors, output), terms
 
     return curvature
 
 
-def _check_sampling(loss: Loss, mc_samples: int, at_least: int) -> None:
+def _check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
     if not isinstance(mc_samples, int) or mc_samples < at_least:
         raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
     if mc_samples and not loss.can_sample:

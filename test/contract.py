@@ -1,0 +1,91 @@
+"""The operators under test: how to build each, and its dense truth.
+
+A new operator is one entry in `CASES`; every test in `test_contract.py` then applies to it.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import problems
+import reference
+import torch
+from problems import Problem
+from torch import Tensor
+
+import curvlinops
+from curvlinops import TorchLinearOperator
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator, its own arguments, and what it equals.
+
+    Attributes:
+        dense: `problem -> matrix`, or None where it is random.
+        square: Whether it maps parameters to parameters, symmetrically.
+    """
+
+    operator: type[TorchLinearOperator]
+    dense: Callable[[Problem], Tensor] | None
+    square: bool = True
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, p: Problem, **options: Any) -> TorchLinearOperator:
+        """Build the operator for a problem."""
+        options = dict(self.arguments) | {"batch_size_fn": p.batch_size_fn} | options
+        with warnings.catch_warnings():
+            # the GGN of NLLLoss is zero, which is tested in test_errors.py
+            warnings.filterwarnings("ignore", ".*is linear in the model's output", UserWarning)
+            if not self.square:
+                return self.operator(p.model, p.params, p.data, **options)
+            options["reduction"] = p.reduction
+            return self.operator(p.model, p.loss, p.params, p.data, **options)
+
+
+CASES = {
+    "hessian": Case(curvlinops.HessianLinearOperator, reference.hessian),
+    "ggn": Case(curvlinops.GGNLinearOperator, reference.ggn),
+    "fisher": Case(curvlinops.EFLinearOperator, reference.empirical_fisher),
+    "fisher-samples": Case(
+        curvlinops.EFLinearOperator,
+        partial(reference.empirical_fisher, terms="sample"),
+        arguments=(("terms", "sample"),),
+    ),
+    "mc": Case(curvlinops.FisherMCLinearOperator, None, arguments=(("mc_samples", 3),)),
+    "ggn-mc": Case(curvlinops.GGNLinearOperator, None, arguments=(("mc_samples", 2),)),
+    "jacobian": Case(curvlinops.JacobianLinearOperator, reference.jacobian, square=False),
+    "transposed": Case(
+        curvlinops.TransposedJacobianLinearOperator,
+        lambda p: reference.jacobian(p).T,
+        square=False,
+    ),
+}
+EXACT = [name for name, case in CASES.items() if case.dense is not None]
+RANDOM = [name for name, case in CASES.items() if case.dense is None]
+
+
+@cache
+def dense(case: str, problem: str) -> Tensor:
+    """Return the reference matrix, computed once per process."""
+    return CASES[case].dense(problems.make(problem))
+
+
+def matrix(operator: TorchLinearOperator) -> Tensor:
+    """Form an operator, all columns at once."""
+    return operator @ torch.eye(operator.shape[1], dtype=operator.torch_dtype)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error, absolute where zero is expected."""
+    scale = float(expected.norm()) or 1.0
+    return float((found.double() - expected.double()).norm()) / scale
+
+
+def vectors(operator: TorchLinearOperator, *shape: int, rows: bool = False) -> Tensor:
+    """Return random vectors that the operator (or its adjoint) takes."""
+    generator = torch.Generator().manual_seed(0)
+    length = operator.shape[0] if rows else operator.shape[1]
+    return torch.randn(length, *shape, generator=generator, dtype=operator.torch_dtype)

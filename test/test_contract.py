@@ -1,0 +1,333 @@
+"""Every operator on every problem: equal to its dense reference, and a linear operator."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import problems
+import pytest
+import reference
+import scipy.sparse.linalg as sla
+import torch
+from contract import CASES, EXACT, RANDOM, dense, error, matrix, vectors
+from torch import nn
+
+from curvlinops import IdentityLinearOperator
+
+# one problem per kind of thing that could go wrong
+CORE = [
+    "mlp-mse-mean",
+    "mlp-ce-all-mean",
+    "classes-ce-ignore-mean",
+    "tokens-bce-all-mean",
+    "mlp-user-mean",
+    "cnn",
+    "transformer-tied",
+    "lstm-packed",
+    "functional",
+    "closure",
+    "dict-batch-padding-idx",
+    "float32-transformer",
+]
+MC = [name for name in problems.NAMES if problems.make(name).mc]
+MEANS = [n for n in problems.NAMES if n.removesuffix("-mean") + "-sum" in problems.NAMES]
+MEANS = [n for n in MEANS if n.split("-")[0] in problems.MODELS]
+MODES = ["forward", "reverse"]
+
+
+def pairs(cases: list[str], names: list[str]) -> list[tuple[str, str]]:
+    """Return all pairs for which the operator is defined."""
+    return [(case, name) for case in cases for name in names if case not in RANDOM or name in MC]
+
+
+@pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
+def test_equals_dense_reference(case: str, problem: str):
+    p = problems.make(problem)
+    operator = CASES[case].build(p)
+    expected = dense(case, problem)
+    assert operator.shape == tuple(expected.shape)
+    # many columns and a single one may be computed in different modes
+    assert error(matrix(operator), expected) <= p.tolerance
+    v = vectors(operator)
+    assert error(operator @ v, expected @ v.double()) <= p.tolerance
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
+def test_modes_agree(case: str, problem: str, mode: str):
+    p = problems.make(problem)
+    if problem == "closure" and mode == "forward":
+        with pytest.raises(ValueError, match="a closure"):
+            CASES[case].build(p, autodiff=mode)
+        return
+    operator = CASES[case].build(p, autodiff=mode, check_deterministic=False)
+    v = vectors(operator, 2)
+    assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs(CASES, CORE))
+def test_linear_and_adjoint(case: str, problem: str):
+    p = problems.make(problem)
+    operator = CASES[case].build(p)
+    V, U = vectors(operator, 2), vectors(operator, 2, rows=True)
+    AV, AtU = operator @ V, operator.T @ U
+    assert error(operator @ (V[:, 0] - 3 * V[:, 1]), AV[:, 0] - 3 * AV[:, 1]) <= p.tolerance
+    assert error(U.T @ AV, AtU.T @ V) <= p.tolerance
+    assert error(U.T @ operator, AtU.T) <= p.tolerance
+    assert error(operator.adjoint().T @ V, AV) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs([c for c in EXACT if CASES[c].square], CORE))
+def test_independent_of_batches(case: str, problem: str):
+    p = problems.make(problem)
+    if problem != "lstm-packed":  # lengths are a part of its batches
+        singles = CASES[case].build(problems.rebatched(p, 1))
+        assert error(matrix(singles), dense(case, problem)) <= p.tolerance
+    backwards = CASES[case].build(replace(p, data=p.data[::-1]))
+    assert error(matrix(backwards), dense(case, problem)) <= p.tolerance
+    together = problems.merged(p)
+    if together is not None:
+        assert error(matrix(CASES[case].build(together)), dense(case, problem)) <= p.tolerance
+
+
+@pytest.mark.parametrize("chunk_size", [2, 1000])
+@pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
+def test_independent_of_chunks(case: str, problem: str, chunk_size: int):
+    p = problems.make(problem)
+    operator = CASES[case].build(p, chunk_size=chunk_size, check_deterministic=False)
+    V = vectors(operator, 5)
+    assert error(operator @ V, dense(case, problem) @ V.double()) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs([c for c in CASES if CASES[c].square], CORE))
+def test_blocks(case: str, problem: str):
+    p = problems.make(problem)
+    full = matrix(CASES[case].build(p))
+    sizes = [1, len(p.params) - 1]
+    first = next(iter(p.named_params().values())).numel()
+    full[:first, first:] = full[first:, :first] = 0
+    operator = CASES[case].build(p, block_sizes=sizes, check_deterministic=False)
+    assert error(matrix(operator), full) <= p.tolerance
+    v = vectors(operator)
+    assert error(operator @ v, full @ v) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs(CASES, CORE))
+def test_kinds_of_vectors(case: str, problem: str):
+    p = problems.make(problem)
+    operator = CASES[case].build(p, check_deterministic=False)
+    V = vectors(operator, 2)
+    AV = operator @ V
+    found = operator @ V.numpy()
+    assert isinstance(found, np.ndarray) and found.dtype == operator.dtype
+    assert error(torch.from_numpy(found), AV) <= p.tolerance
+    assert error(torch.from_numpy(operator @ V[:, :1].numpy()), AV[:, :1]) <= p.tolerance
+    assert (operator @ V[:, :0]).shape == (operator.shape[0], 0)
+    if case == "transposed":
+        return
+    space = operator.space
+    as_dict = {name: column.movedim(0, -1) for name, column in space.split(V.T).items()}
+    for structure in (as_dict, list(as_dict.values())):
+        out = operator @ structure
+        if case == "jacobian":
+            assert error(out, AV) <= p.tolerance
+            continue
+        assert type(out) is type(structure)
+        values = out.values() if isinstance(out, dict) else out
+        flat = torch.cat([value.reshape(-1, 2) for value in values])
+        assert error(flat, AV) <= p.tolerance
+    single = operator @ {name: value[..., 0] for name, value in as_dict.items()}
+    flat = (
+        single
+        if case == "jacobian"
+        else space.join({name: value.unsqueeze(0) for name, value in single.items()})[0]
+    )
+    assert error(flat, AV[:, 0]) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs(["hessian", "ggn", "fisher"], CORE))
+def test_gradient_and_loss(case: str, problem: str):
+    p = problems.make(problem)
+    gradient, loss = CASES[case].build(p).gradient_and_loss()
+    assert type(gradient) is type(p.params)
+    values = gradient.values() if isinstance(gradient, dict) else gradient
+    flat = torch.cat([value.flatten() for value in values])
+    assert error(flat, reference.gradient(p)) <= p.tolerance
+    assert float(loss) == pytest.approx(reference.loss_value(p), rel=p.tolerance)
+
+
+@pytest.mark.parametrize("problem", MEANS)
+@pytest.mark.parametrize("case", ["hessian", "fisher"])
+def test_mean_is_scaled_sum(case: str, problem: str):
+    p, q = problems.make(problem), problems.make(problem.removesuffix("-mean") + "-sum")
+    # where PyTorch averages over outputs, too, a term of the sum is C times that of the mean
+    inner = 1 if "-ce" in problem or "-nll" in problem or "-user" in problem else None
+    q = replace(q, model=p.model, params=p.params, data=p.data)
+    mean, total = matrix(CASES[case].build(p)), matrix(CASES[case].build(q))
+    if inner is None:
+        outputs = [p.model(X) for X, _ in p.data]
+        per_sample = outputs[0][0].numel()
+        last = 1 if outputs[0].ndim == 1 else outputs[0].shape[-1]
+        inner = last if "-mse" in problem or "-bce" in problem else per_sample
+    power = 2 if case == "fisher" else 1
+    expected = total * reference.normalization(p) / inner**power
+    assert error(mean, expected) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs(["ggn", "fisher", "mc"], CORE[:-1]))
+def test_positive_semidefinite(case: str, problem: str):
+    if problem == "mlp-user-mean" and case == "ggn":
+        return  # the loss is not convex
+    p = problems.make(problem)
+    eigenvalues = torch.linalg.eigvalsh(matrix(CASES[case].build(p)))
+    assert eigenvalues[0] >= -1e-10 * eigenvalues[-1]
+
+
+# --- Monte-Carlo Fishers
+
+
+@pytest.mark.parametrize("case, problem", pairs(RANDOM, MC))
+def test_samples_repeat(case: str, problem: str):
+    p = problems.make(problem)
+    operator = CASES[case].build(p)
+    v = vectors(operator)
+    first = operator @ v
+    torch.manual_seed(1)
+    assert torch.equal(operator @ v, first)
+    # further columns are computed in another mode, at the same samples
+    assert error((operator @ torch.stack([v, v], 1))[:, 1], first) <= p.tolerance
+    assert torch.equal(CASES[case].build(p) @ v, first)
+    other = CASES[case].build(p, seed=0, check_deterministic=False)
+    assert error(other @ v, first) > 1e-3
+
+
+@pytest.mark.parametrize("problem", [n for n in MC if "low-precision" not in problems.make(n).tags])
+def test_samples_are_unbiased(problem: str):
+    """The mean over many seeds differs from the GGN by no more than its standard error."""
+    p = problems.make(problem)
+    # few columns of a small matrix: their distance is a chi-square with many degrees of freedom
+    operators = [
+        CASES["mc"].build(p, mc_samples=256, seed=seed, check_deterministic=False)
+        for seed in range(24)
+    ]
+    V = vectors(operators[0], 4)
+    draws = torch.stack([operator @ V for operator in operators])
+    mean, standard_error = draws.mean(0), draws.std(0) / len(draws) ** 0.5
+    expected = dense("ggn", problem) @ V
+    # the ratio is about one, the worst of a hundred problems has 1.6; standard errors are below
+    # 3 %, so a bias of 8 % is seen
+    assert (mean - expected).norm() <= 2.5 * standard_error.norm()
+    assert standard_error.norm() <= 0.03 * expected.norm()
+
+
+# --- scipy
+
+
+@pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "float32-mlp"])
+def test_scipy_eigensolvers(problem: str):
+    p = problems.make(problem)
+    tolerance = 1e-4 if p.name == "float32-mlp" else 1e-8
+    for case in ("hessian", "ggn"):
+        expected = torch.linalg.eigvalsh(dense(case, problem)).numpy()
+        top = sla.eigsh(CASES[case].build(p), k=3, which="LA", return_eigenvectors=False)
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(np.sort(top), expected[-3:], atol=tolerance * scale)
+    expected = torch.linalg.svdvals(dense("jacobian", problem)).numpy()
+    top = sla.svds(CASES["jacobian"].build(p), k=3, return_singular_vectors=False)
+    np.testing.assert_allclose(np.sort(top), expected[2::-1], rtol=1e-4)
+
+
+def test_scipy_lobpcg():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    expected = torch.linalg.eigvalsh(dense("ggn", "mlp-ce-all-mean")).numpy()
+    top, _ = sla.lobpcg(operator, vectors(operator, 3).numpy(), maxiter=200, tol=1e-6)
+    np.testing.assert_allclose(np.sort(top), expected[-3:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("solver", [sla.cg, sla.minres, sla.lsmr, sla.gmres])
+@pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "float32-mlp"])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # scipy's lsmr, float32
+def test_scipy_solvers(problem: str, solver):
+    ggn = CASES["ggn"].build(problems.make(problem))
+    operator = ggn + 0.1 * IdentityLinearOperator(ggn.space)
+    b = vectors(ggn).numpy()
+    x = solver(operator, b)[0]
+    truth = dense("ggn", problem).numpy() + 0.1 * np.eye(len(b))
+    np.testing.assert_allclose(truth @ x, b, atol=1e-3 * np.linalg.norm(b))
+
+
+# --- life of an operator
+
+
+@pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "transformer", "lstm"])
+@pytest.mark.parametrize("case", CASES)
+def test_pickle(case: str, problem: str):
+    operator = CASES[case].build(problems.make(problem))
+    v = vectors(operator)
+    before = operator @ v
+    copy = pickle.loads(pickle.dumps(operator))
+    assert torch.equal(copy @ v, before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameter_changes_are_seen(case: str):
+    p = problems.make("mlp-ce-all-mean")
+    operator = CASES[case].build(p)
+    operator @ vectors(operator)
+    for param in p.params:
+        param.data.mul_(1.1)
+    fresh = CASES[case].build(p)
+    assert torch.equal(operator @ vectors(operator), fresh @ vectors(operator))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if CASES[c].square])
+def test_progress_names_operator_and_device(case: str, capsys):
+    p = problems.make("mlp-ce-mean")
+    operator = CASES[case].build(p, progressbar=True)
+    operator @ vectors(operator)
+    label = f"{type(operator).__name__}.product on cpu"
+    assert label in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_called_without_grad(case: str):
+    p = problems.make("cnn")
+    operator = CASES[case].build(p)
+    v = vectors(operator)
+    expected = operator @ v
+    with torch.no_grad():
+        assert torch.equal(operator @ v, expected)
+    with torch.inference_mode():
+        assert torch.equal(CASES[case].build(p) @ v.clone(), expected)
+    assert not expected.requires_grad
+
+
+def test_state_dict_of_a_tied_model():
+    p = problems.make("transformer-tied")
+    names = dict(p.model.named_parameters(remove_duplicate=False))
+    assert len(names) > len(p.params)
+    state = {name: value.clone() for name, value in p.model.state_dict().items() if name in names}
+    operator = CASES["ggn"].build(replace(p, params=state))
+    ordered = replace(p, params=[dict(p.model.named_parameters())[n] for n in operator.space.names])
+    assert error(matrix(operator), matrix(CASES["ggn"].build(ordered))) <= p.tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_to_device_keeps_the_numbers(case: str):
+    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    v = vectors(operator)
+    expected = operator @ v
+    assert torch.equal(operator.to_device("cpu") @ v, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
+def test_equals_dense_reference_on_gpu(case: str, problem: str):
+    p = problems.make(problem)
+    if not isinstance(p.model, nn.Module):
+        pytest.skip("the closure's and the function's tensors stay on the CPU")
+    operator = CASES[case].build(p).to_device("cuda")
+    # other orders of summation, and TF32 switched off by default
+    assert error(matrix(operator).cpu(), dense(case, problem)) <= max(p.tolerance, 1e-8)
+    v = vectors(operator)
+    assert (operator @ v.cuda()).device.type == "cuda"
