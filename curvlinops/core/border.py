@@ -18,7 +18,7 @@ def is_torch_vector(x: Any) -> bool:
     if isinstance(x, Mapping):
         return True
     if isinstance(x, list | tuple):
-        return len(x) > 0 and all(isinstance(value, Tensor) and value.ndim for value in x)
+        return len(x) > 0 and all(isinstance(value, Tensor) for value in x)
     return isinstance(x, Tensor)
 
 

@@ -1,0 +1,80 @@
+"""The rules of the house: imports go down only, files stay short, the public names are known."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import curvlinops
+
+ROOT = Path(curvlinops.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+#: What a room may import. `losses` and `layers` do not know each other.
+ALLOWED = {
+    "core": {"core"},
+    "losses": {"losses", "core"},
+    "layers": {"layers", "core"},
+    "operators": {"operators", "layers", "losses", "core"},
+    "algorithms": {"algorithms", "operators", "layers", "losses", "core"},
+}
+PUBLIC = {
+    "DataLinearOperator",
+    "EFLinearOperator",
+    "FisherMCLinearOperator",
+    "GGNLinearOperator",
+    "HessianLinearOperator",
+    "IdentityLinearOperator",
+    "JacobianLinearOperator",
+    "ParameterSpace",
+    "TorchLinearOperator",
+    "TransposedJacobianLinearOperator",
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if name.startswith("curvlinops.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path: Path):
+    room = path.relative_to(ROOT).parts[0]
+    if room in ALLOWED:
+        rooms = {name.split(".")[1] for name in imported(path)}
+        assert rooms <= ALLOWED[room]
+
+
+def test_no_import_circle():
+    modules = {
+        ".".join(("curvlinops", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    edges = {name: imported(path) & set(modules) for name, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {(*trail, name)}"
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_short(path: Path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_public_names():
+    assert set(curvlinops.__all__) == PUBLIC
+    assert all(getattr(curvlinops, name).__doc__ for name in PUBLIC)

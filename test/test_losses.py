@@ -1,0 +1,182 @@
+"""Losses against automatic differentiation of PyTorch's own values, term by term."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvlinops.kfac_utils import loss_hessian_matrix_sqrt
+from curvlinops.losses import wrap_loss
+
+N, C = 4, 3
+W = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
+SHAPES = [(N, C), (N, C, 2), (N, C, 2, 3)]
+
+
+def logits(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def indices(z: Tensor) -> Tensor:
+    y = torch.arange(z.numel() // z.shape[1]).reshape(z.shape[0], *z.shape[2:]) % C
+    return y
+
+
+def soft(z: Tensor) -> Tensor:
+    return (2 * logits(tuple(z.shape)).flip(0)).softmax(1)
+
+
+def bits(z: Tensor) -> Tensor:
+    return (logits(tuple(z.shape)).flip(0) > 0).double()
+
+
+LOSSES = {
+    "mse": (nn.MSELoss, torch.sin),
+    "ce": (nn.CrossEntropyLoss, indices),
+    "ce-weight": (partial(nn.CrossEntropyLoss, weight=W), indices),
+    "ce-ignore": (partial(nn.CrossEntropyLoss, ignore_index=1), indices),
+    "ce-smooth": (partial(nn.CrossEntropyLoss, label_smoothing=0.2), indices),
+    "ce-all": (
+        partial(nn.CrossEntropyLoss, weight=W, ignore_index=0, label_smoothing=0.2),
+        indices,
+    ),
+    "ce-soft": (nn.CrossEntropyLoss, soft),
+    "ce-soft-all": (partial(nn.CrossEntropyLoss, weight=W, label_smoothing=0.2), soft),
+    "bce": (nn.BCEWithLogitsLoss, bits),
+    "bce-soft": (nn.BCEWithLogitsLoss, soft),
+    "bce-weight": (partial(nn.BCEWithLogitsLoss, weight=torch.tensor([2.0])), bits),
+    "bce-pos": (partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([3.0])), bits),
+    "nll": (partial(nn.NLLLoss, weight=W, ignore_index=2), indices),
+    "huber": (nn.HuberLoss, torch.sin),
+    "poisson": (nn.PoissonNLLLoss, lambda z: z.exp().round()),
+}
+CLOSED = [name for name in LOSSES if name not in ("nll", "huber", "poisson")]
+
+
+def dense(output: Tensor, matrix) -> Tensor:
+    """Form a matrix on outputs."""
+    eye = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
+    return matrix(eye).flatten(1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
+    kind, target = LOSSES[name]
+    module, z = kind(reduction=reduction), logits(shape)
+    y, loss = target(z), wrap_loss(module)
+    loss.check(z, y)
+    loss.check_values(z, y)
+    # scaled as documented, this is PyTorch's value
+    scale = float(loss.denominator(z, y)) if reduction == "mean" else 1.0
+
+    def value(z: Tensor) -> Tensor:
+        return module(z, y) * scale
+
+    torch.testing.assert_close(loss.sum(z, y), value(z))
+    gradient = torch.func.grad(value)(z)
+    torch.testing.assert_close(loss.gradient(z, y), gradient)
+    # per element, since the loss's own double backward is what generic losses use
+    eps = 1e-6
+    differences = torch.stack(
+        [
+            (torch.func.grad(value)(z + eps * e) - torch.func.grad(value)(z - eps * e)) / (2 * eps)
+            for e in torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
+        ]
+    ).flatten(1)
+    found = dense(z, loss.hessian(z, y))
+    torch.testing.assert_close(found, differences, atol=1e-7, rtol=1e-5)
+    if name in CLOSED:
+        root = loss.to_terms(loss.hessian_sqrt(z, y))
+        in_terms = torch.einsum("vtc,vtd->tcd", root, root)
+        rows = loss.to_terms(loss.hessian(z, y)(torch.ones_like(z).unsqueeze(0)))[0]
+        torch.testing.assert_close(in_terms.sum(-1), rows)
+        assert root.shape[0] == root.shape[2]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("name", CLOSED)
+def test_hessian_sqrt_of_one_datum(name: str, reduction: str):
+    kind, target = LOSSES[name]
+    module, z = kind(reduction=reduction), logits((N, C))
+    y = target(z)
+    loss = wrap_loss(module)
+    full = dense(z, loss.hessian(z, y)).reshape(N, C, N, C)
+    for n in range(N):
+        root = loss_hessian_matrix_sqrt(z[n : n + 1], y[n : n + 1], module)
+        assert root.shape == (C, C)
+        torch.testing.assert_close(root @ root.T, full[n, :, n])
+
+
+def test_hessian_sqrt_closed_forms():
+    z = logits((1, C))
+    p, s = z.softmax(1)[0], z.sigmoid()[0]
+    root = loss_hessian_matrix_sqrt(z, torch.tensor([1]), nn.CrossEntropyLoss())
+    torch.testing.assert_close(root, p.sqrt().diag() - p.outer(p.sqrt()))
+    for reduction, k in (("sum", 1.0), ("mean", 1 / C)):
+        root = loss_hessian_matrix_sqrt(z, z, nn.MSELoss(reduction=reduction))
+        torch.testing.assert_close(root, (2 * k) ** 0.5 * torch.eye(C, dtype=z.dtype))
+        root = loss_hessian_matrix_sqrt(z, bits(z), nn.BCEWithLogitsLoss(reduction=reduction))
+        torch.testing.assert_close(root, k**0.5 * (s * (1 - s)).sqrt().diag())
+    ignored = loss_hessian_matrix_sqrt(z, torch.tensor([-100]), nn.CrossEntropyLoss())
+    assert not ignored.any()
+
+
+Z1 = logits((1, C))
+
+
+@pytest.mark.parametrize(
+    "output, target, loss, error, match",
+    [
+        (logits((2, C)), torch.zeros(2).long(), nn.CrossEntropyLoss(), ValueError, "one datum"),
+        (logits((1, C, 2)), torch.zeros(1, 2).long(), nn.CrossEntropyLoss(), ValueError, "one dat"),
+        (Z1, Z1, nn.L1Loss(), NotImplementedError, "L1Loss has no closed-form"),
+        (Z1, Z1, lambda z, y: z.sum(), NotImplementedError, "closed form"),
+        (Z1, torch.tensor([0]), nn.NLLLoss(), NotImplementedError, "NLLLoss"),
+        (Z1, 2 + bits(Z1), nn.BCEWithLogitsLoss(), ValueError, "outside"),
+        (Z1, Z1[0], nn.MSELoss(), ValueError, "output's shape"),
+        (Z1, torch.tensor([0]), nn.CrossEntropyLoss(weight=-W), ValueError, "negative"),
+    ],
+)
+def test_hessian_sqrt_refuses(output, target, loss, error, match):
+    with pytest.raises(error, match=match):
+        loss_hessian_matrix_sqrt(output, target, loss)
+
+
+@pytest.mark.parametrize(
+    "function, module",
+    [
+        (F.cross_entropy, nn.CrossEntropyLoss()),
+        (F.mse_loss, nn.MSELoss()),
+        (F.nll_loss, nn.NLLLoss()),
+        (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
+        (partial(F.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1)),
+        (partial(F.mse_loss, reduction="sum"), nn.MSELoss(reduction="sum")),
+    ],
+)
+def test_functional_losses_are_known(function, module):
+    one, two = wrap_loss(function), wrap_loss(module)
+    assert type(one) is type(two) and one.reduction == two.reduction
+    z = logits((N, C))
+    y = indices(z) if "cross" in two.name.lower() or "nll" in two.name.lower() else bits(z)
+    torch.testing.assert_close(one.sum(z, y), two.sum(z, y))
+
+
+def test_subclass_with_its_own_forward_is_not_mistaken():
+    class Doubled(nn.MSELoss):
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return 2 * super().forward(z, y)
+
+    z = logits((N, C))
+    loss, plain = wrap_loss(Doubled()), wrap_loss(nn.MSELoss())
+    torch.testing.assert_close(loss.gradient(z, 0 * z), 2 * plain.gradient(z, 0 * z))
+
+
+def test_half_precision_is_treated_in_float32():
+    z = logits((N, C)).bfloat16()
+    loss = wrap_loss(nn.CrossEntropyLoss())
+    assert loss.sum(z, indices(z)).dtype == torch.float32
+    assert loss.gradient(z, indices(z)).dtype == torch.bfloat16

@@ -1,0 +1,280 @@
+"""The algebra of operators: closed, native to PyTorch, and equal to that of the matrices."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+from torch import Tensor
+
+from curvlinops import IdentityLinearOperator, ParameterSpace, TorchLinearOperator
+
+SHAPES = {"weight": (2, 3), "bias": (2,), "scale": ()}
+DOUBLE = torch.float64
+
+
+class Matrix(TorchLinearOperator):
+    """A dense matrix, which counts its products."""
+
+    def __init__(self, matrix: Tensor, domain: ParameterSpace, codomain: ParameterSpace):
+        self.matrix, self.count = matrix, 0
+        super().__init__(domain, codomain)
+
+    def _apply(self, columns):
+        self.count += 1
+        return self.codomain.split(self.domain.join(columns) @ self.matrix.T)
+
+    def _apply_adjoint(self, columns):
+        return self.domain.split(self.codomain.join(columns) @ self.matrix)
+
+
+class NoNumpy(Matrix):
+    """Fails where a product leaves PyTorch."""
+
+    def _matmat(self, x):
+        raise AssertionError("a product went through numpy")
+
+    _matvec = _rmatmat = _rmatvec = _matmat
+
+
+def space(dtype: torch.dtype = DOUBLE) -> ParameterSpace:
+    return ParameterSpace(SHAPES, dtype)
+
+
+def square(seed: int = 0, kind: type = NoNumpy, dtype: torch.dtype = DOUBLE) -> Matrix:
+    generator = torch.Generator().manual_seed(seed)
+    return kind(torch.randn(9, 9, generator=generator).to(dtype), space(dtype), space(dtype))
+
+
+def tall(seed: int = 0) -> Matrix:
+    generator = torch.Generator().manual_seed(seed)
+    outputs = ParameterSpace.flat(4, DOUBLE, torch.device("cpu"))
+    return NoNumpy(torch.randn(4, 9, generator=generator, dtype=DOUBLE), space(), outputs)
+
+
+A, B, J = square(0), square(1), tall()
+a, b, j = A.matrix, B.matrix, J.matrix
+eye = torch.eye(9, dtype=DOUBLE)
+
+EXPRESSIONS = {
+    "sum": (A + B, a + b),
+    "difference": (A - B, a - b),
+    "negative": (-A, -a),
+    "left multiple": (2 * A, 2 * a),
+    "right multiple": (A * 2.5, 2.5 * a),
+    "numpy multiple": (np.float32(2) * A, 2 * a),
+    "tensor multiple": (torch.tensor(2.0) * A, 2 * a),
+    "quotient": (A / 4, a / 4),
+    "product": (A @ B, a @ b),
+    "star product": (A * B, a @ b),
+    "gram": (J @ J.T, j @ j.T),
+    "normal": (J.T @ J, j.T @ j),
+    "square": (A**2, a @ a),
+    "power zero": (A**0, eye),
+    "transpose": (A.T, a.T),
+    "adjoint": (J.H, j.T),
+    "double adjoint": (J.H.H, j),
+    "adjoint of a sum": ((A + 2 * B).T, (a + 2 * b).T),
+    "adjoint of a product": ((J @ A).T, (j @ a).T),
+    "adjoint of a power": ((A**3).T, (a @ a @ a).T),
+    "damped": (A + 0.1 * IdentityLinearOperator(A.space), a + 0.1 * eye),
+    "plain and named spaces": (J.T @ J + A, j.T @ j + a),
+    "nested": ((A + B) @ (A - 3 * B) / 2 - B**2, (a + b) @ (a - 3 * b) / 2 - b @ b),
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_algebra_is_that_of_matrices(name: str):
+    operator, expected = EXPRESSIONS[name]
+    assert isinstance(operator, TorchLinearOperator)
+    assert operator.shape == tuple(expected.shape)
+    identity = torch.eye(expected.shape[1], dtype=DOUBLE)
+    torch.testing.assert_close(operator @ identity, expected)
+    left = torch.eye(expected.shape[0], dtype=DOUBLE)
+    torch.testing.assert_close(left @ operator, expected)
+    torch.testing.assert_close(operator.T @ left, expected.T)
+    torch.testing.assert_close(operator @ identity[0], expected[:, 0])
+    torch.testing.assert_close(left[0] @ operator, expected[0])
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_self_adjoint_is_known(name: str):
+    operator, expected = EXPRESSIONS[name]
+    if operator.self_adjoint:
+        torch.testing.assert_close(expected, expected.T)
+        assert operator.T is operator
+
+
+def test_self_adjointness_is_kept():
+    identity = IdentityLinearOperator(space())
+    for operator in (identity + identity, 3 * identity, -identity, identity**2, identity / 2):
+        assert operator.self_adjoint
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_foreign_operators(adjoint: bool):
+    ours = square(0, Matrix)
+    theirs = aslinearoperator(b.numpy())
+    cases = {
+        "sum": (ours + theirs, a + b),
+        "reverse sum": (theirs + ours, a + b),
+        "difference": (ours - theirs, a - b),
+        "product": (ours @ theirs, a @ b),
+        "reverse product": (theirs @ ours, b @ a),
+    }
+    for operator, expected in cases.values():
+        assert isinstance(operator, LinearOperator)
+        operator = operator.T if adjoint else operator
+        expected = expected.T if adjoint else expected
+        np.testing.assert_allclose(operator @ np.eye(9), expected.numpy(), atol=1e-12)
+
+
+def test_is_a_scipy_operator():
+    assert isinstance(A, LinearOperator) and A.to_scipy() is A
+    assert A.dtype == np.float64 and A.torch_dtype == DOUBLE and A.device.type == "cpu"
+    single = square(0, dtype=torch.float32)
+    assert single.dtype == np.float32
+    assert (A + single).dtype == (single @ A).dtype == np.float64
+    torch.testing.assert_close((single + A) @ eye, a + single.matrix.double())
+
+
+NUMPY = {
+    "vector": lambda x: x[:, 0],
+    "one column": lambda x: x[:, :1],
+    "columns": lambda x: x,
+    "no column": lambda x: x[:, :0],
+    "Fortran order": np.asfortranarray,
+    "negative strides": lambda x: x[::-1],
+    "slices": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "float32": lambda x: x.astype(np.float32),
+    "integers": lambda x: (10 * x).astype(np.int64),
+    "booleans": lambda x: x > 0,
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_vectors(name: str):
+    x = NUMPY[name](np.random.default_rng(0).standard_normal((9, 3)))
+    x.flags.writeable = False
+    operator = square(0, Matrix)
+    expected = a.numpy() @ x
+    for y in (operator @ x, operator.dot(x), operator * x, operator(x), (x.T @ operator.T).T):
+        assert isinstance(y, np.ndarray) and y.dtype == np.float64
+        np.testing.assert_allclose(y, expected, atol=1e-12)
+    if x.ndim == 1:
+        np.testing.assert_allclose(operator.matvec(x), expected)
+        np.testing.assert_allclose(operator.rmatvec(x), a.numpy().T @ x)
+    else:
+        np.testing.assert_allclose(operator.matmat(x), expected)
+        np.testing.assert_allclose(operator.rmatmat(x), a.numpy().T @ x)
+
+
+TENSORS = {
+    "vector": lambda x: x[:, 0],
+    "columns": lambda x: x,
+    "float32": lambda x: x.float(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "integers": lambda x: (10 * x).long(),
+    "requires grad": lambda x: x.clone().requires_grad_(),
+    "not contiguous": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_vectors(name: str):
+    generator = torch.Generator().manual_seed(0)
+    x = TENSORS[name](torch.randn(9, 3, generator=generator, dtype=DOUBLE))
+    for y in (A @ x, A.dot(x), A.matvec(x) if x.ndim == 1 else A.matmat(x)):
+        assert y.dtype == DOUBLE and not y.requires_grad
+        torch.testing.assert_close(y, a @ x.detach().double())
+    y = A.rmatvec(x) if x.ndim == 1 else A.rmatmat(x)
+    torch.testing.assert_close(y, a.T @ x.detach().double())
+
+
+def flatten(x: dict[str, Tensor]) -> Tensor:
+    """Flatten row-major, columns last."""
+    return torch.cat(
+        [
+            x[name].flatten(0, len(shape) - 1) if shape else x[name].unsqueeze(0)
+            for name, shape in SHAPES.items()
+        ]
+    )
+
+
+@pytest.mark.parametrize("columns", [(), (2,), (0,)])
+def test_structured_vectors(columns: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(0)
+    x = {
+        name: torch.randn((*shape, *columns), generator=generator, dtype=DOUBLE)
+        for name, shape in SHAPES.items()
+    }
+    flat = flatten(x)
+    # names count, not the order
+    out = A @ dict(reversed(x.items()))
+    assert list(out) == list(SHAPES) and all(out[name].shape == x[name].shape for name in x)
+    torch.testing.assert_close(flatten(out), a @ flat)
+    as_list = A @ list(x.values())
+    assert isinstance(as_list, list)
+    for one, other in zip(as_list, out.values(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(J @ x, j @ flat)
+    back = list(x.values()) @ A.T
+    torch.testing.assert_close(back[0], as_list[0])
+
+
+def test_products_are_not_repeated():
+    operator = square(0)
+    operator @ torch.ones(9, 5)
+    assert operator.count == 1
+
+
+def test_copies():
+    for twin in (pickle.loads(pickle.dumps(A)), copy.deepcopy(A)):
+        torch.testing.assert_close(twin @ eye, a)
+
+
+@pytest.mark.parametrize(
+    "expression, error, match",
+    [
+        (lambda: A + J, ValueError, r"shapes \(9, 9\) and \(4, 9\) cannot be added"),
+        (lambda: A @ J, ValueError, "cannot be multiplied"),
+        (lambda: J**2, ValueError, "square operator"),
+        (lambda: A**0.5, ValueError, "non-negative integer"),
+        (lambda: A**-1, ValueError, "non-negative integer"),
+        (lambda: 2j * A, TypeError, "complex"),
+        (lambda: A / B, ValueError, "divided by a scalar"),
+        (lambda: A @ 2, ValueError, "Scalar operands"),
+        (lambda: A + renamed("w", "bias", "scale"), None, None),
+        (lambda: A + renamed("bias", "weight", "scale"), ValueError, "another order"),
+        (lambda: A + reshaped(), ValueError, "different parameters"),
+    ],
+)
+def test_what_does_not_fit(expression, error, match):
+    if error is None:
+        torch.testing.assert_close(expression() @ eye, 2 * a)
+        return
+    with pytest.raises(error, match=match):
+        expression()
+
+
+def renamed(*names: str) -> Matrix:
+    other = ParameterSpace(dict(zip(names, SHAPES.values(), strict=True)), DOUBLE)
+    return Matrix(a, other, other)
+
+
+def reshaped() -> Matrix:
+    other = ParameterSpace({"weight": (3, 2), "bias": (2,), "scale": ()}, DOUBLE)
+    return Matrix(a, other, other)
+
+
+def test_space():
+    s = space()
+    assert s.dim == 9 and s.names == list(SHAPES) and s.slice("bias") == slice(6, 8)
+    flat = torch.arange(18.0, dtype=DOUBLE).reshape(2, 9)
+    parts = s.split(flat)
+    assert parts["weight"].shape == (2, 2, 3) and parts["scale"].shape == (2,)
+    torch.testing.assert_close(s.join(parts), flat)
+    # row-major, in the given order
+    torch.testing.assert_close(parts["weight"][0], torch.arange(6.0, dtype=DOUBLE).reshape(2, 3))
