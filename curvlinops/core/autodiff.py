@@ -28,7 +28,7 @@ class BoundModel(Protocol):
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, which require gradients."""
 
-    def scope(self, values: Tensors, twice: bool = True) -> Scope:
+    def scope(self, values: Tensors, purpose: str) -> Scope:
         """Return the scope in which the parameters have these values."""
 
     def output(self, scope: Scope) -> Tensor:
@@ -38,7 +38,7 @@ class BoundModel(Protocol):
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     leaves = bound.leaves()
-    scope = bound.scope(leaves, twice=False)
+    scope = bound.scope(leaves, "gradient")
     with scope.active():
         loss, terms = head(bound.output(scope))
         grads = pull({"": loss}, {"": None}, leaves, retain=False)
@@ -52,7 +52,7 @@ def transposed_jacobian(bound: BoundModel) -> Callable:
     row-major.
     """
     leaves = bound.leaves()
-    scope = bound.scope(leaves, twice=False)
+    scope = bound.scope(leaves, "gradient")
     with scope.active():
         output = bound.output(scope)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.core.convolution import CONVOLUTIONS
+
 
 def _recurrent(packet: Any) -> Callable:
     """Return a recurrent layer composed of differentiable operations.
@@ -135,12 +137,23 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     F.embedding_bag: _embedding_bag,
 }
 
+#: In addition, where the graph of the backward pass is differentiated.
+FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS
+
 
 class Rewriting(TorchFunctionMode):
-    """Replaces the calls in ``DECOMPOSITIONS`` while it is active."""
+    """Replaces the calls in ``DECOMPOSITIONS`` while it is active.
+
+    Args:
+        table: The replacements.
+    """
+
+    def __init__(self, table: dict[Callable, Callable]):
+        super().__init__()
+        self._table = table
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
-        return DECOMPOSITIONS.get(func, func)(*args, **(kwargs or {}))
+        return self._table.get(func, func)(*args, **(kwargs or {}))

@@ -54,7 +54,7 @@ class Reverse:
     def hessian(self, bound: BoundModel, head: Head) -> Apply:
         """Prepare products with the Hessian of a scalar function of the output."""
         leaves = bound.leaves()
-        scope = bound.scope(leaves)
+        scope = bound.scope(leaves, "reverse")
         with scope.active():
             loss, terms = head(bound.output(scope))
             grads = pull({"": loss}, {"": None}, leaves, create_graph=True)
@@ -67,7 +67,7 @@ class Reverse:
     def jacobian(self, bound: BoundModel, head: Head) -> Apply:
         """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
         leaves = bound.leaves()
-        scope = bound.scope(leaves)
+        scope = bound.scope(leaves, "reverse")
         with scope.active():
             output = bound.output(scope)
             terms = head(output.detach())[1]
@@ -89,7 +89,7 @@ class Reverse:
                 the given output, and the terms.
         """
         leaves = bound.leaves()
-        scope = bound.scope(leaves)
+        scope = bound.scope(leaves, "reverse")
         with scope.active():
             output = bound.output(scope)
             curvature, terms = head(output.detach())
@@ -192,7 +192,7 @@ def _dual_scope(
         name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
         for name, leaf in leaves.items()
     }
-    return bound.scope(duals), duals
+    return bound.scope(duals, "forward"), duals
 
 
 def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:

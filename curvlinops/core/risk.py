@@ -45,9 +45,9 @@ class BatchRisk:
         self.loss = risk.loss
         self.leaves = risk.model.leaves
 
-    def scope(self, values: dict[str, Tensor], twice: bool = True) -> Scope:
+    def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
-        return Scope(self._risk.model, values, twice)
+        return Scope(self._risk.model, values, purpose)
 
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model in an active scope."""
@@ -237,7 +237,7 @@ class EmpiricalRisk:
         leaves = risk.leaves()
         if not with_graph and self.model.substitutable:
             leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-        scope = risk.scope(leaves, twice=False)
+        scope = risk.scope(leaves, "gradient")
         with scope.active():
             return risk.output(scope)
 

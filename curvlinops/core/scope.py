@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvlinops.core.decompositions import Rewriting
+from curvlinops.core.decompositions import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.model import Model
 
 
@@ -23,15 +23,16 @@ class Scope:
     Args:
         model: The model.
         values: Its parameters' values.
-        twice: Whether derivatives beyond the plain gradient are taken, which the fused
-            attention kernels do not have. Their replacement costs memory quadratic in the
-            sequence length.
+        purpose: What is done with it: ``"gradient"``, an ordinary backward pass;
+            ``"forward"``, forward mode; or ``"reverse"``, a backward pass through the graph of
+            a backward pass. For the last two the math kernel of attention is selected, since
+            the fused ones lack derivatives; it takes memory quadratic in the sequence length.
     """
 
-    def __init__(self, model: Model, values: Mapping[str, Tensor], twice: bool = True):
+    def __init__(self, model: Model, values: Mapping[str, Tensor], purpose: str):
         self._model = model
         self._values = values
-        self._twice = twice
+        self._purpose = purpose
         self._state: dict = {}
 
     @contextmanager
@@ -40,12 +41,13 @@ class Scope:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
-            if self._twice:
+            if self._purpose != "gradient":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_without_attention_fast_path())
             if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(Rewriting())
+            table = FOR_DOUBLE_BACKWARD if self._purpose == "reverse" else DECOMPOSITIONS
+            stack.enter_context(Rewriting(table))
             yield
 
     def output(self, X: Any) -> Any:
