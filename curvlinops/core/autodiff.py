@@ -133,11 +133,29 @@ def stack(
     space: ParameterSpace, products: list[Mapping[str, Tensor | None]], names: Iterable[str]
 ) -> Columns:
     """Stack products of single vectors, in the dtype of ``space``; ``None`` is zero."""
-    columns = {}
-    for name in names:
-        zero = space.zeros(1, [name])[name][0]
-        parts = [product[name] for product in products]
-        columns[name] = torch.stack(
-            [zero if part is None else part.detach().to(space.dtype) for part in parts]
-        )
-    return columns
+    singles = [
+        {
+            name: space.zeros(1, [name])[name]
+            if product[name] is None
+            else product[name].detach().to(space.dtype).unsqueeze(0)
+            for name in names
+        }
+        for product in products
+    ]
+    return concatenate(singles)
+
+
+def concatenate(parts: list[Columns]) -> Columns:
+    """Put columns side by side; a single part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def add(total: Columns, part: Columns) -> None:
+    """Add columns to a running total, which starts out empty.
+
+    Not in place: autograd may return one tensor as the gradient of several parameters.
+    """
+    for name, column in part.items():
+        total[name] = total[name] + column if name in total else column

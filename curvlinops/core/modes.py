@@ -26,6 +26,7 @@ from curvlinops.core.autodiff import (
     BoundModel,
     Head,
     Tensors,
+    concatenate,
     pull,
     pull_columns,
     single_columns,
@@ -75,8 +76,8 @@ class Reverse:
 
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             with scope.active():
-                chunks = [push(v) for v in split_columns(V, leaves, self.chunk_size)]
-            return {"": torch.cat(chunks)}, terms
+                parts = [{"": push(v)} for v in split_columns(V, leaves, self.chunk_size)]
+            return concatenate(parts), terms
 
         return apply
 
@@ -106,10 +107,9 @@ class Reverse:
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             inputs = {name: leaves[name] for name in names}
             with scope.active():
-                chunks = [product(v, inputs) for v in split_columns(V, leaves, self.chunk_size)]
-            dtype = bound.space.dtype
-            out = {name: torch.cat([c[name].to(dtype) for c in chunks]) for name in inputs}
-            return out, terms
+                parts = [product(v, inputs) for v in split_columns(V, leaves, self.chunk_size)]
+            out = concatenate(parts)
+            return {name: column.to(bound.space.dtype) for name, column in out.items()}, terms
 
         return apply
 

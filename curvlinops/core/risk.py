@@ -171,8 +171,7 @@ class EmpiricalRisk:
             value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
             _check_finite(risk.batch, value, columns)
             loss, total = loss + value, total + terms
-            for name, column in columns.items():
-                gradient[name] = gradient[name] + column if name in gradient else column
+            autodiff.add(gradient, columns)
 
         self.run(step, "gradient_and_loss")
         scale = self.scale(total)

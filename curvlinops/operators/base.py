@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.autodiff import Apply
+from curvlinops.core.autodiff import Apply, add
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
@@ -132,25 +132,23 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _apply(self, columns: Columns) -> Columns:
         num_columns = next(iter(columns.values())).shape[0]
-        out = self.space.zeros(num_columns)
-        total: Tensor | float = 0.0
         if num_columns == 0:
-            return out
+            return self.space.zeros(0)
+        out: Columns = {}
+        total: Tensor | float = 0.0
 
         def step(bound: BatchRisk) -> None:
             nonlocal total
             apply = self._linearize(bound, self._mode_for(bound, num_columns * len(self._blocks)))
             for block in self._blocks:
                 product, terms = apply({name: columns[name] for name in block}, block)
-                for name in block:
-                    out[name] += product[name]
+                add(out, product)
             total = total + terms
 
         self.risk.run(step, "product")
         scale = self.risk.scale(total)
         if scale != 1.0:
-            for column in out.values():
-                column.mul_(scale)
+            out = {name: column * scale for name, column in out.items()}
         self._check_finite(out)
         return out
 

@@ -55,7 +55,9 @@ class OutputsLinearOperator(DataLinearOperator):
     def _push(self, columns: Columns, outputs: ParameterSpace) -> Columns:
         """Multiply parameter vectors with the Jacobian."""
         num_columns = next(iter(columns.values())).shape[0]
-        parts: list[Tensor] = [outputs.zeros(num_columns)[""][:, :0]]
+        if num_columns == 0:
+            return outputs.zeros(0)
+        parts: list[Tensor] = []
 
         def step(bound: BatchRisk) -> None:
             mode = self._mode_for(bound, num_columns)
@@ -63,16 +65,14 @@ class OutputsLinearOperator(DataLinearOperator):
             tangents = apply(columns, bound.space.names)[0][""]
             parts.append(tangents.flatten(1).to(outputs.dtype))
 
-        if num_columns:
-            self.risk.run(step, "product")
-            _check_length(sum(part.shape[1] for part in parts), outputs.dim)
-            return {"": torch.cat(parts, dim=1)}
-        return outputs.zeros(0)
+        self.risk.run(step, "product")
+        _check_length(sum(part.shape[1] for part in parts), outputs.dim)
+        return {"": torch.cat(parts, dim=1)}
 
     def _pull(self, columns: Columns, outputs: ParameterSpace) -> Columns:
         """Multiply output vectors with the transposed Jacobian."""
         rows = columns[""]
-        out = self.risk.space.zeros(rows.shape[0])
+        out: Columns = {}
         start = 0
 
         def step(bound: BatchRisk) -> None:
@@ -81,12 +81,12 @@ class OutputsLinearOperator(DataLinearOperator):
             apply = autodiff.transposed_jacobian(bound)
             product, used = apply(rows[:, start:], bound.space.names)
             start += used
-            for name, column in product.items():
-                out[name] += column
+            autodiff.add(out, product)
 
-        if rows.shape[0]:
-            self.risk.run(step, "product")
-            _check_length(start, outputs.dim)
+        if rows.shape[0] == 0:
+            return self.risk.space.zeros(0)
+        self.risk.run(step, "product")
+        _check_length(start, outputs.dim)
         return out
 
 
