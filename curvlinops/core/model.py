@@ -125,6 +125,8 @@ class ModuleModel(Model):
                 found.append(
                     (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
                 )
+                # they observe the user's own backward passes, and are no part of the function
+                vars(module).update(_backward_hooks={}, _backward_pre_hooks={})
                 for name, param in module._parameters.items():
                     if param is not None:
                         module._parameters[name] = swap.setdefault(id(param), _alias(param))

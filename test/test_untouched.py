@@ -1,0 +1,213 @@
+"""The user's model and all global state are as found, after success and after an exception."""
+
+import copy
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from contract import CASES
+from torch import Tensor, nn
+
+PER_SAMPLE = {"fisher", "fisher-samples"}
+
+
+class Counting(nn.Module):
+    """Counts its calls, keeps its last input, and updates a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.last = 0, None
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        self.seen += 1
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x.unsqueeze(1))[0][:, 0]
+
+
+def weight_normed() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+def model() -> nn.Module:
+    """Everything that a forward pass may change."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(3, 3),
+        nn.BatchNorm1d(3).eval(),
+        nn.ReLU(inplace=True),
+        Counting(),
+        Recurrent(),
+        weight_normed(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
+        nn.Linear(3, 3),
+    )
+    net(torch.randn(2, 3))
+    net[0].weight.requires_grad_(False)
+    net[7].bias.grad = torch.ones(3)
+    net.register_forward_hook(lambda *_: None)
+    net[0].register_full_backward_hook(lambda *_: pytest.fail("not the user's backward pass"))
+    return net
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 3, generator=generator), torch.randint(3, (n,), generator=generator))
+        for n in (3, 2)
+    ]
+
+
+def state(net: nn.Module) -> list:
+    """Return everything that must stay, tensors by identity and by value."""
+    found: list = []
+    for name, module in net.named_modules():
+        attributes = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
+        found.append((name, module.training, {k: id(v) for k, v in attributes.items()}))
+        found.append([len(v) for k, v in vars(module).items() if "hooks" in k and v is not None])
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    grad = None if tensor.grad is None else (id(tensor.grad), tensor.grad.tolist())
+                    values = (id(tensor), tensor.tolist(), tensor.requires_grad, grad)
+                    found.append((key, type(tensor), values))
+    return found
+
+
+def surroundings() -> list:
+    """Return global state that a product must not change."""
+    return [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
+class Failing:
+    """Batches of which the second raises, from the third pass over the data on."""
+
+    def __init__(self, error: BaseException, passes: int):
+        self.error, self.passes = error, passes
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes -= 1
+        first, second = batches()
+        yield first
+        random.random(), np.random.rand(), torch.rand(1)  # loaders draw numbers
+        if self.passes < 0:
+            raise self.error
+        yield second
+
+
+class FailingModel(nn.Module):
+    """Raises in its second batch, in the second half of its forward."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net, self.armed = net, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        if self.armed and len(x) == 2:
+            raise RuntimeError("failed on purpose")
+        return out
+
+
+def product(case: str, net: nn.Module, data, **options) -> Callable[[], None]:
+    """Build an operator; return a function that multiplies with it."""
+    params = [p for p in net.parameters() if p.ndim > 0]
+    entry = CASES[case]
+    arguments = (params, data) if not entry.square else (nn.CrossEntropyLoss(), params, data)
+    options = dict(entry.arguments) | options
+    operator = entry.operator(net, *arguments, **options)
+    return lambda: operator @ torch.ones(operator.shape[1], 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_success(case: str):
+    net = model()
+    before, around = state(net), surroundings()
+    product(case, net, batches())()
+    assert state(net) == before
+    assert surroundings() == around
+    copy.deepcopy(net[4]), pickle.dumps(net[4])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("on purpose"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("case", CASES)
+def test_after_an_exception_in_the_data(case: str, error: BaseException):
+    net = model()
+    before = state(net)
+    # the check takes two passes, the Jacobians count outputs in a third
+    multiply = product(case, net, Failing(error, passes=2 + (not CASES[case].square)))
+    around = surroundings()
+    with pytest.raises(type(error)):
+        multiply()
+    assert state(net) == before
+    assert surroundings() == around
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_an_exception_in_the_model(case: str):
+    net = FailingModel(model())
+    multiply = product(case, net, batches())
+    net.armed = True
+    before, around = state(net), surroundings()
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        multiply()
+    assert state(net) == before
+    assert surroundings() == around
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_closures(case: str):
+    """Tensors that do not require gradients do so only inside."""
+    weight, bias = torch.randn(3, 3), torch.randn(3, requires_grad=True)
+    bias.grad = torch.ones(3)
+
+    def closure(X: Tensor) -> Tensor:
+        return X @ weight.T + bias
+
+    entry, params = CASES[case], [weight, bias]
+    arguments = (
+        (params, batches()) if not entry.square else (nn.CrossEntropyLoss(), params, batches())
+    )
+    operator = entry.operator(closure, *arguments, **dict(entry.arguments))
+    operator @ torch.ones(operator.shape[1])
+    assert not weight.requires_grad and bias.requires_grad
+    assert weight.grad is None and torch.equal(bias.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in PER_SAMPLE])
+def test_batch_norm_in_train_mode(case: str):
+    """Running statistics stay, though its double backward would update them."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    before = state(net)
+    with pytest.warns(UserWarning, match=r"BatchNorm in train mode \(1\)"):
+        multiply = product(case, net, batches())
+    multiply()
+    assert state(net) == before
