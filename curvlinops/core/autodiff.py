@@ -24,6 +24,7 @@ class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
+    substitutable: bool
 
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, which require gradients."""
@@ -33,6 +34,17 @@ class BoundModel(Protocol):
 
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model inside an active scope."""
+
+
+def graph_nodes(output: Tensor) -> Iterator[Any]:
+    """Yield all nodes of the graph that computed a tensor."""
+    stack, seen = [output.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(next_node for next_node, _ in node.next_functions)
 
 
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from curvlinops.core.autodiff import graph_nodes
 from curvlinops.core.data import leaves
 
 
@@ -146,12 +147,7 @@ def check_graph(output: Tensor, module: nn.Module | None) -> None:
             "checkpointing."
         )
     own = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    stack, seen = [output.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(output):
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
                 "The model uses reentrant activation checkpointing, which supports neither "
@@ -166,4 +162,3 @@ def check_graph(output: Tensor, module: nn.Module | None) -> None:
                 "Access it as an attribute of its module, or pass the model as a function "
                 "X -> output with a list of params."
             )
-        stack.extend(next_node for next_node, _ in node.next_functions)

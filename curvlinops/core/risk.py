@@ -44,6 +44,7 @@ class BatchRisk:
         self.space = risk.space
         self.loss = risk.loss
         self.leaves = risk.model.leaves
+        self.substitutable = risk.model.substitutable
 
     def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
