@@ -1,0 +1,124 @@
+"""Hugging Face transformers from tiny configs, against central differences of the gradient."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops import GGNLinearOperator, HessianLinearOperator
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "gpt2": lambda **options: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=23,
+            n_positions=16,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            bos_token_id=1,
+            eos_token_id=1,
+            use_cache=False,
+            **options,
+        )
+    ),
+    "bert": lambda **options: transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=23,
+            hidden_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=16,
+            num_labels=3,
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+            **options,
+        )
+    ),
+    "llama": lambda **options: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=23,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            pad_token_id=0,
+            use_cache=False,
+            **options,
+        )
+    ),
+}
+# Llama computes its RMS norms in float32, whatever the model's dtype: differences are that noisy
+TOLERANCE = {"gpt2": 1e-5, "bert": 1e-5, "llama": 2e-3}
+
+
+class Logits(nn.Module):
+    """Class scores on axis 1."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        return logits.transpose(1, 2) if logits.ndim == 3 else logits
+
+
+def batches(classify: bool) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Batches of unequal size and length, with padding tokens that are masked and ignored."""
+    data = []
+    for n, length in ((2, 5), (3, 7)):
+        ids, mask = torch.randint(1, 23, (n, length)), torch.ones(n, length, dtype=torch.long)
+        ids[0, -2:] = mask[0, -2:] = 0
+        y = torch.randint(3, (n,)) if classify else torch.where(mask == 1, ids.roll(-1, 1), -100)
+        data.append(({"input_ids": ids, "attention_mask": mask}, y))
+    return data
+
+
+def gradient(model: nn.Module, params: list[Tensor], data: list) -> Tensor:
+    """Return the gradient of the mean over all targets that are not ignored."""
+    total = sum(nn.functional.cross_entropy(model(X), y, reduction="sum") for X, y in data)
+    count = sum(int((y != -100).sum()) for _, y in data)
+    return nn.utils.parameters_to_vector(torch.autograd.grad(total / count, params))
+
+
+# the name that all versions of transformers have
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SMALL)
+def test_hessian_and_ggn(name: str, attention: str, checkpointing: bool):
+    torch.manual_seed(0)
+    inner = SMALL[name](attn_implementation=attention).double().eval()
+    if checkpointing:
+        inner.train()
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model, data = Logits(inner), batches(classify=name == "bert")
+    params = list(model.parameters())
+    H = HessianLinearOperator(model, nn.CrossEntropyLoss(), params, data)
+    # uses of the padding row are constants, in the difference they are not
+    free = [torch.ones_like(p) for p in params]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            index = next(i for i, p in enumerate(params) if p is module.weight)
+            free[index][module.padding_idx] = 0
+    free = nn.utils.parameters_to_vector(free)
+    v = torch.randn(H.shape[1], dtype=torch.float64) * free
+    theta, eps, slope = nn.utils.parameters_to_vector(params).detach(), 1e-5, 0.0
+    Hv = H @ v
+    for step in (eps, -eps):
+        nn.utils.vector_to_parameters(theta + step * v, params)
+        slope = slope + gradient(model, params, data) / (2 * step)
+    nn.utils.vector_to_parameters(theta, params)
+    assert ((Hv - slope) * free).norm() <= TOLERANCE[name] * slope.norm()
+
+    G = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data)
+    V = torch.randn(G.shape[1], 2, dtype=torch.float64)
+    single, columns = G @ V[:, 0], G @ V  # forward and reverse mode
+    torch.testing.assert_close(single, columns[:, 0], rtol=1e-6, atol=1e-6 * float(single.norm()))
+    torch.testing.assert_close(V[:, 1] @ single, V[:, 0] @ columns[:, 1], rtol=1e-6, atol=1e-9)
