@@ -57,25 +57,21 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     return loss.detach(), stack(bound.space, [grads], leaves), terms
 
 
-def transposed_jacobian(bound: BoundModel) -> Callable:
-    """Return ``apply(U, names) -> (J^T U, used)``.
-
-    U is ``[K, M]``, of which the first ``used`` entries belong to the batch's outputs, flattened
-    row-major.
-    """
+def transposed_jacobian(bound: BoundModel) -> tuple[Callable, int]:
+    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the outputs' number of entries."""
     leaves = bound.leaves()
     scope = bound.scope(leaves, "gradient")
     with scope.active():
         output = bound.output(scope)
 
-    def apply(U: Tensor, names: Iterable[str]) -> tuple[Columns, int]:
+    def apply(U: Tensor, names: Iterable[str]) -> Columns:
         inputs = {name: leaves[name] for name in names}
-        rows = U[:, : output.numel()].reshape(-1, *output.shape).to(output.dtype)
+        rows = U.reshape(-1, *output.shape).to(output.dtype)
         with scope.active():
             grads = [pull({"": output}, {"": row}, inputs) for row in rows]
-        return stack(bound.space, grads, inputs), output.numel()
+        return stack(bound.space, grads, inputs)
 
-    return apply
+    return apply, output.numel()
 
 
 def pull(

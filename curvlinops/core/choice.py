@@ -39,7 +39,8 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
             failures.append(f"{name} mode: {str(error).strip().splitlines()[0]}")
             cause = cause or error
             continue
-        if discrepancy <= tolerance:
+        # NaN: a derivative does not exist; the product's own check says where
+        if not discrepancy > tolerance:
             return mode
         failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
     raise RuntimeError(_explain(failures)) from cause

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._decomp.decompositions  # registers the Python kernels of the recurrent layers
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.overrides import TorchFunctionMode
 
@@ -59,6 +59,24 @@ def _check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) -
             f"{name} with scale_grad_by_freq=True returns something other than the gradient. "
             "Set scale_grad_by_freq=False."
         )
+
+
+def check_modules(module: nn.Module) -> None:
+    """Refuse a model with a module that cannot be differentiated, by the module's name.
+
+    Raises:
+        TypeError: If the model contains TorchScript.
+        ValueError: If the gradient of a module is not one, or its forward changes parameters.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise TypeError(
+                f"The model's module '{name}' is TorchScript, whose parameters cannot be replaced. "
+                "Pass the original module."
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            kind = f"'{name}' ({type(child).__name__})"
+            _check_lookup(kind, child.max_norm, child.scale_grad_by_freq)
 
 
 def _embedding(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.decompositions import check_modules
+
 
 class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
@@ -58,6 +60,7 @@ class ModuleModel(Model):
     """A ``torch.nn.Module``, possibly wrapped for data parallelism or compiled."""
 
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
+        check_modules(module)
         own, self.module = _named_parameters(module)
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter

@@ -77,11 +77,10 @@ class OutputsLinearOperator(DataLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal start
-            _check_length(start, outputs.dim, at_most=True)
-            apply = autodiff.transposed_jacobian(bound)
-            product, used = apply(rows[:, start:], bound.space.names)
-            start += used
-            autodiff.add(out, product)
+            apply, size = autodiff.transposed_jacobian(bound)
+            _check_length(start + size, outputs.dim, at_most=True)
+            autodiff.add(out, apply(rows[:, start : start + size], bound.space.names))
+            start += size
 
         if rows.shape[0] == 0:
             return self.risk.space.zeros(0)

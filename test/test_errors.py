@@ -1,0 +1,560 @@
+"""Each bad input is answered by an error that names the culprit and the remedy."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from curvlinops import (
+    EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
+)
+
+X, Y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
+DATA = [(X[:3], Y[:3]), (X[3:], Y[3:])]
+CE = nn.CrossEntropyLoss()
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *layers, nn.Tanh(), nn.Linear(4, 3))
+
+
+def build(
+    model: Any = None,
+    loss: Any = CE,
+    params: Any = None,
+    data: Any = DATA,
+    kind: type = HessianLinearOperator,
+    **options: Any,
+) -> Any:
+    model = net() if model is None else model
+    params = list(model.parameters()) if params is None else params
+    return kind(model, loss, params, data, **options)
+
+
+def multiply(**arguments: Any) -> Any:
+    operator = build(**arguments)
+    return operator @ torch.ones(operator.shape[1])
+
+
+def both(check: Callable[[bool], Any], error: type[Exception], match: str) -> None:
+    """Expect the error at construction, and without the check there, at the first product."""
+    for deterministic in (True, False):
+        with pytest.raises(error, match=match):
+            check(deterministic)
+
+
+# --- parameters
+
+shared = net()
+EXPIRED = shared.parameters()
+list(EXPIRED)
+
+
+class Functional:
+    def __call__(self, params: dict[str, Tensor], X: Tensor) -> Tensor:
+        return X @ params["w"]
+
+
+@pytest.mark.parametrize(
+    "model, params, error, match",
+    [
+        (shared, [], ValueError, "params is empty.*pass a list"),
+        (shared, {}, ValueError, "params is empty"),
+        (shared, EXPIRED, ValueError, "used up; pass a list"),
+        (shared, shared[0].weight, TypeError, "must be a list of tensors or a dictionary"),
+        (shared, [shared[0].weight, 1.0], TypeError, "Entry 1 of params is a float"),
+        (shared, [shared[0].weight, torch.ones(3)], ValueError, r"Entry 1 of params.*\[3\].*not a"),
+        (shared, [shared[0].weight] * 2, ValueError, "'0.weight' occurs twice"),
+        (lambda x: x, [X, X], ValueError, "'0' occurs twice|'1' occurs twice"),
+        (Functional(), {"w": X, "v": X}, ValueError, "occurs twice"),
+        (nn.BatchNorm1d(3), {"running_mean": X[0]}, ValueError, "'running_mean' .* a buffer"),
+        (shared, {"weight": X}, ValueError, "'weight' in params is unknown.*0.weight"),
+        (shared, {"0.bias": torch.ones(3)}, ValueError, r"'0.bias'.*shape \[3\].*\[4\]"),
+        (Functional(), {"w": torch.ones(3, 2).long()}, TypeError, "'w' has dtype torch.int64"),
+        (Functional(), {"w": torch.ones(3, 2) * 1j}, TypeError, "'w' has dtype torch.complex64"),
+        (
+            Functional(),
+            {"w": X, "v": torch.ones(2, device="meta")},
+            ValueError,
+            r"several devices, \['cpu', 'meta'\].*Move",
+        ),
+        ("model", [X], TypeError, "model_func must be a Module or a function"),
+    ],
+)
+def test_parameters(model: Any, params: Any, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        build(model=model, params=params)
+
+
+def test_tied_names_with_different_values():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    params = {"0.weight": torch.zeros(3, 3), "1.weight": torch.ones(3, 3)}
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight'.*one tied parameter"):
+        build(model=model, params=params)
+
+
+# --- data
+
+
+class Shrinking:
+    def __init__(self):
+        self.sizes = [2, 1, 1]
+
+    def __iter__(self) -> Iterator:
+        return iter(DATA[: self.sizes.pop(0)])
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        return X[n] + 0.1 * torch.randn(3), Y[n]
+
+
+NAN = [DATA[0], (X[3:] * float("nan"), Y[3:])]
+
+
+@pytest.mark.parametrize(
+    "data, options, error, match",
+    [
+        ([], {}, ValueError, "data is empty"),
+        ((b for b in DATA), {}, ValueError, "one-shot iterator.*DataLoader or a list"),
+        (zip([X], [Y], strict=True), {}, ValueError, "one-shot iterator"),
+        (map(tuple, DATA), {}, ValueError, "one-shot iterator"),
+        (X, {}, TypeError, r"pass \[\(X, y\)\]"),
+        ({"X": X}, {}, TypeError, r"pass \[\(X, y\)\]"),
+        (3, {}, TypeError, "must be an iterable over pairs"),
+        ([DATA[0], {"X": X}], {}, ValueError, "Batch 1 of the data is a dict, expected a pair"),
+        ([(X, Y, Y)], {}, ValueError, "Batch 0 of the data is a tuple of length 3"),
+        ([X], {}, ValueError, "Batch 0 of the data is a Tensor"),
+        (DATA, {"num_data": 6}, ValueError, "num_data is 6, but data has 5 samples"),
+        (NAN, {}, ValueError, "loss on batch 1 is nan"),
+        (Shrinking(), {}, RuntimeError, "first pass over data yields 2 batches, the second 1"),
+    ],
+)
+def test_data(data: Any, options: dict, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        build(data=data, **options)
+
+
+def test_number_of_samples_is_not_evident():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, X: dict[str, Tensor]) -> Tensor:
+            return self.inner(X["x"]) + X["shift"]
+
+    data = [({"x": X, "shift": torch.ones(1, 3)}, Y)]
+    with pytest.raises(ValueError, match=r"batch 0 is not evident.*\[1, 5\].*batch_size_fn"):
+        build(model=Pair(), data=data, num_data=5)
+    build(model=Pair(), data=data, num_data=5, batch_size_fn=lambda X: len(X["x"]))
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"shuffle": True}, "DataLoader shuffles.*shuffle=False"),
+        ({"shuffle": True, "drop_last": True}, "shuffles .*and the DataLoader drops the last"),
+    ],
+)
+@pytest.mark.parametrize("kind", [HessianLinearOperator, EFLinearOperator])
+def test_shuffling_loaders(kind: type, options: dict, match: str):
+    data = DataLoader(TensorDataset(X, Y), batch_size=2, **options)
+    with pytest.raises(RuntimeError, match=match):
+        build(data=data, kind=kind)
+
+
+def test_random_augmentation():
+    with pytest.raises(RuntimeError, match="drawn or augmented at random"):
+        build(data=DataLoader(Augmented(), batch_size=2))
+
+
+# --- models
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Hidden(nn.Module):
+    """Uses its parameter by a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.aliases = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.aliases[0] + self.bias
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(3, 3), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, self.stem(x), use_reentrant=True)
+
+
+class Lookup(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.lookup = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.lookup((x > 0).long())[:, :3].flatten(2).sum(1)
+            if x.ndim > 2
+            else self.lookup((x > 0).long()).reshape(len(x), -1, 3).sum(1)
+        )
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]):
+        super().__init__()
+        self.inner, self.wrap = net(), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "model, error, match",
+    [
+        (net(nn.Dropout(0.5)), RuntimeError, r"module '1' \(Dropout\).*call eval\(\)"),
+        (net(nn.Sequential(nn.Identity(), Noise())), RuntimeError, r"module '1.1' \(Noise\)"),
+        (net(nn.RReLU()), RuntimeError, r"'1' \(RReLU\)"),
+        (Hidden(), ValueError, "'weight' by a reference that is not registered"),
+        (Reentrant(), ValueError, "reentrant.*use_reentrant=False"),
+        (Lookup(nn.Embedding(2, 3, max_norm=1.0)), ValueError, "'lookup'.*max_norm=None"),
+        (
+            Lookup(nn.Embedding(2, 3, scale_grad_by_freq=True)),
+            ValueError,
+            "'lookup'.*scale_grad_by_freq=False",
+        ),
+        (Lookup(nn.EmbeddingBag(2, 3, mode="max")), NotImplementedError, "mode='max'"),
+        (Returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
+        (Returns(lambda z: (z, z)), TypeError, "returned tuple on batch 0"),
+        (Returns(lambda z: z.sum()), TypeError, r"shape \[\].*batch axis first"),
+        (Returns(lambda z: z.argmax(1)), TypeError, "torch.int64"),
+        (Returns(lambda z: z.detach()), ValueError, "does not depend on any of the parameters"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_models(model: nn.Module, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        build(model=model)
+
+
+def test_closure_with_other_tensors():
+    weight = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="must use the very tensors in params"):
+        build(model=lambda x: x @ weight, params=[weight.clone()])
+
+
+def test_scripted_modules():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(net())
+    with pytest.raises(TypeError, match=r"TorchScript.*original module"):
+        build(model=scripted)
+
+
+def test_random_closure():
+    weight = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match="different values for the same batch"):
+        build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
+
+
+@pytest.mark.parametrize("name", ["1", "1.0"])
+def test_batch_norm_in_train_mode(name: str):
+    norm = nn.BatchNorm1d(4)
+    model = net(norm if name == "1" else nn.Sequential(norm))
+    with pytest.raises(ValueError, match=rf"couples the samples.*\({name}\).*model.eval"):
+        build(model=model, kind=EFLinearOperator)
+    for kind in (HessianLinearOperator, GGNLinearOperator, FisherMCLinearOperator):
+        with pytest.warns(UserWarning, match=rf"\({name}\): the result depends on how"):
+            build(model=model, kind=kind)
+    with pytest.warns(UserWarning, match="the result depends on how"):
+        JacobianLinearOperator(model, list(model.parameters()), DATA)
+
+
+# --- derivatives that do not exist
+
+
+class Opaque(torch.autograd.Function):
+    """A sine whose backward is not differentiable, and does not say so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].detach().cos()
+
+
+class Once(Opaque):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Apply(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x)
+
+
+@pytest.mark.parametrize("function", [Opaque, Once])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_custom_functions(function: type, dtype: torch.dtype):
+    data = [(x.to(dtype), y) for x, y in DATA]
+    model = net(Apply(function)).to(dtype)
+    with pytest.raises(RuntimeError, match=rf"not differentiable.*{function.__name__}.*What helps"):
+        multiply(model=model, data=data)
+    # the Gauss-Newton matrix needs the first derivative only, and Opaque's is linear in g
+    if function is Opaque:
+        v = torch.ones(sum(p.numel() for p in model.parameters()), dtype=dtype)
+        expected = build(model=net(Apply(Sine)).to(dtype), data=data, kind=GGNLinearOperator) @ v
+        found = build(model=model, data=data, kind=GGNLinearOperator) @ v
+        torch.testing.assert_close(found, expected)
+
+
+class Sine(Opaque):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+def test_gradient_that_does_not_exist():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale.sqrt()
+
+    both(
+        lambda check: multiply(model=Root(), check_deterministic=check),
+        ValueError,
+        "gradient on batch 0 is not finite in parameter 'scale'",
+    )
+
+
+def test_loss_that_is_not_finite_without_check():
+    both(
+        lambda check: multiply(data=NAN, check_deterministic=check),
+        ValueError,
+        "loss on batch 1 is nan",
+    )
+
+
+# --- losses
+
+SOFT = [(X, torch.rand(5, 3).softmax(1))]
+TOKENS = [(X, torch.zeros(5, 2).long())]
+
+
+def dice(z: Tensor, y: Tensor) -> Tensor:
+    return 1 - (z.sigmoid()[:, 0] * y).sum() / (z.sigmoid()[:, 0].sum() + y.sum())
+
+
+def contrastive(z: Tensor, y: Tensor) -> Tensor:
+    return (z @ z.T).softmax(1).diagonal().sum()
+
+
+@pytest.mark.parametrize(
+    "loss, data, error, match",
+    [
+        (nn.CrossEntropyLoss(reduction="none"), DATA, ValueError, "'none'.*'sum' or 'mean'"),
+        (lambda z, y: z.sum(), DATA, ValueError, "reduction='sum' or reduction='mean'"),
+        (functools.partial(dice), DATA, ValueError, "does not say how it reduces"),
+        ("loss", DATA, TypeError, "loss_func must be callable"),
+        (nn.MSELoss(), [(X, Y)], ValueError, r"Batch 0: MSELoss.*\[5, 3\], got \[5\]"),
+        (nn.BCEWithLogitsLoss(), [(X, Y)], ValueError, "BCEWithLogitsLoss needs a target of the"),
+        (
+            nn.BCEWithLogitsLoss(weight=torch.ones(5, 3)),
+            [(X, X.sigmoid())],
+            ValueError,
+            r"weight of shape \[5, 3\] has a batch axis",
+        ),
+        (nn.CrossEntropyLoss(ignore_index=1), SOFT, ValueError, "probabilities, which cannot be"),
+        (CE, TOKENS, ValueError, r"Batch 0: CrossEntropyLoss.*shape \[5\]; got .*\[5, 2\]"),
+        (CE, [(X, Y.float())], ValueError, r"integer targets of shape \[5\]; got torch.float32"),
+        (CE, [(X, None)], ValueError, "a NoneType"),
+        (CE, [(X, torch.full((5,), -100))], ValueError, "no term.*ignored"),
+        (nn.NLLLoss(ignore_index=2), [(X, 0 * Y + 2)], ValueError, "no term"),
+    ],
+)
+def test_losses(loss: Any, data: list, error: type[Exception], match: str):
+    both(
+        lambda check: multiply(loss=loss, data=data, check_deterministic=check),
+        error,
+        match,
+    )
+
+
+@pytest.mark.parametrize(
+    "loss, reduction, match",
+    [
+        (dice, "mean", "dice is not the mean of its samples' losses"),
+        (contrastive, "sum", "contrastive is not the sum of its samples' losses"),
+        (lambda z, y: z.square().sum(1), "sum", "must return a scalar tensor"),
+        (lambda z, y: 1.0, "sum", "must return a scalar tensor.*float"),
+        (CE, "sum", "contradicts the loss's own, 'mean'"),
+        (dice, "none", "'none', expected 'sum' or 'mean'"),
+    ],
+)
+def test_reductions(loss: Any, reduction: str, match: str):
+    both(
+        lambda check: multiply(loss=loss, reduction=reduction, check_deterministic=check),
+        ValueError,
+        match,
+    )
+
+
+def test_lengths_that_differ_between_batches():
+    data = [(torch.randn(2, n), torch.randn(2, n)) for n in (3, 4)]
+    scale = torch.ones(1, requires_grad=True)
+    both(
+        lambda check: multiply(
+            model=lambda x: scale * x,
+            params=[scale],
+            loss=nn.MSELoss(),
+            data=data,
+            check_deterministic=check,
+        ),
+        ValueError,
+        "Batch 1 has outputs with a last axis of length 4, others 3.*reduction='sum'",
+    )
+    multiply(model=lambda x: scale * x, params=[scale], loss=nn.MSELoss(reduction="sum"), data=data)
+
+
+NEGATIVE = torch.tensor([1.0, -1.0, 1.0])
+
+
+@pytest.mark.parametrize("options", [{"kind": FisherMCLinearOperator}, {"mc_samples": 2}])
+@pytest.mark.parametrize(
+    "loss, data, error, match",
+    [
+        (nn.NLLLoss(), DATA, NotImplementedError, "NLLLoss.*Supported are MSELoss"),
+        (nn.L1Loss(), [(X, X)], NotImplementedError, "L1Loss is not known as"),
+        (nn.CrossEntropyLoss(weight=NEGATIVE), DATA, ValueError, "negative curvature"),
+        (nn.BCEWithLogitsLoss(weight=NEGATIVE), [(X, X.sigmoid())], ValueError, "negative curvat"),
+        (nn.BCEWithLogitsLoss(), [(X, X + 3)], ValueError, r"outside \[0, 1\]"),
+    ],
+)
+def test_sampling(options: dict, loss: Any, data: list, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        multiply(loss=loss, data=data, **{"kind": GGNLinearOperator} | options)
+
+
+def test_gauss_newton_of_a_linear_loss_warns():
+    model = nn.Sequential(net(), nn.LogSoftmax(1))
+    with pytest.warns(UserWarning, match="NLLLoss is linear.*GGN is zero.*CrossEntropyLoss"):
+        product = multiply(model=model, loss=nn.NLLLoss(), kind=GGNLinearOperator)
+    assert not product.any()
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"block_sizes": [2, 1]}, "add up to the number of parameters, 4"),
+        ({"block_sizes": [4, 0]}, "positive integers"),
+        ({"chunk_size": 0}, "chunk_size must be a positive integer"),
+        ({"chunk_size": 1.5}, "chunk_size must be a positive integer"),
+        ({"cache": "always"}, r"cache must be one of .*got 'always'"),
+        ({"autodiff": "jvp"}, "autodiff must be one of"),
+        ({"kind": EFLinearOperator, "terms": "tokens"}, "'term' or 'sample', got 'tokens'"),
+        ({"kind": GGNLinearOperator, "mc_samples": -1}, "mc_samples must be an integer >= 0"),
+        ({"kind": FisherMCLinearOperator, "mc_samples": 0}, "mc_samples must be an integer >= 1"),
+        ({"kind": FisherMCLinearOperator, "seed": -1}, "seed must be a non-negative integer"),
+    ],
+)
+def test_options(options: dict, match: str):
+    with pytest.raises(ValueError, match=match):
+        build(**options)
+
+
+# --- vectors
+
+D = sum(p.numel() for p in net().parameters())
+NAMED = {name: torch.ones_like(p) for name, p in net().named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "vector, error, match",
+    [
+        (np.ones(D + 1), ValueError, rf"shape \[{D + 1}\], expected \[{D}\] or \[{D}, K\]"),
+        (torch.ones(D + 1), ValueError, rf"expected \[{D}\]"),
+        (torch.ones(D, 1, 1), ValueError, "expected"),
+        (np.ones((D, 1, 1)), ValueError, "expected"),
+        (list(NAMED.values())[:-1], ValueError, "a list of 3 tensors.*expected 4"),
+        ({"w": torch.ones(3)}, ValueError, r"missing \['0.weight'.*unknown \['w'\]"),
+        (NAMED | {"0.bias": torch.ones(5)}, ValueError, r"'0.weight' has shape|'0.bias' has shape"),
+        (NAMED | {"0.bias": np.ones(4)}, TypeError, "'0.bias' is a ndarray"),
+        (1j * np.ones(D), TypeError, "real, the vector complex"),
+        (1j * torch.ones(D), TypeError, "real, the vector complex"),
+        (np.array(["a"] * D), TypeError, "must be numbers"),
+        (np.full(D, np.nan), ValueError, "NaN or infinite values in parameter '0.weight'"),
+        (torch.full((D,), float("inf")), ValueError, "NaN or infinite"),
+        (
+            NAMED | {"2.bias": torch.tensor([0.0, float("nan"), 0.0])},
+            ValueError,
+            "in parameter '2.bias'",
+        ),
+    ],
+)
+def test_vectors(vector: Any, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        build() @ vector
+
+
+def test_output_vectors_have_no_structure():
+    model = net()
+    J = JacobianLinearOperator(model, list(model.parameters()), DATA)
+    with pytest.raises(ValueError, match="one flat vector of length 15"):
+        J.T @ NAMED
+    with pytest.raises(ValueError, match=r"expected \[15\]"):
+        J.T @ torch.ones(D)
+    with pytest.raises(ValueError, match="has no loss"):
+        J.gradient_and_loss()
+
+
+def test_data_that_changes_after_construction():
+    model, data = net(), list(DATA)
+    kinds = (JacobianLinearOperator, TransposedJacobianLinearOperator)
+    operators = [kind(model, list(model.parameters()), data) for kind in kinds]
+    data.append(DATA[0])
+    for J in operators:
+        with pytest.raises(RuntimeError, match=r"entries in total.*15.*build a new"):
+            J @ torch.ones(J.shape[1])
