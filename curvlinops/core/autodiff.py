@@ -58,7 +58,7 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
 
 
 def transposed_jacobian(bound: BoundModel) -> tuple[Callable, int]:
-    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the outputs' number of entries."""
+    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the number of outputs."""
     leaves = bound.leaves()
     scope = bound.scope(leaves, "gradient")
     with scope.active():
