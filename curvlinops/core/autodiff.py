@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._vmap_internals import _vmap
+from torch.autograd.graph import _engine_run_backward
 
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -91,16 +93,26 @@ def pull(
     ]
     if not names or not inputs:
         return dict.fromkeys(inputs)
-    grads = torch.autograd.grad(
-        [outputs[name] for name in names],
-        list(inputs.values()),
-        [cotangents[name] for name in names],
-        create_graph=create_graph,
-        retain_graph=retain or create_graph,
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
-    return dict(zip(inputs, grads, strict=True))
+    leaves = tuple(inputs.values())
+
+    def run(*weights: Tensor) -> tuple[Tensor | None, ...]:
+        # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
+        return _engine_run_backward(
+            tuple(outputs[name] for name in names),
+            weights,
+            retain or create_graph,
+            create_graph,
+            leaves,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+
+    weights = [
+        torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
+        for name in names
+    ]
+    call = _vmap(run, 0, 0, allow_none_pass_through=True) if batched else run
+    return dict(zip(inputs, call(*weights), strict=True))
 
 
 def pull_columns(

@@ -109,8 +109,12 @@ def convolution(function: Callable, transposed: bool) -> Callable:
             else ("stride", "padding", "dilation", "groups")
         )
         options = dict(zip(names, rest, strict=False)) | kw
-        # padding by name, and inputs without batch axis, are rare
-        if isinstance(options.get("padding"), str) or input.ndim != weight.ndim:
+        # padding by name, inputs without batch axis, and autocast's own casts are left alone
+        if (
+            isinstance(options.get("padding"), str)
+            or input.ndim != weight.ndim
+            or torch.is_autocast_enabled(input.device.type)
+        ):
             return function(input, weight, bias, *rest, **kw)
         rank = weight.ndim - 2
 

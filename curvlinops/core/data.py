@@ -120,7 +120,13 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def move(tree: Any, device: torch.device) -> Any:
     """Move all that can be moved in a nested structure to a device."""
-    return map_leaves(tree, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+    def moved(leaf: Any) -> Any:
+        leaf = leaf.to(device) if hasattr(leaf, "to") else leaf
+        # autograd refuses tensors that were made in inference mode
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return map_leaves(tree, moved)
 
 
 def leaves(tree: Any) -> list[Tensor]:

@@ -29,6 +29,9 @@ def _recurrent(packet: Any) -> Callable:
         # (data, batch_sizes, ...) for packed sequences, (input, hx, ...) else
         packed = isinstance(args[1], Tensor) and args[1].dtype == torch.int64
         overload = packet.data if packed else packet.input
+        if not args[0].requires_grad:
+            # else the composed LSTM still calls oneDNN's kernel in float32
+            args = (args[0].detach().requires_grad_(), *args[1:])
         return overload.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
 
     return composed
@@ -46,6 +49,12 @@ def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
     if dim == -1:
         return v.norm(pow)
     return v.norm(pow, [axis for axis in range(v.ndim) if axis != dim % v.ndim], keepdim=True)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """Return the hard sigmoid, whose kernel can be differentiated only once."""
+    out = F.relu6(input + 3) / 6
+    return input.copy_(out) if inplace else out
 
 
 def _check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
@@ -151,6 +160,7 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     torch.rnn_relu: _recurrent(torch.ops.aten.rnn_relu),
     torch._weight_norm: _weight_norm,
     torch.norm_except_dim: _norm_except_dim,
+    F.hardsigmoid: _hardsigmoid,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
 }

@@ -1,7 +1,7 @@
 """Is a pass over the data repeatable? If it is not: why?"""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,13 +117,12 @@ def _find_random_module(
     return None
 
 
-def uses_batch_statistics(module: nn.Module | None) -> list[str]:
+def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:
     """Return the names of batch normalizations that couple the samples of a batch."""
-    if module is None:
-        return []
     return [
-        name
-        for name, child in module.named_modules()
+        name or type(child).__name__
+        for root in roots
+        for name, child in root.named_modules()
         if isinstance(child, nn.modules.batchnorm._BatchNorm)
         and (child.training or child.running_mean is None)
     ]

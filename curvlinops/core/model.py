@@ -1,7 +1,7 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.decompositions import check_modules
+from curvlinops.core.protection import find_modules, protected
 
 
 class Model(ABC):
@@ -17,11 +18,13 @@ class Model(ABC):
     Attributes:
         params: The user's parameters by name, in the user's order.
         as_list: Whether the user gave them as a list.
-        module: The user's module, if there is one.
+        module: The user's module, if the model is one.
+        roots: All modules that the model is known to use.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
     """
 
     module: nn.Module | None = None
+    roots: Sequence[nn.Module] = ()
     substitutable = True
 
     def __init__(self, params: dict[str, Tensor], as_list: bool):
@@ -62,6 +65,7 @@ class ModuleModel(Model):
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         own, self.module = _named_parameters(module)
+        self.roots = [self.module]
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter
         self._targets: dict[str, Tensor] = {}
@@ -112,37 +116,22 @@ class ModuleModel(Model):
 
     @contextmanager
     def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
-        """Swap parameters and buffers of the module, and restore all that it changes.
-
-        All parameters are replaced, the ones that are not differentiated by constants, and
-        all buffers by copies, made once per ``state``: a checkpoint that is recomputed in the
-        backward pass must see what the forward pass saw.
-        """
-        if not state:
-            state["buffers"] = {id(b): b.detach().clone() for b in self.module.buffers()}
+        """Swap the module's parameters: those that are not differentiated become constants."""
         swap = {id(target): values[name] for name, target in self._targets.items()}
-        found = []
-        try:
+        missing = {id(target): name for name, target in self._targets.items()}
+        with protected(self.roots, state):
             for module in self.module.modules():
-                # attributes too: recurrent layers and weight norm cache tensors in them
-                found.append(
-                    (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
-                )
-                # they observe the user's own backward passes, and are no part of the function
-                vars(module).update(_backward_hooks={}, _backward_pre_hooks={})
                 for name, param in module._parameters.items():
                     if param is not None:
+                        missing.pop(id(param), None)
                         module._parameters[name] = swap.setdefault(id(param), _alias(param))
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = state["buffers"][id(buffer)]
+            if missing:
+                raise ValueError(
+                    f"The model's parameters {list(missing.values())} were replaced by other "
+                    "tensors since the operator was built (by load_state_dict(assign=True), pruning "
+                    "or an assignment). Build a new operator."
+                )
             yield
-        finally:
-            for module, attributes, parameters, buffers in found:
-                vars(module).clear()
-                vars(module).update(attributes)
-                _restore(module._parameters, parameters)
-                _restore(module._buffers, buffers)
 
 
 class FunctionalModel(Model):
@@ -152,6 +141,7 @@ class FunctionalModel(Model):
         super().__init__(dict(params), as_list=False)
         _check_distinct(list(params.values()), {id(p): name for name, p in params.items()})
         self._function = function
+        self.roots = find_modules(function)
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the function."""
@@ -163,8 +153,9 @@ class FunctionalModel(Model):
 
     @contextmanager
     def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
-        """Do nothing: the values are an argument."""
-        yield
+        """Only protect the modules that the function uses: the values are an argument."""
+        with protected(self.roots, state):
+            yield
 
 
 class ClosureModel(Model):
@@ -177,6 +168,7 @@ class ClosureModel(Model):
         super().__init__({str(i): param for i, param in enumerate(params)}, as_list=True)
         _check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
         self._function = function
+        self.roots = find_modules(function)
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the closure."""
@@ -193,13 +185,19 @@ class ClosureModel(Model):
 
     @contextmanager
     def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
-        """Let the user's tensors require gradients."""
-        frozen = [param for param in self.params.values() if not param.requires_grad]
+        """Let the user's tensors require gradients, and keep their hooks from changing them."""
+        params = list(self.params.values())
+        frozen = [param for param in params if not param.requires_grad]
+        hooks = [param._backward_hooks for param in params]
         try:
-            for param in frozen:
+            for param in params:
                 param.requires_grad_(True)
-            yield
+                param._backward_hooks = None
+            with protected(self.roots, state):
+                yield
         finally:
+            for param, own in zip(params, hooks, strict=True):
+                param._backward_hooks = own
             for param in frozen:
                 param.requires_grad_(False)
 
@@ -208,7 +206,7 @@ def wrap_model(model_func: Any, params: Any) -> Model:
     """Return the model that a user describes by ``model_func`` and ``params``.
 
     Raises:
-        TypeError: If they are not of a kind described in ``CurvatureOperator``.
+        TypeError: If they are not of a kind described in ``DataLinearOperator``.
         ValueError: If ``params`` is empty, has an entry twice, or one that the model lacks.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -291,8 +289,3 @@ def _check_params(params: Mapping[str, Tensor]) -> None:
 def _alias(param: Tensor) -> Tensor:
     """Return the same values without history (a copy where autograd refuses the tensor)."""
     return param.detach().clone() if param.is_inference() else param.detach()
-
-
-def _restore(current: dict, original: dict) -> None:
-    current.clear()
-    current.update(original)

@@ -130,6 +130,10 @@ class TorchLinearOperator(LinearOperator):
             return SumLinearOperator(self, other)
         return super().__add__(other)
 
+    def __radd__(self, other: Any) -> LinearOperator:
+        # Python's sum() starts with zero
+        return self if _is_scalar(other) and other == 0 else super().__add__(other)
+
     def __neg__(self) -> "TorchLinearOperator":
         return ScaledLinearOperator(self, -1.0)
 

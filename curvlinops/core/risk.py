@@ -1,5 +1,6 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from curvlinops.core.determinism import (
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
+
+#: Products use the module and the generators of random numbers, of which there is but one.
+_LOCK = threading.RLock()
 
 
 class LossLike(Protocol):
@@ -113,7 +117,7 @@ class EmpiricalRisk:
             return tqdm(data, desc=label, disable=not self.progressbar)
 
         # autograd does not record what is computed in inference mode
-        with preserved_rng(device), torch.inference_mode(False):
+        with _LOCK, preserved_rng(device), torch.inference_mode(False):
             for batch in self.batches.iterate(device, wrap):
                 step(BatchRisk(self, batch))
 
@@ -216,19 +220,21 @@ class EmpiricalRisk:
 
     def _observe(self, seed: int, num_data: int | None) -> list[tuple[list[float], list[float]]]:
         """Return, for each batch, numbers that identify the data and what the model makes of it."""
-        observations, size = [], 0
+        observations, size, terms = [], 0, 0.0
 
         def step(risk: BatchRisk) -> None:
-            nonlocal size
+            nonlocal size, terms
             if seed == 0:
                 size += self.batches.size(risk.batch) if num_data is not None else 0
-                self._inspect(risk)
+                terms = terms + self._inspect(risk)
             data = fingerprint((risk.batch.X, risk.batch.y))
             observations.append((data, self._evaluate(risk)))
 
         with preserved_rng(self.space.device):
             seed_everything(seed)
             self.run(step, "check_deterministic")
+        if seed == 0:
+            self.scale(terms)
         if num_data is not None and size != num_data:
             raise ValueError(f"num_data is {num_data}, but data has {size} samples.")
         return observations
@@ -241,13 +247,12 @@ class EmpiricalRisk:
         with scope.active():
             return risk.output(scope)
 
-    def _inspect(self, risk: BatchRisk) -> None:
+    def _inspect(self, risk: BatchRisk) -> Tensor:
         output = self._forward(risk, with_graph=True)
         if risk.batch.index == 0:
             check_graph(output, self.model.module)
-        if self.loss is not None:
-            self.terms(output, risk.batch)
-            self.loss.check_values(output, risk.batch.y)
+        self._values_checked = self.loss is None
+        return self.terms(output, risk.batch)
 
     def _evaluate(self, risk: BatchRisk) -> list[float]:
         if self.loss is None:

@@ -67,9 +67,7 @@ class ParameterSpace:
     def split(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
         return {
-            name: flat[:, self._slices[name]].reshape(-1, *shape)
-            if flat.shape[0]
-            else flat.new_zeros(0, *shape)
+            name: flat[:, self._slices[name]].reshape(flat.shape[0], *shape)
             for name, shape in self.shapes.items()
         }
 

@@ -207,12 +207,11 @@ class LastAxisLoss(Loss):
 
     def to_terms(self, columns: Tensor) -> Tensor:
         """Flatten all but the last axis of the output."""
-        num_features = 1 if columns.ndim == 2 else columns.shape[-1]
-        return wide(columns.reshape(columns.shape[0], -1, num_features))
+        return wide(columns.unsqueeze(-1) if columns.ndim == 2 else columns.flatten(1, -2))
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return rows.reshape(-1, *output.shape).to(output.dtype)
+        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
     def _inner_scale(self, output: Tensor) -> float:
         return 1.0 / self._num_features(output) if self.reduction == "mean" else 1.0

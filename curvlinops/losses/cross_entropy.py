@@ -38,12 +38,12 @@ class ClassAxisLoss(Loss):
 
     def to_terms(self, columns: Tensor) -> Tensor:
         """Move the classes last and flatten the other axes."""
-        return wide(columns.movedim(2, -1).reshape(columns.shape[0], -1, columns.shape[2]))
+        return wide(columns.movedim(2, -1).flatten(1, -2))
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
         num_samples, num_classes, *positions = output.shape
-        rows = rows.reshape(-1, num_samples, *positions, num_classes)
+        rows = rows.reshape(rows.shape[0], num_samples, *positions, num_classes)
         return rows.movedim(-1, 2).to(output.dtype)
 
     def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,19 +124,26 @@ class CrossEntropy(ClassAxisLoss):
 
     def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
         weighted = self._weighted_targets(z, output, target)
-        return weighted.sum(1, keepdim=True) * z.softmax(1) - weighted
+        p = z.softmax(1)
+        return _balanced(weighted.sum(1, keepdim=True) * p - weighted, p)
 
     def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
         p = z.softmax(1)
-        scaled = self._scale(z, output, target) * p
-        return lambda v: scaled * (v - (p * v).sum(-1, keepdim=True))
+        scaled, top = self._scale(z, output, target) * p, p.argmax(1, keepdim=True)
+
+        def multiply(v: Tensor) -> Tensor:
+            # a constant is in the null space; with this one nothing cancels where p nears one-hot
+            v = v - v.gather(-1, top.expand(*v.shape[:-1], 1))
+            return scaled * (v - (p * v).sum(-1, keepdim=True))
+
+        return multiply
 
     def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
         p = z.softmax(1)
         root = p.sqrt()
         columns = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)  # [T, C, V]
         scale = self._sqrt_of_scale(self._scale(z, output, target))
-        return (scale.unsqueeze(-1) * columns).movedim(-1, 0)
+        return _balanced((scale.unsqueeze(-1) * columns).movedim(-1, 0), p)
 
     def _sample(
         self,
@@ -151,7 +158,7 @@ class CrossEntropy(ClassAxisLoss):
         labels = torch.multinomial(p, num_samples, replacement=True, generator=generator)
         gradients = p.expand(num_samples, *p.shape).clone()
         gradients.scatter_add_(2, labels.T.unsqueeze(-1), -torch.ones_like(gradients[..., :1]))
-        return gradients.mul_(scale)
+        return _balanced(gradients.mul_(scale), p)
 
     def _scale(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
         """Return ``s`` of each term, ``[T, 1]``; zero where ignored."""
@@ -186,3 +193,14 @@ class CrossEntropy(ClassAxisLoss):
             and target.is_floating_point()
             and target.shape == output.shape
         )
+
+
+def _balanced(rows: Tensor, p: Tensor) -> Tensor:
+    """Recompute one entry of rows ``[..., T, C]`` whose entries add up to zero.
+
+    It is the entry of the most likely class, a difference of two numbers near one when the model
+    is confident: there the others are small and accurate, and it is minus their sum.
+    """
+    top = p.argmax(-1, keepdim=True).expand(*rows.shape[:-1], 1)
+    others = rows.scatter(-1, top, 0.0)
+    return others.scatter(-1, top, -others.sum(-1, keepdim=True))

@@ -26,12 +26,14 @@ class AdditiveLoss(Loss):
         Raises:
             ValueError: If they do not add up.
         """
-        output = output.detach()
+        output = output.detach().clone()  # some losses overwrite it
         singles = []
         for n in range(output.shape[0]):
             one = map_leaves(target, lambda t, n=n: t[n : n + 1] if _has_axis(t) else t)
             singles.append(self._value(output[n : n + 1], one).detach())
-        samples = torch.stack(singles).double() if singles else output.new_zeros(0).double()
+        if not singles:
+            return
+        samples = torch.stack(singles).double()
         total = self.sum(output, target).detach().double()
         tolerance = 1e-8 if output.dtype == torch.float64 else 1e-4
         tolerance = 5e-2 if output.dtype in (torch.float16, torch.bfloat16) else tolerance
@@ -47,6 +49,8 @@ class AdditiveLoss(Loss):
 
     def sum(self, output: Tensor, target: Any) -> Tensor:
         """Return the sum over all samples."""
+        if output.shape[0] == 0:  # the mean of nothing is not a number
+            return output.sum()
         value = self._value(output, target)
         return value * output.shape[0] if self.reduction == "mean" else value
 
@@ -56,11 +60,11 @@ class AdditiveLoss(Loss):
 
     def to_terms(self, columns: Tensor) -> Tensor:
         """Flatten all axes of a sample."""
-        return wide(columns.reshape(*columns.shape[:2], -1))
+        return wide(columns.unsqueeze(2) if columns.ndim == 2 else columns.flatten(2))
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return rows.reshape(-1, *output.shape).to(output.dtype)
+        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
     def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         _, gradient = self._differentiate(output, target)

@@ -44,17 +44,15 @@ class BinaryCrossEntropy(LastAxisLoss):
         y = self._rows(target).to(z.dtype)
         weight, pos_weight = self._weights(output)
         scale = self._inner_scale(output) * weight
-        return scale * ((pos_weight * y + 1 - y) * z.sigmoid() - pos_weight * y)
+        return scale * ((1 - y) * z.sigmoid() - pos_weight * y * (-z).sigmoid())
 
     def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
-        sigmoid = z.sigmoid()
-        diagonal = self._scale(z, output, target) * sigmoid * (1 - sigmoid)
+        diagonal = self._scale(z, output, target) * _variance(z)
         return lambda v: diagonal * v
 
     def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
-        sigmoid = z.sigmoid()
         scale = self._sqrt_of_scale(self._scale(z, output, target, in_range=True))
-        return torch.diag_embed(scale * (sigmoid * (1 - sigmoid)).sqrt()).movedim(-1, 0)
+        return torch.diag_embed(scale * _variance(z).sqrt()).movedim(-1, 0)
 
     def _sample(
         self,
@@ -67,7 +65,7 @@ class BinaryCrossEntropy(LastAxisLoss):
         sigmoid = z.sigmoid().expand(num_samples, *z.shape)
         labels = torch.bernoulli(sigmoid, generator=generator)
         scale = self._sqrt_of_scale(self._scale(z, output, target, in_range=True))
-        return scale * (sigmoid - labels)
+        return scale * torch.where(labels == 1, -(-z).sigmoid(), sigmoid)
 
     def _scale(self, z: Tensor, output: Tensor, target: Tensor, in_range: bool = False) -> Tensor:
         """Return the factor before ``sigmoid (1 - sigmoid)``, ``[T, C]``."""
@@ -90,3 +88,8 @@ class BinaryCrossEntropy(LastAxisLoss):
     def _option(self, name: str, z: Tensor) -> Tensor | None:
         value = getattr(self.module, name)
         return None if value is None else value.detach().to(z)
+
+
+def _variance(z: Tensor) -> Tensor:
+    """Return ``sigmoid (1 - sigmoid)``, also where the sigmoid rounds to one."""
+    return z.sigmoid() * (-z).sigmoid()

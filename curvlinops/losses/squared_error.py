@@ -13,10 +13,13 @@ class SquaredError(LastAxisLoss):
 
     def sum(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the sum over all terms."""
-        return self._inner_scale(output) * (wide(output) - target).square().sum()
+        return (
+            self._inner_scale(output)
+            * (wide(output) - target.to(output.device, wide(output).dtype)).square().sum()
+        )
 
     def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
-        return 2.0 * self._inner_scale(output) * (z - self._rows(target))
+        return 2.0 * self._inner_scale(output) * (z - self._rows(target).to(z.dtype))
 
     def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
         scale = 2.0 * self._inner_scale(output)

@@ -185,7 +185,7 @@ class DataLinearOperator(TorchLinearOperator):
     # --- checks
 
     def _check_coupling(self) -> None:
-        names = uses_batch_statistics(self.risk.model.module)
+        names = uses_batch_statistics(self.risk.model.roots)
         if not names:
             return
         if self._per_sample:
@@ -204,10 +204,11 @@ class DataLinearOperator(TorchLinearOperator):
             if not bool(column.sum().isfinite()) and not bool(column.isfinite().all()):
                 if self.risk.loss is not None:
                     self.risk.gradient_and_loss()  # names the batch, if it is to blame
+                where = f" in parameter '{name}'" if name else ""
                 raise ValueError(
-                    f"The product with {type(self).__name__} is not finite in parameter '{name}', "
-                    "though loss and gradient are: a derivative does not exist there (norm or sqrt "
-                    "at zero?), or the vector is too large."
+                    f"The product with {type(self).__name__} is not finite{where}, though the "
+                    "vector is: a derivative does not exist (norm or sqrt at zero?), or a number "
+                    "overflows."
                 )
 
 

@@ -48,10 +48,13 @@ class EFLinearOperator(DataLinearOperator):
 
 def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:
     """Return products with the outer product of all outputs' gradients of each sample."""
-    multiply = outer(wide(gradient.flatten(2) if output.ndim > 1 else gradient.unsqueeze(2)))
+
+    def rows(columns: Tensor) -> Tensor:
+        return wide(columns.flatten(2) if output.ndim > 1 else columns.unsqueeze(2))
+
+    multiply = outer(rows(gradient))
 
     def product(v: Tensor) -> Tensor:
-        rows = wide(v.reshape(*v.shape[:2], -1))
-        return multiply(rows).reshape(v.shape).to(output.dtype)
+        return multiply(rows(v)).reshape(v.shape).to(output.dtype)
 
     return product

@@ -67,7 +67,9 @@ class OutputsLinearOperator(DataLinearOperator):
 
         self.risk.run(step, "product")
         _check_length(sum(part.shape[1] for part in parts), outputs.dim)
-        return {"": torch.cat(parts, dim=1)}
+        out = {"": torch.cat(parts, dim=1)}
+        self._check_finite(out)
+        return out
 
     def _pull(self, columns: Columns, outputs: ParameterSpace) -> Columns:
         """Multiply output vectors with the transposed Jacobian."""
@@ -86,6 +88,7 @@ class OutputsLinearOperator(DataLinearOperator):
             return self.risk.space.zeros(0)
         self.risk.run(step, "product")
         _check_length(start, outputs.dim)
+        self._check_finite(out)
         return out
 
 

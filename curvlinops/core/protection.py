@@ -1,0 +1,85 @@
+"""The user's modules, lent out and given back as found."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
+    """Undo all that happens to modules inside the context.
+
+    Buffers are replaced by copies, which are made once per ``state``: a checkpoint that is
+    recomputed in the backward pass must see what the forward pass saw.
+
+    Args:
+        roots: The modules; their children are included.
+        state: Kept by the caller from one entry to the next, empty at the first.
+    """
+    modules = list(dict.fromkeys(child for root in roots for child in root.modules()))
+    if not state:
+        buffers = (b for module in modules for b in module._buffers.values() if b is not None)
+        state.update({id(buffer): buffer.detach().clone() for buffer in buffers})
+    found = []
+    try:
+        for module in modules:
+            # attributes, too: recurrent layers and weight norm cache tensors in them
+            parts = [vars(module), module._parameters, module._buffers]
+            found += [(part, dict(part)) for part in parts]
+            # backward hooks observe the user's own backward passes, and are no part of the model
+            vars(module).update(_backward_hooks={}, _backward_pre_hooks={})
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = state.get(id(buffer), buffer)
+        yield
+    finally:
+        for part, original in found:
+            part.clear()
+            part.update(original)
+
+
+def find_modules(function: Any, depth: int = 3) -> list[nn.Module]:
+    """Return the modules that a function refers to, as far as that can be seen.
+
+    Args:
+        function: A function, a bound method, a partial, or an object with attributes.
+        depth: How far to follow functions that refer to functions.
+    """
+    if isinstance(function, nn.Module):
+        return [function]
+    if depth == 0:
+        return []
+    return [
+        module
+        for part in _references(function)
+        if isinstance(part, nn.Module | functools.partial | Callable)
+        for module in find_modules(part, depth - 1)
+    ]
+
+
+def _references(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        parts = [function.func, *function.args, *function.keywords.values()]
+    elif inspect.ismethod(function):
+        parts = [function.__self__]
+    elif inspect.isfunction(function):
+        try:
+            names = inspect.getclosurevars(function)
+        except ValueError:  # a variable that is not assigned yet
+            return []
+        parts = [*names.nonlocals.values(), *names.globals.values()]
+    else:
+        parts = list(getattr(function, "__dict__", {}).values())
+    flat = []
+    for part in parts:
+        if isinstance(part, Mapping):
+            flat += part.values()
+        elif isinstance(part, list | tuple):
+            flat += part
+        else:
+            flat.append(part)
+    return flat
