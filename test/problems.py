@@ -482,6 +482,9 @@ for _name, _model in {"mlp": "mlp-ce-mean", "cnn": "cnn", "transformer": "transf
     _MAKERS[f"float32-{_name}"] = partial(_cast, _model, torch.float32, 1e-5)
     # eight bits of mantissa: 5e-3 observed with plain double backward
     _MAKERS[f"bfloat16-{_name}"] = partial(_cast, _model, torch.bfloat16, 5e-2)
+# the fused LSTM kernels of float32 and bfloat16 lack derivatives that those of float64 have
+_MAKERS["float32-lstm"] = partial(_cast, "lstm", torch.float32, 1e-5)
+_MAKERS["bfloat16-lstm"] = partial(_cast, "lstm", torch.bfloat16, 5e-2)
 _MAKERS["bfloat16-float32-norms"] = partial(
     _cast, "transformer", torch.bfloat16, 5e-2, norms=torch.float32
 )

@@ -321,6 +321,46 @@ class Once(Opaque):
         return g * ctx.saved_tensors[0].cos()
 
 
+class Exp(torch.autograd.Function):
+    """Keeps its output outside of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.y = x.exp()
+        return ctx.y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.y
+
+
+class Swish(torch.autograd.Function):
+    """Saves its input only; its backward can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return g * (s * (1 + x * (1 - s)))
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
 class Apply(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]):
         super().__init__()
@@ -330,13 +370,15 @@ class Apply(nn.Module):
         return self.function.apply(x)
 
 
-@pytest.mark.parametrize("function", [Opaque, Once])
+@pytest.mark.parametrize("function", [Opaque, Once, Exp])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_custom_functions(function: type, dtype: torch.dtype):
     data = [(x.to(dtype), y) for x, y in DATA]
     model = net(Apply(function)).to(dtype)
-    with pytest.raises(RuntimeError, match=rf"not differentiable.*{function.__name__}.*What helps"):
+    with pytest.raises(RuntimeError, match=r"custom autograd.Function.*from PyTorch op"):
         multiply(model=model, data=data)
+    multiply(model=net(Apply(Sine)).to(dtype), data=data)
+    multiply(model=net(nn.ReLU(), Apply(Swish)).to(dtype), data=data)
     # the Gauss-Newton matrix needs the first derivative only, and Opaque's is linear in g
     if function is Opaque:
         v = torch.ones(sum(p.numel() for p in model.parameters()), dtype=dtype)
@@ -349,6 +391,11 @@ class Sine(Opaque):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * ctx.saved_tensors[0].cos()
+
+
+def test_straight_through_estimators_are_taken_on_request():
+    model = net(Apply(Round))
+    assert multiply(model=model, autodiff="reverse").isfinite().all()
 
 
 def test_gradient_that_does_not_exist():

@@ -26,7 +26,6 @@ class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
-    substitutable: bool
 
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, which require gradients."""

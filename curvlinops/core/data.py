@@ -129,6 +129,16 @@ def move(tree: Any, device: torch.device) -> Any:
     return map_leaves(tree, moved)
 
 
+def to_double(tree: Any) -> Any:
+    """Turn all floating-point tensors of a nested structure into float64."""
+
+    def double(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf
+
+    return map_leaves(tree, double)
+
+
 def leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):

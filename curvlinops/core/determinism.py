@@ -44,6 +44,15 @@ def fingerprint(tree: Any) -> list[float]:
     return numbers
 
 
+def agree(first: list[list[float]], second: list[list[float]], tolerance: float) -> bool:
+    """Return whether the numbers of two passes agree up to a relative tolerance."""
+    if [len(values) for values in first] != [len(values) for values in second]:
+        return False
+    one = torch.tensor([v for values in first for v in values], dtype=torch.float64)
+    two = torch.tensor([v for values in second for v in values], dtype=torch.float64)
+    return torch.allclose(one, two, rtol=tolerance, atol=1e-12, equal_nan=True)
+
+
 def explain_data(data: Any, first: list[list[float]], second: list[list[float]]) -> str:
     """Say why two passes saw different batches, given the batches' fingerprints."""
     if len(first) != len(second):

@@ -1,5 +1,6 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,10 @@ class Model(ABC):
         """Return tensors with the parameters' values, to differentiate with respect to."""
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
         return {name: _alias(param).requires_grad_() for name, param in self.params.items()}
+
+    def in_double(self, values: Mapping[str, Tensor]) -> "Model":
+        """Return a copy in float64, at other parameter values."""
+        raise NotImplementedError
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -100,17 +105,18 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
+    def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
+        """Return a copy in float64, at other parameter values."""
+        twin = copy.deepcopy(self)
+        twin.module.double()
+        twin.params = dict(values)
+        return twin
+
     def to(self, device: torch.device | str) -> None:
-        """Move the module, and values that are not its own."""
-        own = {name for name, param in self.params.items() if param is self._targets[name]}
-        before = self._targets
+        """Move the module, whose parameters stay the same objects, and values of its own."""
         self.module.to(device)
-        # parameters usually stay the same objects, but need not
-        after, _ = _named_parameters(self.module)
-        current = {id(before[name]): after.get(name, before[name]) for name in before}
-        self._targets = {name: current[id(target)] for name, target in before.items()}
         self.params = {
-            name: self._targets[name] if name in own else param.to(device)
+            name: param if param is self._targets[name] else param.to(device)
             for name, param in self.params.items()
         }
 
@@ -128,8 +134,8 @@ class ModuleModel(Model):
             if missing:
                 raise ValueError(
                     f"The model's parameters {list(missing.values())} were replaced by other "
-                    "tensors since the operator was built (by load_state_dict(assign=True), pruning "
-                    "or an assignment). Build a new operator."
+                    "tensors since the operator was built (by load_state_dict(assign=True), an "
+                    "assignment, or pruning). Build a new operator."
                 )
             yield
 
@@ -146,6 +152,10 @@ class FunctionalModel(Model):
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the function."""
         return self._function(dict(values), X)
+
+    def in_double(self, values: Mapping[str, Tensor]) -> "FunctionalModel":
+        """Return the same function at other parameter values."""
+        return FunctionalModel(self._function, values)
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters."""
@@ -229,8 +239,7 @@ def wrap_model(model_func: Any, params: Any) -> Model:
         raise TypeError(
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
-    kind = FunctionalModel if isinstance(params, dict) else ClosureModel
-    return kind(model_func, params)
+    return (FunctionalModel if isinstance(params, dict) else ClosureModel)(model_func, params)
 
 
 def _named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:

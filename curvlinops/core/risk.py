@@ -9,8 +9,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops.core import autodiff
-from curvlinops.core.data import Batch, Batches
+from curvlinops.core.data import Batch, Batches, to_double
 from curvlinops.core.determinism import (
+    agree,
     check_graph,
     explain_data,
     explain_model,
@@ -48,11 +49,16 @@ class BatchRisk:
         self.space = risk.space
         self.loss = risk.loss
         self.leaves = risk.model.leaves
-        self.substitutable = risk.model.substitutable
 
     def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
         return Scope(self._risk.model, values, purpose)
+
+    def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
+        """Return the same on a copy of the model in float64, at other parameter values."""
+        twin = EmpiricalRisk(self._risk.model.in_double(values), self.loss, self._risk.batches)
+        X, y = to_double((self.batch.X, self.batch.y))
+        return BatchRisk(twin, Batch(self.batch.index, X, y))
 
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model in an active scope."""
@@ -211,11 +217,11 @@ class EmpiricalRisk:
         first = self._observe(seed=0, num_data=num_data)
         second = self._observe(seed=1, num_data=None)
         data = [[observation[0] for observation in run] for run in (first, second)]
-        if not _close(data[0], data[1], 1e-6):
+        if not agree(data[0], data[1], 1e-6):
             raise RuntimeError(explain_data(self.batches.data, *data))
         for index, ((_, values), (_, again)) in enumerate(zip(first, second, strict=True)):
             tolerance = 1e-8 if self.space.dtype == torch.float64 else 1e-3
-            if not _close([values], [again], tolerance):
+            if not agree([values], [again], tolerance):
                 raise RuntimeError(self._explain_model(index))
 
     def _observe(self, seed: int, num_data: int | None) -> list[tuple[list[float], list[float]]]:
@@ -272,14 +278,6 @@ class EmpiricalRisk:
 
         self.run(step, "check_deterministic")
         return f"{explanation} (Noticed on batch {index}.)"
-
-
-def _close(first: list[list[float]], second: list[list[float]], tolerance: float) -> bool:
-    if [len(values) for values in first] != [len(values) for values in second]:
-        return False
-    one = torch.tensor([v for values in first for v in values], dtype=torch.float64)
-    two = torch.tensor([v for values in second for v in values], dtype=torch.float64)
-    return torch.allclose(one, two, rtol=tolerance, atol=1e-12, equal_nan=True)
 
 
 def _check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:

@@ -96,6 +96,7 @@ class DataLinearOperator(TorchLinearOperator):
         batches = Batches(data, batch_size_fn)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         self._blocks = _split_blocks(self.risk.space.names, block_sizes)
+        self.autodiff = autodiff
         self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size or 1))
         self._chosen: dict[bool, Mode] = {}
         self._check_coupling()

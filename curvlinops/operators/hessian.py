@@ -2,6 +2,8 @@
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, choose, symmetry_of_hessian
+from curvlinops.core.custom_functions import check_custom_functions
+from curvlinops.core.modes import Reverse
 from curvlinops.core.risk import BatchRisk
 from curvlinops.operators.base import DataLinearOperator
 
@@ -20,4 +22,7 @@ class HessianLinearOperator(DataLinearOperator):
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
         # on our benchmarks reverse mode is the faster one already for a single product
-        return choose(self._modes, symmetry_of_hessian, bound, bound.loss_sum)
+        mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_sum)
+        if isinstance(mode, Reverse) and self.autodiff == "auto":
+            check_custom_functions(bound)
+        return mode

@@ -1,0 +1,79 @@
+"""Can the backward passes of the user's own autograd functions be differentiated?
+
+PyTorch cannot know: a backward is any Python code. One that detaches, or uses what the forward kept
+outside of the graph, gives a Hessian that misses a part, without an error, and is still symmetric.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from curvlinops.core.autodiff import gradient, graph_nodes
+from curvlinops.core.convolution import Convolution, ConvolutionBackward
+from curvlinops.core.modes import Reverse
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.space import Columns
+
+_OWN = {f"{function.__name__}Backward" for function in (Convolution, ConvolutionBackward)}
+
+
+def check_custom_functions(risk: BatchRisk) -> None:
+    """Compare a Hessian product in reverse mode with central differences of the gradient.
+
+    Only for models with custom autograd functions, and in float64, where differences are accurate
+    and steps so short that kinks do not matter. Where a copy of the model in float64 does not
+    work, or differences are noisy because a part of it computes in less, there is no verdict.
+
+    Raises:
+        RuntimeError: If the two differ.
+    """
+    functions: set[str] = set()
+
+    def head(output: Tensor) -> tuple[Tensor, Tensor]:
+        nodes = (node for node in graph_nodes(output) if isinstance(node, BackwardCFunction))
+        functions.update({node.name() for node in nodes} - _OWN)
+        return risk.loss_sum(output)
+
+    gradient(risk, head)
+    if not functions:
+        return
+    try:
+        product, slopes = _compare(risk)
+    except (RuntimeError, TypeError, ValueError):  # whatever a copy in float64 may meet
+        return
+    noise = _distance(*slopes)
+    if _distance(product, slopes[0]) > 1e-3 * _norm(slopes[0]) + 10 * noise:
+        names = ", ".join(sorted(name.removesuffix("Backward") for name in functions))
+        raise RuntimeError(
+            "The Hessian product is not the derivative of the gradient: the backward of a custom "
+            f"autograd.Function is not differentiable (one of {names}). Make it differentiable, or "
+            "build the function from PyTorch operations. If the difference is meant, as in "
+            "straight-through estimators, pass autodiff='reverse'."
+        )
+
+
+def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
+    """Return a product, and central differences with two step sizes."""
+    theta = {name: leaf.detach().double() for name, leaf in risk.leaves().items()}
+    generator = torch.Generator(risk.space.device).manual_seed(0)
+    v = risk.in_double(theta).space.randn(1, generator)
+    size = max(sum(float(x.square().sum()) for x in theta.values()) ** 0.5, 1e-3) / _norm(v)
+
+    def shifted(step: float) -> Columns:
+        twin = risk.in_double({name: x + step * v[name][0] for name, x in theta.items()})
+        return gradient(twin, twin.loss_sum)[1]
+
+    slopes = []
+    for step in (1e-6 * size, 4e-6 * size):
+        ahead, behind = shifted(step), shifted(-step)
+        slopes.append({name: (ahead[name] - behind[name]) / (2 * step) for name in v})
+    twin = risk.in_double(theta)
+    return Reverse().hessian(twin, twin.loss_sum)(v, list(v))[0], slopes
+
+
+def _distance(one: Columns, two: Columns) -> float:
+    return _norm({name: one[name] - two[name] for name in one})
+
+
+def _norm(columns: Columns) -> float:
+    return sum(float(column.square().sum()) for column in columns.values()) ** 0.5

@@ -1,0 +1,300 @@
+"""Models and situations that are easily got wrong, each against the same thing done plainly."""
+
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from contract import CASES, error, matrix
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops import (
+    EFLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+)
+from curvlinops.losses import wrap_loss
+
+SQUARE = [HessianLinearOperator, GGNLinearOperator, EFLinearOperator]
+CE = nn.CrossEntropyLoss()
+
+
+def mlp(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *layers, nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(n, 3, generator=generator, dtype=torch.float64),
+            torch.randint(3, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def dense(kind: type, model, params, data, loss=CE, **options) -> Tensor:
+    return matrix(kind(model, loss, params, data, **options))
+
+
+# --- what a model may do
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, active: bool):
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(3, 3), inner, nn.Linear(3, 3)
+        self.active = active
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.active:
+            return self.head(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))
+        return self.head(self.inner(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type):
+        super().__init__()
+        self.cell = kind(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x.unsqueeze(1))[0][:, 0]
+
+
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3, padding_idx=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table((x[:, 0] > 0).long())
+
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.unsqueeze(1))[:, 0].sigmoid()
+
+
+REWRITTEN = {
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "embedding": Lookup,
+    "convolution": Image,
+}
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_checkpoints_recompute_what_was_computed(name: str, kind: type):
+    """The recomputation in the backward pass is rewritten as the forward pass was."""
+    results = []
+    for active in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(REWRITTEN[name](), active).double()
+        results.append(dense(kind, model, list(model.parameters()), batches(4, 2)))
+    assert error(results[1], results[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_mode_whose_derivative_is_not_a_number(kind: type):
+    """Reverse mode through ``cumprod`` of a zero is NaN where forward mode is not."""
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.logcumsumexp(1).cumprod(1)
+
+    model = mlp(Product())
+    params, data = list(model.parameters()), batches(4)
+    operator = kind(model, CE, params, data)
+    assert (operator @ torch.eye(operator.shape[1])).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_autocast_inside_the_model(kind: type):
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.conv = nn.Linear(3, 6), nn.Conv1d(2, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.conv(self.stem(x).unflatten(1, (2, 3)))[..., 0]
+
+    torch.manual_seed(0)
+    model = Cast()
+    data = [(X.float(), y) for X, y in batches(4)]
+    params = list(model.parameters())
+    results = [dense(kind, model, params, data, autodiff=a) for a in ("auto", "reverse")]
+    # eight bits of mantissa
+    assert error(results[1], results[0]) <= 5e-2
+
+
+def test_kernels_that_are_differentiable_once_only():
+    model, twin = mlp(nn.Hardsigmoid()), mlp(nn.Identity())
+    twin[1].forward = lambda x: ((x + 3).clamp(0, 6)) / 6
+    data = batches(5)
+    for kind in SQUARE:
+        found, expected = (dense(kind, m, list(m.parameters()), data) for m in (model, twin))
+        assert error(found, expected) <= 1e-12
+
+
+# --- closures and functions
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_hooks_of_tensors_do_not_change_products(kind: type):
+    model = mlp()
+    params = list(model.parameters())
+    expected = dense(kind, model, params, batches(4))
+    params[0].register_hook(lambda gradient: 7 * gradient)
+    assert error(dense(kind, lambda X: model(X), params, batches(4)), expected) <= 1e-12
+    model(batches(2)[0][0]).sum().backward()
+    assert params[0]._backward_hooks  # and they are still there
+
+
+def by_method(model: nn.Module):
+    return model.forward
+
+
+def by_partial(model: nn.Module):
+    return functools.partial(lambda inner, X: inner(X), model)
+
+
+def by_closure(model: nn.Module):
+    return lambda X: model(X)
+
+
+@pytest.mark.parametrize("wrap", [by_method, by_partial, by_closure])
+def test_modules_behind_closures_are_protected(wrap):
+    model = mlp(nn.BatchNorm1d(4))
+    params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match="the result depends on how"):
+        found = dense(HessianLinearOperator, wrap(model), params, batches(4))
+    with pytest.warns(UserWarning, match="the result depends on how"):
+        expected = dense(HessianLinearOperator, model, params, batches(4))
+    assert error(found, expected) <= 1e-12
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="BatchNorm in train mode couples"):
+        EFLinearOperator(wrap(model), CE, params, batches(4))
+
+
+def test_modules_behind_functions_are_protected():
+    model = mlp(nn.BatchNorm1d(4))
+    before = copy.deepcopy(model.state_dict())
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    with pytest.warns(UserWarning, match="the result depends on how"):
+        dense(
+            GGNLinearOperator,
+            lambda values, X: functional_call(model, values, (X,)),
+            params,
+            batches(4),
+        )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- changes after construction
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_replaced_parameters_are_noticed(case: str, as_dict: bool):
+    model, entry = mlp(), CASES[case]
+    params = dict(model.named_parameters()) if as_dict else list(model.parameters())
+    arguments = (CE, params) if entry.square else (params,)
+    operator = entry.operator(model, *arguments, batches(4), **dict(entry.arguments))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(ValueError, match=r"'0.weight'.*were replaced.*Build a new operator"):
+        operator @ torch.ones(operator.shape[1])
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_threads(kind: type):
+    model = mlp()
+    operator = kind(model, CE, list(model.parameters()), batches(4, 3))
+    v = torch.ones(operator.shape[1])
+    expected = operator @ v
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: operator @ v, range(20)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+# --- data
+
+
+@pytest.mark.parametrize("loss", [CE, nn.MSELoss(), nn.L1Loss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("kind", SQUARE)
+def test_empty_batches(kind: type, loss: nn.Module):
+    model = mlp()
+    data = batches(4, 0, 2)
+    if loss is not CE:
+        data = [(X, X.sigmoid()) for X, _ in data]
+    params = list(model.parameters())
+    full = [batch for batch in data if len(batch[0])]
+    found, expected = (dense(kind, model, params, d, loss=loss) for d in (data, full))
+    assert error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_data_made_in_inference_mode(kind: type):
+    with torch.inference_mode():
+        data = batches(4, 2)
+    model = mlp()
+    params = list(model.parameters())
+    found, expected = (dense(kind, model, params, d) for d in (data, batches(4, 2)))
+    assert torch.equal(found, expected)
+
+
+def test_jacobian_that_is_not_finite():
+    model = nn.Linear(3, 3)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    data = [(torch.ones(2, 3), None)]
+    root = nn.Sequential(model, nn.Threshold(-1, 0), Sqrt())
+    J = JacobianLinearOperator(root, list(root.parameters()), data)
+    for operator in (J, J.T):
+        with pytest.raises(ValueError, match="JacobianLinearOperator is not finite"):
+            operator @ torch.ones(operator.shape[1])
+
+
+class Sqrt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+# --- accuracy
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 15.0])
+@pytest.mark.parametrize(
+    "loss, y",
+    [
+        (CE, torch.tensor([0, 1])),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([0, 1])),
+        (nn.BCEWithLogitsLoss(), torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])),
+    ],
+)
+def test_closed_forms_of_confident_models(loss: nn.Module, y: Tensor, scale: float):
+    """In float32 nothing cancels where probabilities are close to zero and one."""
+    z = scale * torch.tensor([[1.0, -0.3, -0.5], [-0.6, 1.0, -0.2]])
+    v = torch.tensor([[[0.3, 1.0, -0.5], [1.0, 0.2, 0.4]]])
+    known = wrap_loss(loss)
+    wide = z.double(), y.double() if y.is_floating_point() else y
+    for function in (
+        lambda z, y: known.gradient(z, y),
+        lambda z, y: known.hessian(z, y)(v.to(z.dtype)),
+        lambda z, y: known.hessian_sqrt(z, y),
+    ):
+        found, expected = function(z, y), function(*wide)
+        # entry by entry, relative to the entry
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-30)
