@@ -455,6 +455,8 @@ def contrastive(z: Tensor, y: Tensor) -> Tensor:
         (CE, TOKENS, ValueError, r"Batch 0: CrossEntropyLoss.*shape \[5\]; got .*\[5, 2\]"),
         (CE, [(X, Y.float())], ValueError, r"integer targets of shape \[5\]; got torch.float32"),
         (CE, [(X, None)], ValueError, "a NoneType"),
+        (CE, [(X, Y + 1)], ValueError, "targets from 1 to 3, but the output has 3 classes"),
+        (nn.NLLLoss(), [(X, Y - 1)], ValueError, "targets from -1 to 1"),
         (CE, [(X, torch.full((5,), -100))], ValueError, "no term.*ignored"),
         (nn.NLLLoss(ignore_index=2), [(X, 0 * Y + 2)], ValueError, "no term"),
     ],
@@ -520,6 +522,11 @@ NEGATIVE = torch.tensor([1.0, -1.0, 1.0])
 def test_sampling(options: dict, loss: Any, data: list, error: type[Exception], match: str):
     with pytest.raises(error, match=match):
         multiply(loss=loss, data=data, **{"kind": GGNLinearOperator} | options)
+
+
+def test_gauss_newton_of_a_loss_without_second_derivative():
+    with pytest.raises(NotImplementedError, match=r"MultiMarginLoss twice.*Write the loss"):
+        multiply(loss=nn.MultiMarginLoss(), kind=GGNLinearOperator)
 
 
 def test_gauss_newton_of_a_linear_loss_warns():

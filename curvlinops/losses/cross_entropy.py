@@ -29,6 +29,12 @@ class ClassAxisLoss(Loss):
                 f"which needs integer targets of shape {list(positions)}; got {target.dtype} of "
                 f"shape {list(target.shape)}."
             )
+        y, _ = self._indices(target)
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < output.shape[1]:
+            raise ValueError(
+                f"{self.name} has targets from {int(y.min())} to {int(y.max())}, but the output "
+                f"has {output.shape[1]} classes, and ignore_index is {self.module.ignore_index}."
+            )
 
     def denominator(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the number of terms, or the sum of their targets' class weights."""

@@ -79,9 +79,17 @@ class AdditiveLoss(Loss):
             products = []
             with torch.enable_grad():
                 for column in self.from_terms(v, output):
-                    (product,) = torch.autograd.grad(
-                        gradient, leaf, column, retain_graph=True, materialize_grads=True
-                    )
+                    try:
+                        (product,) = torch.autograd.grad(
+                            gradient, leaf, column, retain_graph=True, materialize_grads=True
+                        )
+                    except torch.OutOfMemoryError:
+                        raise
+                    except RuntimeError as error:
+                        raise NotImplementedError(
+                            f"PyTorch cannot differentiate {self.name} twice: {error} Write the "
+                            "loss as a function of differentiable operations."
+                        ) from error
                     products.append(product)
             return self.to_terms(torch.stack(products))
 
