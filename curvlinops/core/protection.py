@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,30 +42,36 @@ def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
             part.update(original)
 
 
-def find_modules(function: Any, depth: int = 3) -> list[nn.Module]:
+def find_modules(function: Any) -> list[nn.Module]:
     """Return the modules that a function refers to, as far as that can be seen.
 
     Args:
-        function: A function, a bound method, a partial, or an object with attributes.
-        depth: How far to follow functions that refer to functions.
+        function: A function, a bound method, a partial, or an object with attributes. Functions
+            that it refers to are followed, except for those of libraries.
     """
-    if isinstance(function, nn.Module):
-        return [function]
-    if depth == 0:
-        return []
-    return [
-        module
-        for part in _references(function)
-        if isinstance(part, nn.Module | functools.partial | Callable)
-        for module in find_modules(part, depth - 1)
-    ]
+    found, queue = [], [function]
+    seen: dict[int, Any] = {}  # kept alive, so that no two have one id
+    while queue:
+        part = queue.pop()
+        if id(part) in seen or not callable(part) or isinstance(part, type):
+            continue
+        seen[id(part)] = part
+        if isinstance(part, nn.Module):
+            found.append(part)
+        elif not (inspect.isfunction(part) and _is_library(part)):
+            queue += _references(part)
+    return found
+
+
+def _is_library(function: Any) -> bool:
+    return (function.__module__ or "").startswith(("torch.", "numpy."))
 
 
 def _references(function: Any) -> list[Any]:
     if isinstance(function, functools.partial):
         parts = [function.func, *function.args, *function.keywords.values()]
     elif inspect.ismethod(function):
-        parts = [function.__self__]
+        parts = [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
     elif inspect.isfunction(function):
         try:
             names = inspect.getclosurevars(function)
