@@ -265,18 +265,35 @@ def test_models(model: nn.Module, error: type[Exception], match: str):
         build(model=model)
 
 
-def test_closure_with_other_tensors():
-    weight = torch.ones(3, 3)
+KINDS = [HessianLinearOperator, GGNLinearOperator, FisherMCLinearOperator, EFLinearOperator]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_cannot_be_replaced_are_not_taken_for_constants(kind: type, check: bool):
+    with pytest.raises(ValueError, match="'weight' by a reference that is not registered"):
+        multiply(model=Hidden(), kind=kind, check_deterministic=check)
+    weight, clone = torch.ones(3, 3), torch.ones(3, 3)
     with pytest.raises(ValueError, match="must use the very tensors in params"):
-        build(model=lambda x: x @ weight, params=[weight.clone()])
+        multiply(model=lambda x: x @ weight, params=[clone], kind=kind, check_deterministic=check)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", [JacobianLinearOperator, TransposedJacobianLinearOperator])
+def test_jacobians_of_parameters_that_cannot_be_replaced(kind: type, check: bool):
+    model = Hidden()
+    with pytest.raises(ValueError, match="'weight' by a reference that is not registered"):
+        kind(model, list(model.parameters()), DATA, check_deterministic=check)
 
 
 def test_scripted_modules():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(net())
-    with pytest.raises(TypeError, match=r"TorchScript.*original module"):
+    with pytest.raises(TypeError, match=r"The model is TorchScript.*original module"):
         build(model=scripted)
+    with pytest.raises(TypeError, match=r"module '1' is TorchScript.*original module"):
+        build(model=nn.Sequential(nn.Identity(), scripted))
 
 
 def test_random_closure():
@@ -289,7 +306,8 @@ def test_random_closure():
 def test_batch_norm_in_train_mode(name: str):
     norm = nn.BatchNorm1d(4)
     model = net(norm if name == "1" else nn.Sequential(norm))
-    with pytest.raises(ValueError, match=rf"couples the samples.*\({name}\).*model.eval"):
+    match = rf"couples the samples.*\({name}\).*EFLinearOperator.*model.eval"
+    with pytest.raises(ValueError, match=match):
         build(model=model, kind=EFLinearOperator)
     for kind in (HessianLinearOperator, GGNLinearOperator, FisherMCLinearOperator):
         with pytest.warns(UserWarning, match=rf"\({name}\): the result depends on how"):
@@ -414,12 +432,22 @@ def test_gradient_that_does_not_exist():
     )
 
 
-def test_loss_that_is_not_finite_without_check():
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_that_is_not_finite_without_check(kind: type):
     both(
-        lambda check: multiply(data=NAN, check_deterministic=check),
+        lambda check: multiply(data=NAN, kind=kind, check_deterministic=check),
         ValueError,
         "loss on batch 1 is nan",
     )
+
+
+def test_classes_that_are_masked_out_can_be_sampled_from():
+    mask = torch.tensor([0.0, 0.0, -float("inf")])
+    data = [(X, Y % 2)]
+    product = multiply(
+        model=Returns(lambda z: z + mask), data=data, kind=FisherMCLinearOperator, mc_samples=3
+    )
+    assert product.isfinite().all()
 
 
 # --- losses
@@ -544,12 +572,16 @@ def test_gauss_newton_of_a_linear_loss_warns():
     [
         ({"block_sizes": [2, 1]}, "add up to the number of parameters, 4"),
         ({"block_sizes": [4, 0]}, "positive integers"),
+        ({"block_sizes": []}, r"add up to the number of parameters, 4; got \[\]"),
+        ({"block_sizes": 4}, "positive integers.*got 4"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer"),
         ({"chunk_size": 1.5}, "chunk_size must be a positive integer"),
         ({"cache": "always"}, r"cache must be one of .*got 'always'"),
         ({"autodiff": "jvp"}, "autodiff must be one of"),
         ({"kind": EFLinearOperator, "terms": "tokens"}, "'term' or 'sample', got 'tokens'"),
         ({"kind": GGNLinearOperator, "mc_samples": -1}, "mc_samples must be an integer >= 0"),
+        ({"kind": GGNLinearOperator, "mc_samples": 1.5}, "integer >= 0, got 1.5"),
+        ({"kind": GGNLinearOperator, "mc_samples": True}, "integer >= 0, got True"),
         ({"kind": FisherMCLinearOperator, "mc_samples": 0}, "mc_samples must be an integer >= 1"),
         ({"kind": FisherMCLinearOperator, "seed": -1}, "seed must be a non-negative integer"),
     ],
@@ -557,6 +589,17 @@ def test_gauss_newton_of_a_linear_loss_warns():
 def test_options(options: dict, match: str):
     with pytest.raises(ValueError, match=match):
         build(**options)
+
+
+def test_forward_mode_of_a_closure():
+    weight = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="closure cannot carry tangents"):
+        build(model=lambda x: x @ weight, params=[weight], autodiff="forward")
+
+
+def test_batch_size_fn_is_a_function():
+    with pytest.raises(TypeError, match=r"batch_size_fn must be a function.*got int"):
+        build(batch_size_fn=5)
 
 
 # --- vectors
@@ -574,7 +617,7 @@ NAMED = {name: torch.ones_like(p) for name, p in net().named_parameters()}
         (np.ones((D, 1, 1)), ValueError, "expected"),
         (list(NAMED.values())[:-1], ValueError, "a list of 3 tensors.*expected 4"),
         ({"w": torch.ones(3)}, ValueError, r"missing \['0.weight'.*unknown \['w'\]"),
-        (NAMED | {"0.bias": torch.ones(5)}, ValueError, r"'0.weight' has shape|'0.bias' has shape"),
+        (NAMED | {"0.bias": torch.ones(5)}, ValueError, "'0.weight' has shape|'0.bias' has"),
         (NAMED | {"0.bias": np.ones(4)}, TypeError, "'0.bias' is a ndarray"),
         (1j * np.ones(D), TypeError, "real, the vector complex"),
         (1j * torch.ones(D), TypeError, "real, the vector complex"),
@@ -602,6 +645,18 @@ def test_output_vectors_have_no_structure():
         J.T @ torch.ones(D)
     with pytest.raises(ValueError, match="has no loss"):
         J.gradient_and_loss()
+
+
+@pytest.mark.parametrize("vector", [np.array([None] * D), {n: v * 1j for n, v in NAMED.items()}])
+def test_vectors_of_other_kinds(vector: Any):
+    with pytest.raises(TypeError, match=r"must be numbers|the vector complex"):
+        build() @ vector
+
+
+def test_unequal_numbers_of_columns():
+    vector = {n: torch.ones(*v.shape, 2 + (n == "2.bias")) for n, v in NAMED.items()}
+    with pytest.raises(ValueError, match=r"unequal numbers of columns.*'2.bias': 3"):
+        build() @ vector
 
 
 def test_data_that_changes_after_construction():

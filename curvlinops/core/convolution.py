@@ -109,11 +109,13 @@ def convolution(function: Callable, transposed: bool) -> Callable:
             else ("stride", "padding", "dilation", "groups")
         )
         options = dict(zip(names, rest, strict=False)) | kw
-        # padding by name, inputs without batch axis, and autocast's own casts are left alone
+        # padding by name, inputs without batch axis, autocast's own casts, and the user's own
+        # torch.func transforms are left alone
         if (
             isinstance(options.get("padding"), str)
             or input.ndim != weight.ndim
             or torch.is_autocast_enabled(input.device.type)
+            or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return function(input, weight, bias, *rest, **kw)
         rank = weight.ndim - 2

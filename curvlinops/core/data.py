@@ -1,11 +1,13 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Batches:
 
     Raises:
         ValueError: If ``data`` can be iterated only once.
-        TypeError: If ``data`` is not iterable.
+        TypeError: If ``data`` is not iterable, or ``batch_size_fn`` not callable.
     """
 
     def __init__(self, data: Iterable, batch_size_fn: Callable[[Any], int] | None = None):
@@ -46,6 +48,11 @@ class Batches:
             raise ValueError(
                 f"data is a one-shot iterator ({type(data).__name__}), exhausted after one pass "
                 "over it; products need many. Pass a DataLoader or a list of batches."
+            )
+        if batch_size_fn is not None and not callable(batch_size_fn):
+            raise TypeError(
+                "batch_size_fn must be a function from X to the number of samples, got "
+                f"{type(batch_size_fn).__name__}."
             )
         self.data = data
         self.batch_size_fn = batch_size_fn
@@ -89,6 +96,8 @@ class Batches:
         """
         if self.batch_size_fn is not None:
             return int(self.batch_size_fn(batch.X))
+        if isinstance(batch.X, PackedSequence):
+            return int(batch.X.batch_sizes[0])
         sizes = {int(leaf.shape[0]) for leaf in leaves(batch.X) if leaf.ndim > 0}
         if len(sizes) != 1:
             found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
@@ -122,7 +131,9 @@ def move(tree: Any, device: torch.device) -> Any:
     """Move all that can be moved in a nested structure to a device."""
 
     def moved(leaf: Any) -> Any:
-        leaf = leaf.to(device) if hasattr(leaf, "to") else leaf
+        if hasattr(leaf, "to"):
+            # some containers move in place: not the user's own
+            leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
         # autograd refuses tensors that were made in inference mode
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 

@@ -79,8 +79,9 @@ def check_modules(module: nn.Module) -> None:
     """
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
+            where = f"The model's module '{name}'" if name else "The model"
             raise TypeError(
-                f"The model's module '{name}' is TorchScript, whose parameters cannot be replaced. "
+                f"{where} is TorchScript, whose parameters cannot be replaced. "
                 "Pass the original module."
             )
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
@@ -107,6 +108,18 @@ def _embedding(
         return out
     padding = input == padding_idx % weight.shape[0]
     return torch.where(padding.unsqueeze(-1), out.detach(), out)
+
+
+def _raw_embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Do the same for ``torch.embedding``, which has another signature."""
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 
 
 def _embedding_bag(
@@ -162,6 +175,7 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     torch.norm_except_dim: _norm_except_dim,
     F.hardsigmoid: _hardsigmoid,
     F.embedding: _embedding,
+    torch.embedding: _raw_embedding,
     F.embedding_bag: _embedding_bag,
 }
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.core.autodiff import graph_nodes
-from curvlinops.core.data import leaves
+from curvlinops.core.data import Batch, leaves
+from curvlinops.core.space import Columns
 
 
 @contextmanager
@@ -169,4 +170,19 @@ def check_graph(output: Tensor, module: nn.Module | None) -> None:
                 "registered (a plain list, attribute or closure), where it cannot be replaced. "
                 "Access it as an attribute of its module, or pass the model as a function "
                 "X -> output with a list of params."
+            )
+
+
+def check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
+    """Raise an error that names the batch, or the parameter, if loss or gradient is not finite."""
+    if not bool(loss.isfinite()):
+        raise ValueError(
+            f"The loss on batch {batch.index} is {float(loss)}. Check the batch for NaN and "
+            "infinite values, and the parameters for divergence."
+        )
+    for name, column in gradient.items():
+        if not bool(column.isfinite().all()):
+            raise ValueError(
+                f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
+                "the loss is: its derivative does not exist there (sqrt or norm at zero?)."
             )

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.decompositions import check_modules
+from curvlinops.core.parameters import (
+    alias,
+    check_distinct,
+    check_params,
+    named_parameters,
+    without_ties,
+)
 from curvlinops.core.protection import find_modules, protected
 
 
@@ -29,7 +36,7 @@ class Model(ABC):
     substitutable = True
 
     def __init__(self, params: dict[str, Tensor], as_list: bool):
-        _check_params(params)
+        check_params(params)
         self.params = params
         self.as_list = as_list
 
@@ -49,11 +56,11 @@ class Model(ABC):
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, to differentiate with respect to."""
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
-        return {name: _alias(param).requires_grad_() for name, param in self.params.items()}
+        return {name: alias(param).requires_grad_() for name, param in self.params.items()}
 
     def in_double(self, values: Mapping[str, Tensor]) -> "Model":
         """Return a copy in float64, at other parameter values."""
-        raise NotImplementedError
+        raise NotImplementedError("a closure cannot be copied.")
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -69,7 +76,7 @@ class ModuleModel(Model):
 
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
-        own, self.module = _named_parameters(module)
+        own, self.module = named_parameters(module)
         self.roots = [self.module]
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter
@@ -83,7 +90,7 @@ class ModuleModel(Model):
                         f"Entry {i} of params, of shape {list(param.shape)}, is not a parameter of "
                         f"the model. Its parameters are {list(own)}."
                     )
-            _check_distinct(params, names)
+            check_distinct(params, names)
             params = {names[id(param)]: param for param in params}
         for name in params:
             if name not in own:
@@ -92,7 +99,7 @@ class ModuleModel(Model):
                 raise ValueError(
                     f"'{name}' in params is {kind}. The model's parameters are {list(own)}."
                 )
-        super().__init__(_without_ties(params, own), as_list)
+        super().__init__(without_ties(params, own), as_list)
         for name, param in self.params.items():
             self._targets[name] = own[name]
             if param.shape != own[name].shape:
@@ -130,7 +137,7 @@ class ModuleModel(Model):
                 for name, param in module._parameters.items():
                     if param is not None:
                         missing.pop(id(param), None)
-                        module._parameters[name] = swap.setdefault(id(param), _alias(param))
+                        module._parameters[name] = swap.setdefault(id(param), alias(param))
             if missing:
                 raise ValueError(
                     f"The model's parameters {list(missing.values())} were replaced by other "
@@ -145,7 +152,7 @@ class FunctionalModel(Model):
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
         super().__init__(dict(params), as_list=False)
-        _check_distinct(list(params.values()), {id(p): name for name, p in params.items()})
+        check_distinct(list(params.values()), {id(p): name for name, p in params.items()})
         self._function = function
         self.roots = find_modules(function)
 
@@ -176,7 +183,7 @@ class ClosureModel(Model):
     def __init__(self, function: Callable, params: Iterable[Tensor]):
         params = list(params)
         super().__init__({str(i): param for i, param in enumerate(params)}, as_list=True)
-        _check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
+        check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
         self._function = function
         self.roots = find_modules(function)
 
@@ -188,6 +195,10 @@ class ClosureModel(Model):
         """Move the values of the user's tensors."""
         for param in self.params.values():
             param.data = param.data.to(device)
+
+    def __deepcopy__(self, memo: dict) -> "ClosureModel":
+        """Share the tensors: the function, which is not copied, uses these."""
+        return ClosureModel(self._function, self.params.values())
 
     def leaves(self) -> dict[str, Tensor]:
         """Return the user's tensors; ``installed`` lets them require gradients."""
@@ -240,61 +251,3 @@ def wrap_model(model_func: Any, params: Any) -> Model:
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
     return (FunctionalModel if isinstance(params, dict) else ClosureModel)(model_func, params)
-
-
-def _named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
-    """Return a module's parameters by every name they have, and the module without wrappers."""
-    names = dict(module.named_parameters(remove_duplicate=False))
-    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
-    while True:
-        if isinstance(module, wrappers):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
-            module = module._orig_mod
-        else:
-            break
-        names |= dict(module.named_parameters(remove_duplicate=False))
-    return names, module
-
-
-def _without_ties(params: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
-    first: dict[int, str] = {}
-    kept = {}
-    for name, param in params.items():
-        other = first.setdefault(id(own[name]), name)
-        if other == name:
-            kept[name] = param
-        elif not torch.equal(param, params[other]):
-            raise ValueError(
-                f"'{other}' and '{name}' in params are one tied parameter of the model, but have "
-                "different values."
-            )
-    return kept
-
-
-def _check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
-    seen = set()
-    for param in params:
-        if id(param) in seen:
-            raise ValueError(f"Parameter '{names[id(param)]}' occurs twice in params.")
-        seen.add(id(param))
-
-
-def _check_params(params: Mapping[str, Tensor]) -> None:
-    for name, param in params.items():
-        if not param.is_floating_point():
-            raise TypeError(
-                f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
-                "can be differentiated."
-            )
-    devices = {str(param.device) for param in params.values()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
-        )
-
-
-def _alias(param: Tensor) -> Tensor:
-    """Return the same values without history (a copy where autograd refuses the tensor)."""
-    return param.detach().clone() if param.is_inference() else param.detach()

@@ -76,6 +76,11 @@ class TorchLinearOperator(LinearOperator):
         with torch.inference_mode(False):  # autograd refuses tensors made in it
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+            taken = {column.untyped_storage().data_ptr() for column in columns.values()}
+            out = {  # never the caller's memory
+                name: column.clone() if column.untyped_storage().data_ptr() in taken else column
+                for name, column in out.items()
+            }
         return write(out, codomain)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:

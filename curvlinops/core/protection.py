@@ -53,9 +53,13 @@ def find_modules(function: Any) -> list[nn.Module]:
     seen: dict[int, Any] = {}  # kept alive, so that no two have one id
     while queue:
         part = queue.pop()
-        if id(part) in seen or not callable(part) or isinstance(part, type):
+        is_container = isinstance(part, Mapping | list | tuple)
+        if id(part) in seen or not (is_container or callable(part)) or isinstance(part, type):
             continue
         seen[id(part)] = part
+        if is_container:
+            queue += part.values() if isinstance(part, Mapping) else part
+            continue
         if isinstance(part, nn.Module):
             found.append(part)
         elif not (inspect.isfunction(part) and _is_library(part)):
@@ -69,23 +73,13 @@ def _is_library(function: Any) -> bool:
 
 def _references(function: Any) -> list[Any]:
     if isinstance(function, functools.partial):
-        parts = [function.func, *function.args, *function.keywords.values()]
-    elif inspect.ismethod(function):
-        parts = [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
-    elif inspect.isfunction(function):
+        return [function.func, *function.args, *function.keywords.values()]
+    if inspect.ismethod(function):
+        return [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
+    if inspect.isfunction(function):
         try:
             names = inspect.getclosurevars(function)
         except ValueError:  # a variable that is not assigned yet
             return []
-        parts = [*names.nonlocals.values(), *names.globals.values()]
-    else:
-        parts = list(getattr(function, "__dict__", {}).values())
-    flat = []
-    for part in parts:
-        if isinstance(part, Mapping):
-            flat += part.values()
-        elif isinstance(part, list | tuple):
-            flat += part
-        else:
-            flat.append(part)
-    return flat
+        return [*names.nonlocals.values(), *names.globals.values()]
+    return list(getattr(function, "__dict__", {}).values())

@@ -12,6 +12,7 @@ from curvlinops.core import autodiff
 from curvlinops.core.data import Batch, Batches, to_double
 from curvlinops.core.determinism import (
     agree,
+    check_finite,
     check_graph,
     explain_data,
     explain_model,
@@ -85,6 +86,10 @@ class BatchRisk:
         terms = self.terms(output)
         return self.loss.sum(output, self.batch.y), terms
 
+    def check_loss(self, output: Tensor) -> None:
+        """Raise an error that names the batch if the loss is not finite."""
+        check_finite(self.batch, self.loss.sum(output.detach(), self.batch.y), {})
+
 
 class EmpiricalRisk:
     """``L = c * sum_t l_t`` over all terms of all batches.
@@ -113,6 +118,7 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
         self._values_checked = loss is None
+        self._graph_checked = False
 
     def run(self, step: Callable[[BatchRisk], None], description: str) -> None:
         """Call ``step`` on every batch. This is the package's only loop over data."""
@@ -125,7 +131,12 @@ class EmpiricalRisk:
         # autograd does not record what is computed in inference mode
         with _LOCK, preserved_rng(device), torch.inference_mode(False):
             for batch in self.batches.iterate(device, wrap):
-                step(BatchRisk(self, batch))
+                risk = BatchRisk(self, batch)
+                if not self._graph_checked:
+                    with preserved_rng(device):
+                        check_graph(self._forward(risk, with_graph=True), self.model.module)
+                    self._graph_checked = True
+                step(risk)
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.
@@ -180,7 +191,7 @@ class EmpiricalRisk:
         def step(risk: BatchRisk) -> None:
             nonlocal loss, total
             value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
-            _check_finite(risk.batch, value, columns)
+            check_finite(risk.batch, value, columns)
             loss, total = loss + value, total + terms
             autodiff.add(gradient, columns)
 
@@ -254,17 +265,14 @@ class EmpiricalRisk:
             return risk.output(scope)
 
     def _inspect(self, risk: BatchRisk) -> Tensor:
-        output = self._forward(risk, with_graph=True)
-        if risk.batch.index == 0:
-            check_graph(output, self.model.module)
         self._values_checked = self.loss is None
-        return self.terms(output, risk.batch)
+        return self.terms(self._forward(risk), risk.batch)
 
     def _evaluate(self, risk: BatchRisk) -> list[float]:
         if self.loss is None:
             return fingerprint(self._forward(risk))
         value, columns, _ = autodiff.gradient(risk, risk.loss_sum)
-        _check_finite(risk.batch, value, columns)
+        check_finite(risk.batch, value, columns)
         norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
         return [float(value), norm]
 
@@ -278,17 +286,3 @@ class EmpiricalRisk:
 
         self.run(step, "check_deterministic")
         return f"{explanation} (Noticed on batch {index}.)"
-
-
-def _check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
-    if not bool(loss.isfinite()):
-        raise ValueError(
-            f"The loss on batch {batch.index} is {float(loss)}. Check the batch for NaN and "
-            "infinite values, and the parameters for divergence."
-        )
-    for name, column in gradient.items():
-        if not bool(column.isfinite().all()):
-            raise ValueError(
-                f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
-                "the loss is: its derivative does not exist there (sqrt or norm at zero?)."
-            )

@@ -178,6 +178,15 @@ def outer(rows: Tensor) -> OutputMatrix:
     return multiply
 
 
+def constant(option: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return a tensor among a loss's options, such as weights, in the dtype of an output."""
+    if option is None:
+        return None
+    option = option.detach().to(like)
+    # autograd refuses tensors that were made in inference mode
+    return option.clone() if option.is_inference() else option
+
+
 def wide(x: Tensor) -> Tensor:
     """Return ``x`` in float32 or wider."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.losses.base import Loss, wide
+from curvlinops.losses.base import Loss, constant, wide
 
 
 class ClassAxisLoss(Loss):
@@ -59,8 +59,7 @@ class ClassAxisLoss(Loss):
         return y.where(kept, 0), kept
 
     def _weight(self, z: Tensor) -> Tensor | None:
-        weight = self.module.weight
-        return None if weight is None else weight.detach().to(z)
+        return constant(self.module.weight, z)
 
 
 class NegativeLogLikelihood(ClassAxisLoss):

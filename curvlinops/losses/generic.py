@@ -1,12 +1,12 @@
 """Any loss that is a sum or mean of its samples' losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.data import map_leaves
 from curvlinops.losses.base import Loss, wide
 
 
@@ -29,7 +29,7 @@ class AdditiveLoss(Loss):
         output = output.detach().clone()  # some losses overwrite it
         singles = []
         for n in range(output.shape[0]):
-            one = map_leaves(target, lambda t, n=n: t[n : n + 1] if _has_axis(t) else t)
+            one = _one_sample(target, n, output.shape[0])
             singles.append(self._value(output[n : n + 1], one).detach())
         if not singles:
             return
@@ -115,5 +115,15 @@ class AdditiveLoss(Loss):
         return value.reshape(())
 
 
-def _has_axis(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
+def _one_sample(target: Any, n: int, num_samples: int) -> Any:
+    """Return the part of nested targets that belongs to one sample, with its batch axis."""
+    if isinstance(target, Tensor | np.ndarray):
+        return target[n : n + 1] if target.ndim > 0 else target
+    if isinstance(target, Mapping):
+        return {key: _one_sample(value, n, num_samples) for key, value in target.items()}
+    if isinstance(target, list | tuple):
+        if len(target) == num_samples and not any(isinstance(t, Tensor) for t in target):
+            return target[n : n + 1]
+        values = [_one_sample(value, n, num_samples) for value in target]
+        return type(target)(*values) if hasattr(target, "_fields") else type(target)(values)
+    return target

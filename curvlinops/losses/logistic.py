@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.losses.base import LastAxisLoss, wide
+from curvlinops.losses.base import LastAxisLoss, constant, wide
 
 
 class BinaryCrossEntropy(LastAxisLoss):
@@ -86,8 +86,7 @@ class BinaryCrossEntropy(LastAxisLoss):
         return weight, pos_weight
 
     def _option(self, name: str, z: Tensor) -> Tensor | None:
-        value = getattr(self.module, name)
-        return None if value is None else value.detach().to(z)
+        return constant(getattr(self.module, name), z)
 
 
 def _variance(z: Tensor) -> Tensor:

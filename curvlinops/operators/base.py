@@ -221,7 +221,10 @@ def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def _split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
     if sizes is None:
         return [names]
-    if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != len(names):
+    fits = isinstance(sizes, list | tuple) and all(
+        isinstance(size, int) and size > 0 for size in sizes
+    )
+    if not fits or sum(sizes) != len(names):
         raise ValueError(
             f"block_sizes must be positive integers that add up to the number of parameters, "
             f"{len(names)}; got {sizes}."

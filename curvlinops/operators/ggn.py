@@ -84,6 +84,7 @@ def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
 
     def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
         terms = bound.terms(output)
+        bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
         # neighboring seeds make correlated generators: mix them
         mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
         generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
@@ -96,7 +97,7 @@ def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
 def _check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
-    if not isinstance(mc_samples, int) or mc_samples < at_least:
+    if type(mc_samples) is not int or mc_samples < at_least:
         raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
     if mc_samples and not loss.can_sample:
         loss.refuse_sampling()

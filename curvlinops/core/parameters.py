@@ -1,0 +1,66 @@
+"""The user's parameters: their names, and what they must be."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
+    """Return a module's parameters by every name they have, and the module without wrappers."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
+            module = module._orig_mod
+        else:
+            break
+        names |= dict(module.named_parameters(remove_duplicate=False))
+    return names, module
+
+
+def without_ties(params: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
+    first: dict[int, str] = {}
+    kept = {}
+    for name, param in params.items():
+        other = first.setdefault(id(own[name]), name)
+        if other == name:
+            kept[name] = param
+        elif not torch.equal(param, params[other]):
+            raise ValueError(
+                f"'{other}' and '{name}' in params are one tied parameter of the model, but have "
+                "different values."
+            )
+    return kept
+
+
+def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
+    """Refuse a parameter that occurs twice, by the name that its id has."""
+    seen = set()
+    for param in params:
+        if id(param) in seen:
+            raise ValueError(f"Parameter '{names[id(param)]}' occurs twice in params.")
+        seen.add(id(param))
+
+
+def check_params(params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that are not real, or not on one device."""
+    for name, param in params.items():
+        if not param.is_floating_point():
+            raise TypeError(
+                f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
+                "can be differentiated."
+            )
+    devices = {str(param.device) for param in params.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
+        )
+
+
+def alias(param: Tensor) -> Tensor:
+    """Return the same values without history (a copy where autograd refuses the tensor)."""
+    return param.detach().clone() if param.is_inference() else param.detach()
