@@ -298,3 +298,152 @@ def test_closed_forms_of_confident_models(loss: nn.Module, y: Tensor, scale: flo
         found, expected = function(z, y), function(*wide)
         # entry by entry, relative to the entry
         torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-30)
+
+
+# --- what is not what it seems
+
+
+def tripled(z: Tensor, y: Tensor) -> Tensor:
+    return 3 * nn.functional.cross_entropy(z, y)
+
+
+class Called(nn.CrossEntropyLoss):
+    def __call__(self, z: Tensor, y: Tensor) -> Tensor:
+        return tripled(z, y)
+
+
+def hooked() -> nn.Module:
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
+    return loss
+
+
+def patched() -> nn.Module:
+    loss = nn.CrossEntropyLoss()
+    loss.forward = tripled
+    return loss
+
+
+@pytest.mark.parametrize("make", [Called, hooked, patched])
+@pytest.mark.parametrize("kind", SQUARE)
+def test_losses_that_only_look_known(kind: type, make):
+    model, data = mlp(), batches(4, 2)
+    params = list(model.parameters())
+    factor = 9 if kind is EFLinearOperator else 3
+    expected = factor * dense(kind, model, params, data)
+    assert error(dense(kind, model, params, data, loss=make()), expected) <= 1e-12
+
+
+class Detached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.x = x.detach()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * ctx.x.cos()
+
+
+def test_custom_functions_in_losses_and_closures():
+    model = mlp()
+    params = list(model.parameters())
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return Detached.apply(z).square().sum()
+
+    with pytest.raises(RuntimeError, match="is not differentiable.*Detached"):
+        dense(HessianLinearOperator, model, params, batches(4), loss=loss, reduction="sum")
+    with pytest.warns(UserWarning, match=r"\['Detached'\].*could not be checked"):
+        dense(HessianLinearOperator, lambda X: Detached.apply(model(X)), params, batches(4))
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_padding_of_the_raw_embedding(kind: type):
+    """The first batch has no padding, so that a dot-test on it would not notice."""
+
+    class Raw(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 3)
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.function(self.weight, x).sum(1).tanh())
+
+    ids = torch.tensor([[1, 2], [3, 4]])
+    data = [(ids, torch.tensor([0, 1])), (ids * (ids != 4), torch.tensor([2, 1]))]
+    results = []
+    for function in (
+        lambda w, x: torch.embedding(w, x, 0),
+        lambda w, x: nn.functional.embedding(x, w, padding_idx=0),
+    ):
+        torch.manual_seed(0)
+        model = Raw(function).double()
+        operator = kind(model, CE, list(model.parameters()), data)
+        v = torch.ones(operator.shape[1])
+        results += [operator @ v, (operator @ torch.stack([v, v], 1))[:, 0]]
+    assert all(error(result, results[-1]) <= 1e-12 for result in results)
+
+
+def test_products_own_their_memory():
+    model = mlp()
+    H = HessianLinearOperator(model, CE, list(model.parameters()), batches(4))
+    v = torch.ones(H.shape[1], dtype=torch.float64)
+    (H**0 @ v).add_(1)
+    params = {"w": torch.randn(5)}
+    J = JacobianLinearOperator(
+        lambda values, X: values["w"].view(1, -1), params, [(torch.zeros(1, 1), None)]
+    )
+    u = torch.ones(5)
+    (J.T @ u).add_(1), (J @ u).add_(1)
+    assert bool((v == 1).all()) and bool((u == 1).all())
+
+
+def test_deep_copies_of_closures():
+    model = mlp()
+    params = list(model.parameters())
+    H = HessianLinearOperator(lambda X: model(X), CE, params, batches(4))
+    v = torch.ones(H.shape[1])
+    assert torch.equal(copy.deepcopy(H) @ v, H @ v)
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_functional_transforms_inside_the_model(kind: type):
+    """A convolution pushed forward by the user's own ``torch.func.jvp``."""
+
+    class Tangent(nn.Module):
+        def __init__(self, by_hand: bool):
+            super().__init__()
+            self.conv, self.by_hand = nn.Conv1d(1, 3, 3), by_hand
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unsqueeze(1)
+            if self.by_hand:
+                out = self.conv(x)
+                tangent = nn.functional.conv1d(x.sin(), self.conv.weight)
+            else:
+                out, tangent = torch.func.jvp(self.conv, (x,), (x.sin(),))
+            return (out.tanh() * tangent)[..., 0]
+
+    results = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        model = Tangent(by_hand).double()
+        results.append(dense(kind, model, list(model.parameters()), batches(4)))
+    assert error(results[1], results[0]) <= 1e-12
+
+
+def test_targets_in_other_containers():
+    from collections import UserDict
+
+    model = mlp().float()
+    params = list(model.parameters())
+    data = [(X.float(), UserDict(labels=y)) for X, y in batches(4, 2)]
+
+    def loss(z: Tensor, target: UserDict) -> Tensor:
+        return nn.functional.cross_entropy(z, target["labels"])
+
+    found = dense(GGNLinearOperator, model, params, data, loss=loss, reduction="mean")
+    plain = [(X, target["labels"]) for X, target in data]
+    assert error(found, dense(GGNLinearOperator, model, params, plain)) <= 1e-5
