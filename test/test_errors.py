@@ -667,3 +667,8 @@ def test_data_that_changes_after_construction():
     for J in operators:
         with pytest.raises(RuntimeError, match=r"entries in total.*15.*build a new"):
             J @ torch.ones(J.shape[1])
+
+
+def test_wrong_number_of_samples_without_check():
+    with pytest.raises(ValueError, match="num_data is 6, but data has 5 samples"):
+        multiply(num_data=6, check_deterministic=False)

@@ -32,13 +32,19 @@ class Batches:
         data: An iterable over pairs ``(X, y)`` that starts anew at each ``iter``.
         batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
             on which all tensors in ``X`` must agree.
+        num_data: Number of samples, checked in each pass if given.
 
     Raises:
         ValueError: If ``data`` can be iterated only once.
         TypeError: If ``data`` is not iterable, or ``batch_size_fn`` not callable.
     """
 
-    def __init__(self, data: Iterable, batch_size_fn: Callable[[Any], int] | None = None):
+    def __init__(
+        self,
+        data: Iterable,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        num_data: int | None = None,
+    ):
         if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
             raise TypeError(
                 f"data must be an iterable over pairs (X, y), got {type(data).__name__}. For one "
@@ -56,6 +62,7 @@ class Batches:
             )
         self.data = data
         self.batch_size_fn = batch_size_fn
+        self.num_data = num_data
 
     def __len__(self) -> int:
         return len(self.data)
@@ -71,9 +78,10 @@ class Batches:
             The batches, their tensors moved to ``device``.
 
         Raises:
-            ValueError: If a batch is not a pair, or if there is none.
+            ValueError: If a batch is not a pair, if there is none, or if the number of samples is
+                not the one given.
         """
-        index = -1
+        index, num_data = -1, 0
         for index, pair in enumerate(wrap(self.data)):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 kind = type(pair).__name__
@@ -84,9 +92,13 @@ class Batches:
                     "y may be None."
                 )
             X, y = pair
-            yield Batch(index, move(X, device), move(y, device))
+            batch = Batch(index, move(X, device), move(y, device))
+            num_data += self.size(batch) if self.num_data is not None else 0
+            yield batch
         if index == -1:
             raise ValueError("data is empty: it did not yield a single batch.")
+        if self.num_data is not None and num_data != self.num_data:
+            raise ValueError(f"num_data is {self.num_data}, but data has {num_data} samples.")
 
     def size(self, batch: Batch) -> int:
         """Return the number of samples in a batch.

@@ -217,16 +217,14 @@ class EmpiricalRisk:
             self.loss.to(device)
         self.space = ParameterSpace.of(self.model.params)
 
-    def check(self, num_data: int | None) -> None:
+    def check(self) -> None:
         """Pass twice over the data, with different random seeds, and compare.
 
         Raises:
-            ValueError: If the data has another number of samples than ``num_data``, or a batch's
-                loss or gradient is not finite.
+            ValueError: If a batch's loss or gradient is not finite, or there is no term.
             RuntimeError: If data, outputs, loss or gradient differ between the passes.
         """
-        first = self._observe(seed=0, num_data=num_data)
-        second = self._observe(seed=1, num_data=None)
+        first, second = self._observe(seed=0), self._observe(seed=1)
         data = [[observation[0] for observation in run] for run in (first, second)]
         if not agree(data[0], data[1], 1e-6):
             raise RuntimeError(explain_data(self.batches.data, *data))
@@ -235,14 +233,13 @@ class EmpiricalRisk:
             if not agree([values], [again], tolerance):
                 raise RuntimeError(self._explain_model(index))
 
-    def _observe(self, seed: int, num_data: int | None) -> list[tuple[list[float], list[float]]]:
+    def _observe(self, seed: int) -> list[tuple[list[float], list[float]]]:
         """Return, for each batch, numbers that identify the data and what the model makes of it."""
-        observations, size, terms = [], 0, 0.0
+        observations, terms = [], 0.0
 
         def step(risk: BatchRisk) -> None:
-            nonlocal size, terms
+            nonlocal terms
             if seed == 0:
-                size += self.batches.size(risk.batch) if num_data is not None else 0
                 terms = terms + self._inspect(risk)
             data = fingerprint((risk.batch.X, risk.batch.y))
             observations.append((data, self._evaluate(risk)))
@@ -252,8 +249,6 @@ class EmpiricalRisk:
             self.run(step, "check_deterministic")
         if seed == 0:
             self.scale(terms)
-        if num_data is not None and size != num_data:
-            raise ValueError(f"num_data is {num_data}, but data has {size} samples.")
         return observations
 
     def _forward(self, risk: BatchRisk, with_graph: bool = False) -> Tensor:

@@ -37,7 +37,7 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass.
-        num_data: Number of samples in ``data``, to be checked against it.
+        num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
         batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis.
@@ -93,7 +93,7 @@ class DataLinearOperator(TorchLinearOperator):
             raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
         model = wrap_model(model_func, params)
         loss = self._wrap_loss(loss_func, reduction)
-        batches = Batches(data, batch_size_fn)
+        batches = Batches(data, batch_size_fn, num_data)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         self._blocks = _split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
@@ -101,7 +101,7 @@ class DataLinearOperator(TorchLinearOperator):
         self._chosen: dict[bool, Mode] = {}
         self._check_coupling()
         if check_deterministic:
-            self.risk.check(num_data)
+            self.risk.check()
         super().__init__(*self._spaces())
 
     # --- what a subclass says
