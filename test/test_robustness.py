@@ -447,3 +447,23 @@ def test_targets_in_other_containers():
     found = dense(GGNLinearOperator, model, params, data, loss=loss, reduction="mean")
     plain = [(X, target["labels"]) for X, target in data]
     assert error(found, dense(GGNLinearOperator, model, params, plain)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+def test_parameters_with_one_gradient_tensor(kind: type):
+    """Autograd returns the very same tensor for both: scaling it in place would count twice."""
+    weights = {name: torch.randn(3, 3, dtype=torch.float64) for name in ("first", "second")}
+
+    def sum_of_both(values: dict[str, Tensor], X: Tensor) -> Tensor:
+        return X @ (values["first"] + values["second"])
+
+    def one(values: dict[str, Tensor], X: Tensor) -> Tensor:
+        return X @ values["both"]
+
+    data = batches(4, 2)
+    found = dense(kind, sum_of_both, weights, data)
+    block = dense(kind, one, {"both": weights["first"] + weights["second"]}, data)
+    assert error(found, block.repeat(2, 2)) <= 1e-12
+    v = torch.ones(18, dtype=torch.float64)
+    single = kind(sum_of_both, CE, weights, data) @ v
+    assert error(single, block.repeat(2, 2) @ v) <= 1e-12
