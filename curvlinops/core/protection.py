@@ -14,7 +14,7 @@ def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
     """Undo all that happens to modules inside the context.
 
     Buffers are replaced by copies, which are made once per ``state``: a checkpoint that is
-    recomputed in the backward pass must see what the forward pass saw.
+    recomputed in the backward pass meets the forward pass's copies (with what that wrote to them).
 
     Args:
         roots: The modules; their children are included.
