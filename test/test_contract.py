@@ -189,13 +189,15 @@ def test_positive_semidefinite(case: str, problem: str):
 @pytest.mark.parametrize("case, problem", pairs(RANDOM, MC))
 def test_samples_repeat(case: str, problem: str):
     p = problems.make(problem)
-    operator = CASES[case].build(p)
-    v = vectors(operator)
-    first = operator @ v
+    fresh, kept = (CASES[case].build(p, cache=cache) for cache in ("none", "graph"))
+    v = vectors(fresh)
+    first = fresh @ v
     torch.manual_seed(1)
-    assert torch.equal(operator @ v, first)
-    # further columns are computed in another mode, at the same samples
-    assert error((operator @ torch.stack([v, v], 1))[:, 1], first) <= p.tolerance
+    assert torch.equal(fresh @ v, first)
+    # further columns, and kept graphs, are computed in another mode, at the same samples
+    assert error((fresh @ torch.stack([v, v], 1))[:, 1], first) <= p.tolerance
+    assert error(kept @ v, first) <= p.tolerance
+    assert torch.equal(kept @ v, kept @ v)
     assert torch.equal(CASES[case].build(p) @ v, first)
     other = CASES[case].build(p, seed=0, check_deterministic=False)
     assert error(other @ v, first) > 1e-3
@@ -292,13 +294,13 @@ def test_progress_names_operator_and_device(case: str, capsys):
 @pytest.mark.parametrize("case", CASES)
 def test_called_without_grad(case: str):
     p = problems.make("cnn")
-    operator = CASES[case].build(p)
+    operator = CASES[case].build(p, cache="graph")
     v = vectors(operator)
     expected = operator @ v
     with torch.no_grad():
         assert torch.equal(operator @ v, expected)
     with torch.inference_mode():
-        assert torch.equal(CASES[case].build(p) @ v.clone(), expected)
+        assert torch.equal(CASES[case].build(p, cache="graph") @ v.clone(), expected)
     assert not expected.requires_grad
 
 

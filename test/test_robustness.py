@@ -219,10 +219,11 @@ def test_replaced_parameters_are_noticed(case: str, as_dict: bool):
         operator @ torch.ones(operator.shape[1])
 
 
+@pytest.mark.parametrize("cache", ["none", "graph"])
 @pytest.mark.parametrize("kind", SQUARE)
-def test_threads(kind: type):
+def test_threads(kind: type, cache: str):
     model = mlp()
-    operator = kind(model, CE, list(model.parameters()), batches(4, 3))
+    operator = kind(model, CE, list(model.parameters()), batches(4, 3), cache=cache)
     v = torch.ones(operator.shape[1])
     expected = operator @ v
     with ThreadPoolExecutor(4) as pool:

@@ -37,9 +37,9 @@ class BoundModel(Protocol):
         """Evaluate the model inside an active scope."""
 
 
-def graph_nodes(output: Tensor) -> Iterator[Any]:
-    """Yield all nodes of the graph that computed a tensor."""
-    stack, seen = [output.grad_fn], set()
+def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
+    """Yield all nodes of the graph that computed some tensors."""
+    stack, seen = [output.grad_fn for output in outputs], set()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:

@@ -17,7 +17,8 @@ from curvlinops.core.parameters import (
     named_parameters,
     without_ties,
 )
-from curvlinops.core.protection import find_modules, protected
+from curvlinops.core.protection import protected
+from curvlinops.core.references import find_modules
 
 
 class Model(ABC):
@@ -61,6 +62,14 @@ class Model(ABC):
     def in_double(self, values: Mapping[str, Tensor]) -> "Model":
         """Return a copy in float64, at other parameter values."""
         raise NotImplementedError("a closure cannot be copied.")
+
+    def dependencies(self) -> list:
+        """Return everything that the output depends on, apart from the input."""
+        return [self.params, self._source()]
+
+    @abstractmethod
+    def _source(self) -> Any:
+        """Return the user's module or function."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -112,6 +121,9 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
+    def _source(self) -> nn.Module:
+        return self.module
+
     def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
         """Return a copy in float64, at other parameter values."""
         twin = copy.deepcopy(self)
@@ -160,6 +172,9 @@ class FunctionalModel(Model):
         """Evaluate the function."""
         return self._function(dict(values), X)
 
+    def _source(self) -> Callable:
+        return self._function
+
     def in_double(self, values: Mapping[str, Tensor]) -> "FunctionalModel":
         """Return the same function at other parameter values."""
         return FunctionalModel(self._function, values)
@@ -195,6 +210,9 @@ class ClosureModel(Model):
         """Move the values of the user's tensors."""
         for param in self.params.values():
             param.data = param.data.to(device)
+
+    def _source(self) -> Callable:
+        return self._function
 
     def __deepcopy__(self, memo: dict) -> "ClosureModel":
         """Share the tensors: the function, which is not copied, uses these."""

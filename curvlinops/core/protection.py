@@ -1,10 +1,7 @@
 """The user's modules, lent out and given back as found."""
 
-import functools
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -40,46 +37,3 @@ def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
         for part, original in found:
             part.clear()
             part.update(original)
-
-
-def find_modules(function: Any) -> list[nn.Module]:
-    """Return the modules that a function refers to, as far as that can be seen.
-
-    Args:
-        function: A function, a bound method, a partial, or an object with attributes. Functions
-            that it refers to are followed, except for those of libraries.
-    """
-    found, queue = [], [function]
-    seen: dict[int, Any] = {}  # kept alive, so that no two have one id
-    while queue:
-        part = queue.pop()
-        is_container = isinstance(part, Mapping | list | tuple)
-        if id(part) in seen or not (is_container or callable(part)) or isinstance(part, type):
-            continue
-        seen[id(part)] = part
-        if is_container:
-            queue += part.values() if isinstance(part, Mapping) else part
-            continue
-        if isinstance(part, nn.Module):
-            found.append(part)
-        elif not (inspect.isfunction(part) and _is_library(part)):
-            queue += _references(part)
-    return found
-
-
-def _is_library(function: Any) -> bool:
-    return (function.__module__ or "").startswith(("torch.", "numpy."))
-
-
-def _references(function: Any) -> list[Any]:
-    if isinstance(function, functools.partial):
-        return [function.func, *function.args, *function.keywords.values()]
-    if inspect.ismethod(function):
-        return [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
-    if inspect.isfunction(function):
-        try:
-            names = inspect.getclosurevars(function)
-        except ValueError:  # a variable that is not assigned yet
-            return []
-        return [*names.nonlocals.values(), *names.globals.values()]
-    return list(getattr(function, "__dict__", {}).values())

@@ -55,6 +55,10 @@ class BatchRisk:
         """Return the scope in which the parameters have the given values."""
         return Scope(self._risk.model, values, purpose)
 
+    def on(self, batch: Batch) -> "BatchRisk":
+        """Return the same on another batch."""
+        return BatchRisk(self._risk, batch)
+
     def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
         """Return the same on a copy of the model in float64, at other parameter values."""
         twin = EmpiricalRisk(self._risk.model.in_double(values), self.loss, self._risk.batches)
@@ -120,8 +124,13 @@ class EmpiricalRisk:
         self._values_checked = loss is None
         self._graph_checked = False
 
-    def run(self, step: Callable[[BatchRisk], None], description: str) -> None:
-        """Call ``step`` on every batch. This is the package's only loop over data."""
+    def run(
+        self,
+        step: Callable[[BatchRisk], None],
+        description: str,
+        start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call ``start``, then ``step`` on every batch. This is the only loop over data."""
         device = self.space.device
 
         def wrap(data: Iterable) -> Iterable:
@@ -130,6 +139,7 @@ class EmpiricalRisk:
 
         # autograd does not record what is computed in inference mode
         with _LOCK, preserved_rng(device), torch.inference_mode(False):
+            start()
             for batch in self.batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
                 if not self._graph_checked:

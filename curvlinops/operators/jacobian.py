@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core import autodiff
+from curvlinops.core.autodiff import Apply
+from curvlinops.core.choice import Mode
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -25,7 +27,7 @@ class OutputsLinearOperator(DataLinearOperator):
         num_data: int | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
-        cache: str = "auto",
+        cache: str | int = "auto",
         chunk_size: int | None = None,
         autodiff: str = "auto",
     ):
@@ -47,6 +49,9 @@ class OutputsLinearOperator(DataLinearOperator):
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
         return None
 
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+        return mode.jacobian(bound, lambda output: (None, bound.terms(output)))
+
     def _outputs(self) -> ParameterSpace:
         """Return the space of all data's outputs, flattened one batch after the other."""
         space = self.risk.space
@@ -60,12 +65,11 @@ class OutputsLinearOperator(DataLinearOperator):
         parts: list[Tensor] = []
 
         def step(bound: BatchRisk) -> None:
-            mode = self._mode_for(bound, num_columns)
-            apply = mode.jacobian(bound, lambda output: (None, bound.terms(output)))
+            apply = self._prepare(bound, num_columns)
             tangents = apply(columns, bound.space.names)[0][""]
             parts.append(tangents.flatten(1).to(outputs.dtype))
 
-        self.risk.run(step, "product")
+        self._run(step)
         _check_length(sum(part.shape[1] for part in parts), outputs.dim)
         out = {"": torch.cat(parts, dim=1)}
         self._check_finite(out)
@@ -79,14 +83,14 @@ class OutputsLinearOperator(DataLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal start
-            apply, size = autodiff.transposed_jacobian(bound)
+            apply, size = self._keep(bound, autodiff.transposed_jacobian, "transposed")
             _check_length(start + size, outputs.dim, at_most=True)
             autodiff.add(out, apply(rows[:, start : start + size], bound.space.names))
             start += size
 
         if rows.shape[0] == 0:
             return self.risk.space.zeros(0)
-        self.risk.run(step, "product")
+        self._run(step)
         _check_length(start, outputs.dim)
         self._check_finite(out)
         return out

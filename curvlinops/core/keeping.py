@@ -1,0 +1,194 @@
+"""Keeping what products with a batch need, from one product to the next."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import graph_nodes
+from curvlinops.core.data import Batch
+from curvlinops.core.snapshot import Snapshot
+
+_LOGGER = logging.getLogger("curvlinops")
+
+
+class Keeper:
+    """Keeps prepared products while nothing changes that they depend on, within a budget.
+
+    A product begins with ``start``, and asks ``prepare`` for each batch. Model, parameters, loss
+    and options are compared with a copy at the start, the data batch by batch.
+
+    Args:
+        cache: ``"none"``; ``"graph"`` for all batches; a number of bytes; or ``"auto"``, which
+            begins at the second product in a row without a change, and keeps at most a quarter of
+            the free memory (on the CPU not more than 4 GiB).
+
+    Attributes:
+        name: Names the operator in log messages.
+        active: Whether this product keeps what it prepares, and may find something kept.
+    """
+
+    def __init__(self, cache: str | int, name: str):
+        self.cache, self.name = cache, name
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and free its memory."""
+        self._snapshot: Snapshot | None = None
+        self._entries: dict[Any, _Entry] = {}
+        self._too_large: set[Any] = set()
+        self._budget = self._used = 0
+        self.active = False
+
+    def start(self, root: Any, device: torch.device) -> None:
+        """Begin a product: forget all if anything changed.
+
+        Args:
+            root: All that prepared products depend on, except for the batches.
+            device: Where they are kept.
+        """
+        if self.cache == "none":
+            return
+        root = [root, _surroundings(device)]
+        unchanged = self._snapshot is not None and self._snapshot.matches(root)
+        if not unchanged:
+            self.clear()
+            self._snapshot = Snapshot(root)
+            self._budget = _automatic_budget(device) if self.cache == "auto" else self.cache
+        self.active = unchanged or self.cache != "auto"
+
+    def wants(self, key: Any) -> bool:
+        """Return whether a product is kept, or would be unless it turns out to be too large."""
+        return self.active and key not in self._too_large
+
+    def prepare(self, key: Any, batch: Batch, build: Callable[[Batch], Callable]) -> Callable:
+        """Return a prepared product, kept or newly built.
+
+        Args:
+            key: Identifies the product and the batch.
+            batch: The batch.
+            build: Prepares the product for a batch.
+        """
+        if not self.wants(key):
+            return build(batch)
+        entry = self._entries.get(key)
+        if entry is not None:
+            if entry.snapshot.matches([batch.X, batch.y]):
+                return entry.product
+            del self._entries[key], entry  # before the new one needs memory
+            self._used = sum(kept.num_bytes for kept in self._entries.values())
+        try:
+            # the batch's memory is the user's, and may change
+            batch = copy.deepcopy(batch)
+        except Exception as error:  # whatever the user's own types raise
+            _LOGGER.info("%s: batch %d cannot be kept: %s", self.name, batch.index, error)
+            self._too_large.add(key)
+            return build(batch)
+        product = build(batch)
+        num_bytes = _footprint(product)
+        fits = self.cache == "graph" or self._used + num_bytes <= self._budget
+        if fits:
+            snapshot = Snapshot([batch.X, batch.y], copied=True)
+            self._entries[key] = _Entry(product, snapshot, num_bytes)
+            self._used += num_bytes
+        else:
+            self._too_large.add(key)
+        _LOGGER.info(
+            "%s: batch %d takes %.1f MiB and is %s; %d batches with %.1f MiB are kept%s",
+            self.name,
+            batch.index,
+            num_bytes / 2**20,
+            "kept" if fits else "not kept",
+            len(self._entries),
+            self._used / 2**20,
+            "" if self.cache == "graph" else f" of at most {self._budget / 2**20:.1f} MiB",
+        )
+        return product
+
+    def __getstate__(self) -> dict:
+        """Copies and pickles start empty: graphs cannot be copied."""
+        return {"cache": self.cache, "name": self.name}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+
+class _Entry:
+    def __init__(self, product: Callable, snapshot: Snapshot, num_bytes: int):
+        self.product, self.snapshot, self.num_bytes = product, snapshot, num_bytes
+
+
+def _surroundings(device: torch.device) -> list:
+    """Return PyTorch's own settings that a forward pass depends on."""
+    kind = device.type
+    return [
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    ]
+
+
+def _automatic_budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (torch.cuda.mem_get_info(device)[0] + reserved) // 4
+    # a container may have less than the machine
+    return min(psutil.virtual_memory().available // 4, 4 * 2**30)
+
+
+def _footprint(product: Callable) -> int:
+    """Return an estimate of the memory in bytes that a prepared product keeps alive."""
+    tensors = list(_tensors(product))
+    leaves = {t.untyped_storage().data_ptr() for t in tensors if t.is_leaf and t.requires_grad}
+    sizes: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+
+    for tensor in tensors:
+        count(tensor)
+    for node in graph_nodes(*tensors):
+        for attribute in _saved_attributes(node):
+            saved = getattr(node, attribute)
+            for one in saved if isinstance(saved, list | tuple) else [saved]:
+                # what checkpoints and other hooks saved is not in memory
+                held = getattr(one, "data", None)
+                if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
+                    count(held)
+    return sum(size for address, size in sizes.items() if address not in leaves)
+
+
+_ATTRIBUTES: dict[type, list[str]] = {}
+
+
+def _saved_attributes(node: Any) -> list[str]:
+    kind = type(node)
+    if kind not in _ATTRIBUTES:
+        _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
+    return _ATTRIBUTES[kind]
+
+
+def _tensors(product: Callable) -> Iterator[Tensor]:
+    """Yield the tensors that a function's closure holds, directly or in another function."""
+    stack, seen = [product], set()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, FunctionType):
+            stack += [cell.cell_contents for cell in part.__closure__ or ()]
+        elif isinstance(part, dict):
+            stack += part.values()
+        elif isinstance(part, list | tuple):
+            stack += part

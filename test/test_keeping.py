@@ -1,0 +1,610 @@
+"""Kept graphs: the numbers of fresh ones, whatever changes; bounded memory, and none left behind."""
+
+import copy
+import gc
+import logging
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+
+import numpy as np
+import problems
+import pytest
+import torch
+from contract import CASES, EXACT, RANDOM, error, matrix, vectors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvlinops
+from curvlinops.core.keeping import _footprint
+from curvlinops.core.snapshot import Snapshot
+
+AWKWARD = [
+    "mlp-ce-all-mean",
+    "classes-ce-ignore-mean",
+    "mlp-user-mean",
+    "cnn",
+    "transformer-tied",
+    "lstm-packed",
+    "functional",
+    "closure",
+    "dict-batch-padding-idx",
+    "pinn",
+    "checkpoint",
+    "float32-transformer",
+    "bfloat16-float32-norms",
+]
+SQUARE = [name for name, case in CASES.items() if case.square]
+
+
+@pytest.mark.parametrize("cache", ["graph", "auto", 10**9, 0])
+@pytest.mark.parametrize("problem", AWKWARD)
+@pytest.mark.parametrize("case", EXACT)
+def test_agrees_with_fresh_products(case: str, problem: str, cache):
+    p = problems.make(problem)
+    fresh, kept = (CASES[case].build(p, cache=c) for c in ("none", cache))
+    v, V = vectors(fresh), vectors(fresh, 3)
+    for _ in range(3):
+        assert error(kept @ v, fresh @ v) <= p.tolerance
+        assert error(kept @ V, fresh @ V) <= p.tolerance
+    u = vectors(fresh, rows=True)
+    for _ in range(3):
+        assert error(kept.T @ u, fresh.T @ u) <= p.tolerance
+    kinds = 1 if CASES[case].square else 2
+    assert len(kept._kept._entries) == (0 if cache == 0 else kinds * len(p.data))
+    assert not fresh._kept._entries
+
+
+def test_auto_begins_with_the_second_product():
+    p = problems.make("cnn")
+    H = CASES["hessian"].build(p)
+    v = vectors(H)
+    H @ v
+    assert not H._kept._entries
+    H @ v
+    assert len(H._kept._entries) == len(p.data)
+    H.clear_cache()
+    assert not H._kept._entries
+    for _ in range(3):  # a training loop, with one product per step
+        p.params[0].data.mul_(1.01)
+        H @ v
+        assert not H._kept._entries
+
+
+# --- changes
+
+SCALE = 1.0
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return SCALE * x
+
+
+@dataclass
+class Config:
+    """A model's own options."""
+
+    power: float = 1.0
+    nested: dict = field(default_factory=lambda: {"shift": [0.0]})
+
+
+class Changeable(nn.Module):
+    """Depends on everything that a module can depend on."""
+
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.rand(5) + 0.5)
+        self.act, self.drop = nn.Tanh(), nn.Dropout(0.0)
+        self.config, self.gain, self.plain = Config(), 1.0, torch.ones(5)
+        self.array = np.ones(1)
+        with torch.no_grad():
+            self.norm.running_mean.uniform_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.first(x))) * self.frozen * self.plain
+        x = self.gain * self.factor * x + self.config.nested["shift"][0]
+        x = _scaled(x) * float(self.array[0])
+        return self.last(self.drop(x)) * self.config.power
+
+
+@dataclass
+class World:
+    """A problem that can be changed in every way."""
+
+    model: nn.Module
+    loss: nn.Module
+    data: list
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Not all of the parameters."""
+        return [p for n, p in self.model.named_parameters() if n != "frozen"]
+
+    def build(self, case: str, **options) -> curvlinops.TorchLinearOperator:
+        """Return an operator, without warnings of BatchNorm in train mode."""
+        entry = CASES[case]
+        arguments = (self.model, self.loss) if entry.square else (self.model,)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            options = dict(entry.arguments) | options
+            options["check_deterministic"] = False
+            return entry.operator(*arguments, self.params, self.data, **options)
+
+
+def world() -> World:
+    """Return a problem that was not changed yet."""
+    global SCALE
+    SCALE, Changeable.factor = 1.0, 1.0
+    torch.manual_seed(0)
+    model = Changeable().double().eval()
+    model.plain = model.plain.double()
+    data = [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in (4, 2)]
+    weight = torch.tensor([1.0, 2.0, 0.5]).double()
+    return World(model, nn.CrossEntropyLoss(weight=weight), data)
+
+
+def _in_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] *= 1.1
+
+
+def _fused_adam(w: World) -> None:
+    optimizer = torch.optim.Adam(w.params, lr=1e-2, fused=True)
+    optimizer.zero_grad()
+    w.loss(w.model(w.data[0][0]), w.data[0][1]).backward()
+    optimizer.step()
+
+
+def _set_scale(w: World) -> None:
+    global SCALE
+    SCALE += 0.1
+
+
+def _own_forward(w: World) -> None:
+    def forward(self: Changeable, x: Tensor) -> Tensor:
+        return 1.1 * Changeable.forward(self, x)
+
+    w.model.forward = MethodType(forward, w.model)
+
+
+def _set_factor(w: World) -> None:
+    Changeable.factor += 0.1
+
+
+def _grow_shift(w: World) -> None:
+    w.model.config.nested["shift"][0] += 0.1
+
+
+def _no_grad_copy(w: World) -> None:
+    with torch.no_grad():
+        w.params[0].copy_(torch.randn_like(w.params[0]))
+
+
+def _load(w: World) -> None:
+    w.model.load_state_dict({n: 1.05 * v for n, v in w.model.state_dict().items()}, strict=True)
+
+
+def _assign_frozen(w: World) -> None:
+    state = {"frozen": w.model.frozen.detach() * 1.1}
+    w.model.load_state_dict(state, strict=False, assign=True)
+
+
+def _permute_data(w: World) -> None:
+    w.params[0].data = w.params[0].data.flip(0)
+
+
+def _abandon_memory(w: World) -> None:
+    old = w.params[0].data
+    w.params[0].data = old.clone()
+    old.zero_()
+
+
+def _abandon_batch(w: World) -> None:
+    X, y = w.data[0]
+    w.data[0] = (X.clone(), y.clone())
+    X.zero_()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "in place": _no_grad_copy,
+    "data": lambda w: w.params[0].data.add_(0.1),
+    "sign": lambda w: w.params[0].data.neg_(),  # the same norm
+    "permutation": _permute_data,
+    "one entry": lambda w: w.params[-1].data[0].mul_(1 + 1e-3),
+    "numpy": lambda w: _in_numpy(w.params[0]),
+    "foreach": lambda w: torch._foreach_mul_([p.data for p in w.params], 1.1),
+    "fused Adam": _fused_adam,
+    "state dict": _load,
+    "memory": _abandon_memory,
+    "frozen": lambda w: w.model.frozen.data.mul_(1.1),
+    "frozen, assigned": _assign_frozen,
+    "buffer": lambda w: w.model.norm.running_mean.data.add_(0.2),
+    "buffer, numpy": lambda w: _in_numpy(w.model.norm.running_var),
+    "buffer, replaced": lambda w: setattr(
+        w.model.norm, "running_var", w.model.norm.running_var * 1.2
+    ),
+    "plain tensor": lambda w: w.model.plain.data.mul_(1.1),
+    "array": lambda w: w.model.array.__imul__(1.1),
+    "train": lambda w: w.model.norm.train(not w.model.norm.training),
+    "attribute": lambda w: setattr(w.model, "gain", w.model.gain + 0.1),
+    "config": lambda w: setattr(w.model.config, "power", w.model.config.power + 0.1),
+    "nested config": _grow_shift,
+    "class attribute": _set_factor,
+    "global": _set_scale,
+    "submodule": lambda w: setattr(w.model, "act", nn.Sigmoid()),
+    "hook": lambda w: w.model.act.register_forward_hook(lambda m, i, out: 0.9 * out),
+    "forward": _own_forward,
+    "eps": lambda w: setattr(w.model.norm, "eps", w.model.norm.eps * 100),
+    "X": lambda w: w.data[0][0].data.mul_(1.1),
+    "X, permuted": lambda w: w.data[0][0].data.copy_(w.data[0][0].flip(0)),
+    "X, numpy": lambda w: _in_numpy(w.data[1][0]),
+    "X, memory": _abandon_batch,
+    "y": lambda w: w.data[0][1].data.copy_((w.data[0][1] + 1) % 3),
+    "batch replaced": lambda w: w.data.__setitem__(
+        0, (torch.randn_like(w.data[0][0]), w.data[0][1])
+    ),
+    "batches reversed": lambda w: w.data.reverse(),
+    "batch added": lambda w: w.data.append((w.data[0][0] + 1, w.data[0][1])),
+    "batch removed": lambda w: w.data.pop(0) if len(w.data) > 1 else None,
+    "class weight": lambda w: w.loss.weight.data.mul_(torch.tensor([1.0, 1.5, 1.0])),
+    "smoothing": lambda w: setattr(w.loss, "label_smoothing", 0.3),
+    "ignore_index": lambda w: setattr(w.loss, "ignore_index", 1),
+}
+# the number of outputs is fixed at construction
+RESHAPING = {"batch added", "batch removed"}
+
+
+def _agree(w: World, case: str, operator: curvlinops.TorchLinearOperator) -> bool:
+    """Return whether the operator is what it would be if it was built now, without keeping."""
+    fresh = w.build(case, cache="none")
+    V = vectors(fresh, 2)
+    return error(operator @ V, fresh @ V) <= 1e-10
+
+
+def _can(case: str, change: str) -> bool:
+    """Return whether an operator can meet a change at all."""
+    if change == "train" and case.startswith("fisher"):
+        return False  # refused at construction
+    return CASES[case].square or change not in RESHAPING
+
+
+@pytest.mark.parametrize("case, change", [(o, c) for o in CASES for c in CHANGES if _can(o, c)])
+def test_changes_are_noticed(case: str, change: str):
+    w = world()
+    operator = w.build(case, cache="graph")
+    before = operator @ vectors(operator)
+    assert len(operator._kept._entries) == 2
+    CHANGES[change](w)
+    assert _agree(w, case, operator)
+    unseen = {"memory", "X, memory"}  # the values are the same
+    if CASES[case].square and case not in RANDOM and change not in unseen | {"batches reversed"}:
+        assert error(operator @ vectors(operator), before) > 1e-12
+    assert _agree(w, case, operator)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=st.sampled_from(["hessian", "ggn", "mc", "jacobian"]),
+    cache=st.sampled_from(["auto", "graph", 20_000]),
+    changes=st.lists(
+        st.sampled_from(sorted(set(CHANGES) - RESHAPING) + 4 * ["nothing"]), max_size=8
+    ),
+)
+def test_sequences_of_changes(case: str, cache, changes: list[str]):
+    w = world()
+    operator = w.build(case, cache=cache)
+    for change in changes:
+        CHANGES.get(change, lambda w: None)(w)
+        assert _agree(w, case, operator)
+
+
+def test_options_are_noticed():
+    w = world()
+    operator = w.build("mc", cache="graph")
+    v = vectors(operator)
+    before = operator @ v
+    operator.seed = 1
+    assert error(operator @ v, w.build("mc", seed=1) @ v) <= 1e-10
+    operator.seed, operator.mc_samples = 2147483647, 7
+    assert error(operator @ v, before) > 1e-3
+
+
+def test_autocast_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = [(torch.randn(6, 4), torch.randint(3, (6,)))]
+    G = curvlinops.GGNLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), data, cache="graph"
+    )
+    v = vectors(G)
+    single = G @ v
+    with torch.autocast("cpu", torch.bfloat16):
+        half = G @ v
+    assert error(half, single) > 1e-4
+    assert torch.equal(G @ v, single)
+
+
+@pytest.mark.parametrize("change", ["cell", "default", "tensor", "helper"])
+@pytest.mark.parametrize("kind", ["function", "closure"])
+def test_changes_of_functions_are_noticed(kind: str, change: str):
+    W, scale = torch.randn(3, 4).double(), 1.0
+    other = torch.ones(3).double()
+    helper = [torch.tanh]
+
+    def output(W: Tensor, X: Tensor, factor: float = 1.0) -> Tensor:
+        return helper[0](X @ W.T) * other * scale * factor
+
+    model = (lambda params, X: output(params["W"], X)) if kind == "function" else None
+    model = model or (lambda X: output(W, X))
+    params = {"W": W} if kind == "function" else [W]
+    data = [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
+    arguments = (model, nn.MSELoss(), params, data)
+    kept = curvlinops.GGNLinearOperator(*arguments, cache="graph")
+    v = vectors(kept)
+    before = kept @ v
+    if change == "cell":
+        scale = 2.0
+    elif change == "default":
+        output.__defaults__ = (2.0,)
+    elif change == "tensor":
+        other.data.mul_(2)
+    else:
+        helper[0] = torch.sigmoid
+    fresh = curvlinops.GGNLinearOperator(*arguments, cache="none")
+    assert error(kept @ v, fresh @ v) <= 1e-10
+    assert error(kept @ v, before) > 1e-2
+
+
+def test_loaders_that_make_new_tensors():
+    w = world()
+    X, y = (torch.cat(parts) for parts in zip(*w.data, strict=True))
+    w.data = DataLoader(TensorDataset(X, y), batch_size=4)
+    operator = w.build("ggn", cache="graph")
+    v = vectors(operator)
+    operator @ v
+    kept = [entry.product for entry in operator._kept._entries.values()]
+    operator @ v
+    assert kept == [entry.product for entry in operator._kept._entries.values()]
+    X.data.add_(1)
+    assert _agree(w, "ggn", operator)
+
+
+def test_batches_of_other_kinds():
+    class Own:
+        def __init__(self, x: Tensor):
+            self.x = x
+
+        def to(self, device: torch.device) -> "Own":
+            return self
+
+    class Cannot(Own):
+        def __deepcopy__(self, memo: dict):
+            raise RuntimeError("not me")
+
+    model = nn.Linear(3, 2).double()
+    params = dict(model.named_parameters())
+
+    def forward(params: dict, X: Own) -> Tensor:
+        return torch.nn.functional.linear(X.x, params["weight"], params["bias"]).tanh()
+
+    for kind, count in ((Own, 1), (Cannot, 0)):
+        x = torch.randn(4, 3).double()
+        data = [(kind(x), torch.randn(4, 2).double())]
+        arguments = (forward, nn.MSELoss(), params, data)
+        options = {"batch_size_fn": lambda X: len(X.x)}
+        H = curvlinops.HessianLinearOperator(*arguments, cache="graph", **options)
+        v = vectors(H)
+        before = H @ v
+        assert len(H._kept._entries) == count
+        assert torch.equal(H @ v, before)
+        x.data.mul_(2)
+        fresh = curvlinops.HessianLinearOperator(*arguments, cache="none", **options)
+        assert error(H @ v, fresh @ v) <= 1e-10
+
+
+# --- memory
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "transformer-tied", "checkpoint"])
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_flat(case: str, problem: str):
+    operator = CASES[case].build(problems.make(problem), cache="graph")
+    v = vectors(operator)
+    for _ in range(3):
+        operator @ v
+    before = _live_tensors()
+    size = operator._kept._used
+    for _ in range(200 if problem == "mlp-ce-all-mean" else 10):
+        operator @ v
+    assert _live_tensors() == before
+    assert operator._kept._used == size
+
+
+@pytest.mark.parametrize("problem", ["cnn", "transformer-tied", "checkpoint", "lstm-packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_freed_with_the_operator(case: str, problem: str):
+    p = problems.make(problem)
+    operator = CASES[case].build(p, cache="graph")
+    operator @ vectors(operator)
+    products = [entry.product for entry in operator._kept._entries.values()]
+    # the transposed Jacobian's comes with the number of its outputs
+    kept = [weakref.ref(p[0] if isinstance(p, tuple) else p) for p in products]
+    del products
+    assert kept
+    assert all(reference() is not None for reference in kept)
+    gc.collect()
+    gc.disable()
+    try:
+        del operator
+        assert all(reference() is None for reference in kept)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("case", CASES)
+def test_dropped_by_copies(case: str, duplicate: Callable):
+    operator = CASES[case].build(problems.make("cnn"), cache="graph")
+    v = vectors(operator)
+    before = operator @ v
+    assert operator._kept._entries
+    other = duplicate(operator)
+    assert not other._kept._entries
+    assert torch.equal(other @ v, before)
+    assert other._kept._entries
+
+
+@pytest.mark.parametrize("case", SQUARE)
+def test_budget(case: str, caplog):
+    p = problems.make("cnn")
+    everything = CASES[case].build(p, cache="graph")
+    v = vectors(everything)
+    expected = everything @ v
+    sizes = [entry.num_bytes for entry in everything._kept._entries.values()]
+    assert len(sizes) > 1
+    caplog.set_level(logging.INFO, "curvlinops")
+    some = CASES[case].build(p, cache=sizes[0] + 1000)
+    for _ in range(3):
+        assert error(some @ v, expected) <= p.tolerance
+    assert len(some._kept._entries) == 1
+    assert some._kept._used <= sizes[0] + 1000
+    kept = [record.message for record in caplog.records if "kept" in record.message]
+    assert len(kept) == len(sizes)  # each batch is said once
+    assert f"{type(some).__name__}: batch 0" in kept[0]
+    assert "is not kept" in kept[1]
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "jacobian"])
+def test_footprint_is_what_the_graph_saves(case: str):
+    model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU())
+    data = [(torch.randn(300, 50), torch.randn(300, 60))]
+    entry = CASES[case]
+    arguments = (model, nn.MSELoss()) if entry.square else (model,)
+    operator = entry.operator(*arguments, list(model.parameters()), data, cache="graph")
+    v = vectors(operator)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    operator @ v  # the modes are chosen
+    operator.clear_cache()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        operator @ v
+    truth = sum(size for address, size in saved.items() if address not in own)
+    operator.clear_cache()
+    operator @ v
+    (kept,) = operator._kept._entries.values()
+    assert 0.8 * truth <= kept.num_bytes <= 1.5 * truth
+
+
+def test_checkpoints_are_not_recomputed_to_be_counted():
+    calls = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(20, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.lin(x).tanh().exp().sin()
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = Checkpointed()
+    G = curvlinops.GGNLinearOperator(
+        model,
+        nn.MSELoss(),
+        list(model.parameters()),
+        [(torch.randn(64, 20), torch.randn(64, 20))],
+        cache="graph",
+    )
+    v = vectors(G)
+    G @ v
+    (product,) = [entry.product for entry in G._kept._entries.values()]
+    before = len(calls)
+    _footprint(product)
+    assert len(calls) == before
+
+
+# --- snapshots
+
+
+def test_snapshot_sees_through_references():
+    class Slots:
+        __slots__ = ("value",)
+
+    shared = torch.ones(3)
+    state = {
+        "list": [shared, shared],
+        "set": {1, 2},
+        "nan": float("nan"),
+        "array": np.array([1.0, np.nan]),
+        "strided": torch.arange(12.0).reshape(3, 4)[:, ::2],
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "bool": torch.tensor([True, False, True]),
+        "empty": torch.empty(0),
+        "slots": Slots(),
+        "function": _scaled,
+    }
+    state["itself"] = state
+    snapshot = Snapshot(state)
+    assert snapshot.matches(state)
+    state["set"].add(3)
+    assert not snapshot.matches(state)
+    state["set"].remove(3)
+    for name in ("strided", "complex"):
+        state[name].mul_(2)
+        assert not snapshot.matches(state)
+        state[name].div_(2)
+    state["bool"].logical_not_()
+    assert not snapshot.matches(state)
+    state["bool"].logical_not_()
+    state["list"][1] = shared.clone()  # no longer tied
+    assert not snapshot.matches(state)
+    state["list"][1] = shared
+    shared.requires_grad_()
+    assert not snapshot.matches(state)
+    shared.requires_grad_(False)
+    assert snapshot.matches(state)
+
+
+@pytest.mark.parametrize("thing", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+def test_snapshot_of_unknown_memory_never_matches(thing: Tensor):
+    assert not Snapshot([thing]).matches([thing])
+
+
+def test_nan_and_negative_zero():
+    x = torch.tensor([float("nan"), 0.0])
+    snapshot = Snapshot([x])
+    assert snapshot.matches([x])
+    x[1] = -0.0
+    assert not snapshot.matches([x])
+
+
+def test_dense_matrix_from_kept_graphs():
+    p = problems.make("mlp-ce-all-mean")
+    kept, fresh = (matrix(CASES["hessian"].build(p, cache=c)) for c in ("graph", "none"))
+    assert error(kept, fresh) <= p.tolerance
