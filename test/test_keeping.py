@@ -1,4 +1,4 @@
-"""Kept graphs: the numbers of fresh ones, whatever changes; bounded memory, and none left behind."""
+"""Kept graphs: the numbers of fresh ones, whatever changes; bounded memory; none left behind."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
-from curvlinops.core.keeping import _footprint
+from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Snapshot
 
 AWKWARD = [
@@ -545,7 +545,7 @@ def test_checkpoints_are_not_recomputed_to_be_counted():
     G @ v
     (product,) = [entry.product for entry in G._kept._entries.values()]
     before = len(calls)
-    _footprint(product)
+    footprint(product)
     assert len(calls) == before
 
 

@@ -1,13 +1,14 @@
-"""Backward passes over a model bound to a batch, and what products are made of."""
+"""Backward passes over a model bound to a batch."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._vmap_internals import _vmap
 from torch.autograd.graph import _engine_run_backward
 
+from curvlinops.core.columns import in_chunks, stack
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -37,17 +38,6 @@ class BoundModel(Protocol):
         """Evaluate the model inside an active scope."""
 
 
-def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
-    """Yield all nodes of the graph that computed some tensors."""
-    stack, seen = [output.grad_fn for output in outputs], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack.extend(next_node for next_node, _ in node.next_functions)
-
-
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     leaves = bound.leaves()
@@ -58,19 +48,29 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     return loss.detach(), stack(bound.space, [grads], leaves), terms
 
 
-def transposed_jacobian(bound: BoundModel) -> tuple[Callable, int]:
-    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the number of outputs."""
+def transposed_jacobian(bound: BoundModel, chunk_size: int | None = None) -> tuple[Callable, int]:
+    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the number of outputs.
+
+    Args:
+        bound: The model on a batch.
+        chunk_size: How many columns a backward pass carries at once.
+    """
     leaves = bound.leaves()
     scope = bound.scope(leaves, "gradient")
     with scope.active():
         output = bound.output(scope)
 
+    def product(u: Columns, inputs: Tensors) -> Columns:
+        return pull_columns({"": output}, u, inputs)
+
+    chunks = in_chunks(product, chunk_size)
+
     def apply(U: Tensor, names: Iterable[str]) -> Columns:
         inputs = {name: leaves[name] for name in names}
-        rows = U.reshape(-1, *output.shape).to(output.dtype)
+        rows = {"": U.reshape(-1, *output.shape)}
         with scope.active():
-            grads = [pull({"": output}, {"": row}, inputs) for row in rows]
-        return stack(bound.space, grads, inputs)
+            out = chunks(rows, {"": output.dtype}, inputs)
+        return {name: column.to(bound.space.dtype) for name, column in out.items()}
 
     return apply, output.numel()
 
@@ -110,8 +110,17 @@ def pull(
         torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
         for name in names
     ]
-    call = _vmap(run, 0, 0, allow_none_pass_through=True) if batched else run
-    return dict(zip(inputs, call(*weights), strict=True))
+    if not batched:
+        return dict(zip(inputs, run(*weights), strict=True))
+
+    def run_batched(*columns: Tensor) -> dict[str, Tensor]:
+        grads = zip(inputs, run(*columns), strict=True)
+        return {name: grad for name, grad in grads if grad is not None}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        grads = torch.func.vmap(run_batched)(*weights)
+    return {name: grads.get(name) for name in inputs}
 
 
 def pull_columns(
@@ -131,50 +140,3 @@ def pull_columns(
         else grad.detach()
         for name, grad in grads.items()
     }
-
-
-def split_columns(V: Columns, leaves: Tensors, size: int) -> Iterator[Columns]:
-    """Yield ``size`` columns after the other, each entry in its parameter's dtype."""
-    num_columns = next(iter(V.values())).shape[0]
-    for start in range(0, num_columns, size):
-        yield {
-            name: column[start : start + size].to(leaves[name].dtype) for name, column in V.items()
-        }
-
-
-def single_columns(V: Columns, leaves: Tensors) -> Iterator[Tensors]:
-    """Yield the columns one by one, without their column axis."""
-    for chunk in split_columns(V, leaves, size=1):
-        yield {name: column[0] for name, column in chunk.items()}
-
-
-def stack(
-    space: ParameterSpace, products: list[Mapping[str, Tensor | None]], names: Iterable[str]
-) -> Columns:
-    """Stack products of single vectors, in the dtype of ``space``; ``None`` is zero."""
-    singles = [
-        {
-            name: space.zeros(1, [name])[name]
-            if product[name] is None
-            else product[name].detach().to(space.dtype).unsqueeze(0)
-            for name in names
-        }
-        for product in products
-    ]
-    return concatenate(singles)
-
-
-def concatenate(parts: list[Columns]) -> Columns:
-    """Put columns side by side; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def add(total: Columns, part: Columns) -> None:
-    """Add columns to a running total, which starts out empty.
-
-    Not in place: autograd may return one tensor as the gradient of several parameters.
-    """
-    for name, column in part.items():
-        total[name] = total[name] + column if name in total else column

@@ -52,16 +52,16 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors."""
     u, v = _random(bound, 0), _random(bound, 1)
-    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     def recording(output: Tensor) -> tuple[Tensor, Tensor]:
-        loss, terms = head(output)
-        losses.append(loss.detach())
-        return loss, terms
+        gradient, terms = head(output)
+        gradients.append(gradient.detach())
+        return gradient, terms
 
     apply = mode.hessian(bound, recording)
     Hu, Hv = (apply(x, bound.space.names)[0] for x in (u, v))
-    scale = _norm(Hv) + _norm(Hu) + _noise(losses[0])
+    scale = _norm(Hv) + _norm(Hu) + _noise(gradients[0])
     return abs(_dot(u, Hv) - _dot(v, Hu)) / scale
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.functions import wanted
+
 #: stride, padding, dilation, transposed, output_padding, groups
 Options = tuple[list[int], list[int], list[int], bool, list[int], int]
 
@@ -63,9 +65,9 @@ class ConvolutionBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. output gradient, input and weight."""
         g, x, w = ctx.saved_tensors
-        needs_g, needs_x, needs_w = ctx.needs_input_grad[:3]
+        wants_g, wants_x, wants_w, *_ = wanted(ctx)
         grad_g = grad_x = grad_w = None
-        if needs_g:
+        if wants_g:
             parts = []
             if vx is not None:
                 parts.append(_aten.convolution(vx, w, None, *ctx.options))
@@ -74,9 +76,9 @@ class ConvolutionBackward(torch.autograd.Function):
             if vb is not None:
                 parts.append(vb.reshape(-1, *[1] * (g.ndim - 2)).expand_as(g))
             grad_g = sum(parts[1:], start=parts[0]) if parts else None
-        if needs_x and vw is not None:
+        if wants_x and vw is not None:
             grad_x = _backward(g, x, vw, None, ctx.options, (True, False, False))[0]
-        if needs_w and vx is not None:
+        if wants_w and vx is not None:
             grad_w = _backward(g, vx, w, None, ctx.options, (False, True, False))[1]
         return grad_g, grad_x, grad_w, None, None, None
 

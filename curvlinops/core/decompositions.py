@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.convolution import CONVOLUTIONS
+from curvlinops.core.normalization import NORMALIZATIONS
 
 
 def _recurrent(packet: Any) -> Callable:
@@ -180,7 +182,7 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
 }
 
 #: In addition, where the graph of the backward pass is differentiated.
-FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS
+FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS | NORMALIZATIONS | ACTIVATIONS
 
 
 class Rewriting(TorchFunctionMode):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from curvlinops.core.autodiff import graph_nodes
 from curvlinops.core.data import Batch, leaves
+from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 
 

@@ -2,16 +2,14 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
-from curvlinops.core.autodiff import graph_nodes
 from curvlinops.core.data import Batch
+from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -90,7 +88,7 @@ class Keeper:
             self._too_large.add(key)
             return build(batch)
         product = build(batch)
-        num_bytes = _footprint(product)
+        num_bytes = footprint(product)
         fits = self.cache == "graph" or self._used + num_bytes <= self._budget
         if fits:
             snapshot = Snapshot([batch.X, batch.y], copied=True)
@@ -118,6 +116,20 @@ class Keeper:
         self.__init__(**state)
 
 
+def check_cache(cache: Any, autodiff: str) -> None:
+    """Refuse a ``cache`` that is none of the choices, or that ``autodiff`` cannot serve."""
+    if type(cache) is int and cache >= 0:
+        return
+    if cache not in ("auto", "graph", "none"):
+        raise ValueError(
+            f"cache must be 'auto', 'graph', 'none', or a number of bytes, got {cache!r}."
+        )
+    if cache == "graph" and autodiff == "forward":
+        raise ValueError(
+            "cache='graph' needs autodiff='auto' or 'reverse': forward mode has no graph."
+        )
+
+
 class _Entry:
     def __init__(self, product: Callable, snapshot: Snapshot, num_bytes: int):
         self.product, self.snapshot, self.num_bytes = product, snapshot, num_bytes
@@ -140,55 +152,3 @@ def _automatic_budget(device: torch.device) -> int:
         return (torch.cuda.mem_get_info(device)[0] + reserved) // 4
     # a container may have less than the machine
     return min(psutil.virtual_memory().available // 4, 4 * 2**30)
-
-
-def _footprint(product: Callable) -> int:
-    """Return an estimate of the memory in bytes that a prepared product keeps alive."""
-    tensors = list(_tensors(product))
-    leaves = {t.untyped_storage().data_ptr() for t in tensors if t.is_leaf and t.requires_grad}
-    sizes: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> None:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-
-    for tensor in tensors:
-        count(tensor)
-    for node in graph_nodes(*tensors):
-        for attribute in _saved_attributes(node):
-            saved = getattr(node, attribute)
-            for one in saved if isinstance(saved, list | tuple) else [saved]:
-                # what checkpoints and other hooks saved is not in memory
-                held = getattr(one, "data", None)
-                if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
-                    count(held)
-    return sum(size for address, size in sizes.items() if address not in leaves)
-
-
-_ATTRIBUTES: dict[type, list[str]] = {}
-
-
-def _saved_attributes(node: Any) -> list[str]:
-    kind = type(node)
-    if kind not in _ATTRIBUTES:
-        _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
-    return _ATTRIBUTES[kind]
-
-
-def _tensors(product: Callable) -> Iterator[Tensor]:
-    """Yield the tensors that a function's closure holds, directly or in another function."""
-    stack, seen = [product], set()
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, FunctionType):
-            stack += [cell.cell_contents for cell in part.__closure__ or ()]
-        elif isinstance(part, dict):
-            stack += part.values()
-        elif isinstance(part, list | tuple):
-            stack += part

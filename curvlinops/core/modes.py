@@ -26,13 +26,10 @@ from curvlinops.core.autodiff import (
     BoundModel,
     Head,
     Tensors,
-    concatenate,
     pull,
     pull_columns,
-    single_columns,
-    split_columns,
-    stack,
 )
+from curvlinops.core.columns import in_chunks, single_columns, stack
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns
 
@@ -47,23 +44,29 @@ class Reverse:
     """Backward passes through the graph of a backward pass.
 
     Attributes:
-        chunk_size: How many columns a backward pass carries at once (by ``vmap``).
+        chunk_size: How many columns a backward pass carries at once; see ``in_chunks``.
     """
 
-    chunk_size: int = 1
+    chunk_size: int | None = None
 
     def hessian(self, bound: BoundModel, head: Head) -> Apply:
-        """Prepare products with the Hessian of a scalar function of the output."""
+        """Prepare products with the Hessian of a scalar function of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns the function's gradient at the output, differentiable, and the terms.
+        """
         leaves = bound.leaves()
         scope = bound.scope(leaves, "reverse")
         with scope.active():
-            loss, terms = head(bound.output(scope))
-            grads = pull({"": loss}, {"": None}, leaves, create_graph=True)
+            output = bound.output(scope)
+            gradient, terms = head(output)
+            grads = pull({"": output}, {"": gradient}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
             return pull_columns(grads, v, inputs)
 
-        return self._in_chunks(product, bound, scope, leaves, terms)
+        return self._by_columns(product, bound, scope, leaves, terms)
 
     def jacobian(self, bound: BoundModel, head: Head) -> Apply:
         """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
@@ -74,10 +77,12 @@ class Reverse:
             terms = head(output.detach())[1]
             push = _double_vjp(output, leaves)
 
+        chunks = in_chunks(lambda v: {"": push(v)}, self.chunk_size)
+        dtypes = _dtypes(bound)
+
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             with scope.active():
-                parts = [{"": push(v)} for v in split_columns(V, leaves, self.chunk_size)]
-            return concatenate(parts), terms
+                return chunks(V, dtypes), terms
 
         return apply
 
@@ -99,16 +104,18 @@ class Reverse:
         def product(v: Columns, inputs: Tensors) -> Columns:
             return pull_columns({"": output}, {"": curvature(push(v))}, inputs)
 
-        return self._in_chunks(product, bound, scope, leaves, terms)
+        return self._by_columns(product, bound, scope, leaves, terms)
 
-    def _in_chunks(
+    def _by_columns(
         self, product: Callable, bound: BoundModel, scope: Scope, leaves: Tensors, terms: Tensor
     ) -> Apply:
+        chunks = in_chunks(product, self.chunk_size)
+        dtypes = _dtypes(bound)
+
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             inputs = {name: leaves[name] for name in names}
             with scope.active():
-                parts = [product(v, inputs) for v in split_columns(V, leaves, self.chunk_size)]
-            out = concatenate(parts)
+                out = chunks(V, dtypes, inputs)
             return {name: column.to(bound.space.dtype) for name, column in out.items()}, terms
 
         return apply
@@ -119,15 +126,16 @@ class Forward:
     """Tangents that travel along the ordinary forward and backward pass."""
 
     def hessian(self, bound: BoundModel, head: Head) -> Apply:
-        """Prepare products with the Hessian of a scalar function of the output."""
+        """Prepare products with the Hessian of a scalar function of the output; see ``Reverse``."""
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
             with forward_ad.dual_level():
                 scope, duals = _dual_scope(bound, v)
                 with scope.active():
-                    loss, terms = head(bound.output(scope))
+                    output = bound.output(scope)
+                    gradient, terms = head(output)
                     inputs = {name: duals[name] for name in names}
-                    grads = pull({"": loss}, {"": None}, inputs, retain=False)
+                    grads = pull({"": output}, {"": gradient}, inputs, retain=False)
                     return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
         return _apply_each(bound, product)
@@ -137,7 +145,7 @@ class Forward:
 
         def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
             tangents = []
-            for v in single_columns(V, bound.leaves()):
+            for v in single_columns(V, _dtypes(bound)):
                 with forward_ad.dual_level():
                     scope, _ = _dual_scope(bound, v, requires_grad=False)
                     with scope.active():
@@ -173,12 +181,15 @@ def _apply_each(bound: BoundModel, product: Callable) -> Apply:
 
     def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
         names = list(names)
-        leaves = bound.leaves()
-        results = [product(v, names) for v in single_columns(V, leaves)]
+        results = [product(v, names) for v in single_columns(V, _dtypes(bound))]
         products, terms = [result[0] for result in results], results[0][1]
-        return stack(bound.space, products, {n: leaves[n] for n in names}), terms
+        return stack(bound.space, products, names), terms
 
     return apply
+
+
+def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
+    return {name: leaf.dtype for name, leaf in bound.leaves().items()}
 
 
 def _dual_scope(

@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops.core import autodiff
+from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, to_double
 from curvlinops.core.determinism import (
     agree,
@@ -37,6 +38,7 @@ class LossLike(Protocol):
     def check(self, output: Tensor, target: Any) -> None: ...
     def check_values(self, output: Tensor, target: Any) -> None: ...
     def sum(self, output: Tensor, target: Any) -> Tensor: ...
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor: ...
     def denominator(self, output: Tensor, target: Any) -> Tensor: ...
     def term_size(self, output: Tensor) -> int | None: ...
 
@@ -89,6 +91,11 @@ class BatchRisk:
         """Return the sum over the batch's terms, and its share of the normalization."""
         terms = self.terms(output)
         return self.loss.sum(output, self.batch.y), terms
+
+    def loss_gradient(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of ``loss_sum`` w.r.t. the output, differentiable, and the terms."""
+        terms = self.terms(output)
+        return self.loss.differentiable_gradient(output, self.batch.y), terms
 
     def check_loss(self, output: Tensor) -> None:
         """Raise an error that names the batch if the loss is not finite."""
@@ -203,7 +210,7 @@ class EmpiricalRisk:
             value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
             check_finite(risk.batch, value, columns)
             loss, total = loss + value, total + terms
-            autodiff.add(gradient, columns)
+            add(gradient, columns)
 
         self.run(step, "gradient_and_loss")
         scale = self.scale(total)

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.functions import WithDerivative
+
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
 
@@ -69,6 +71,12 @@ class Loss(ABC):
         """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
         rows = self._gradient(self._rows(output), output, target)
         return self.from_terms(rows.unsqueeze(0), output)[0]
+
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
+        """Return ``gradient`` as a function of the output, with ``hessian`` as its derivative."""
+        z = output.detach()
+        value, multiply = self.gradient(z, target), self.hessian(z, target)
+        return WithDerivative.apply(output, value, multiply)
 
     def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
         """Return products with the Hessian of ``sum`` w.r.t. the output."""

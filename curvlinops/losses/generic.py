@@ -54,6 +54,16 @@ class AdditiveLoss(Loss):
         value = self._value(output, target)
         return value * output.shape[0] if self.reduction == "mean" else value
 
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
+        """Return the gradient of ``sum``, by PyTorch."""
+        with torch.enable_grad():
+            total = self.sum(output.clone(), target)  # some losses overwrite their input
+            if not total.requires_grad:
+                return torch.zeros_like(output)
+            return torch.autograd.grad(
+                total, output, create_graph=True, allow_unused=True, materialize_grads=True
+            )[0]
+
     def denominator(self, output: Tensor, target: Any) -> Tensor:
         """Return the number of samples."""
         return torch.tensor(output.shape[0], device=output.device)

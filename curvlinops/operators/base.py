@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.autodiff import Apply, add
+from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
+from curvlinops.core.columns import add
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
-from curvlinops.core.keeping import Keeper
+from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import Model, wrap_model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.operator import TorchLinearOperator
@@ -49,8 +50,8 @@ class DataLinearOperator(TorchLinearOperator):
             many as fit a number of bytes. ``"auto"`` starts with the second product in a row, and
             keeps up to a quarter of the free memory (on the CPU at most 4 GiB). Kept graphs make
             products faster, the numbers are the same.
-        chunk_size: Number of columns that a backward pass carries at once. More take more memory;
-            they are faster for small models. Default: 1.
+        chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
+            as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
             and passes a dot-test on the first batch.
 
@@ -92,7 +93,7 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: int | None = None,
         autodiff: str = "auto",
     ):
-        _check_cache(cache, autodiff)
+        check_cache(cache, autodiff)
         _check_option("autodiff", autodiff, ("auto", "forward", "reverse"))
         if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
             raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
@@ -102,7 +103,8 @@ class DataLinearOperator(TorchLinearOperator):
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         self._blocks = _split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
-        self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size or 1))
+        self._chunk_size = chunk_size
+        self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size))
         self._chosen: dict[bool, Mode] = {}
         self._kept = Keeper(cache, type(self).__name__)
         self._check_coupling()
@@ -253,19 +255,6 @@ class DataLinearOperator(TorchLinearOperator):
 def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
-
-
-def _check_cache(cache: Any, autodiff: str) -> None:
-    if type(cache) is int and cache >= 0:
-        return
-    if cache not in ("auto", "graph", "none"):
-        raise ValueError(
-            f"cache must be 'auto', 'graph', 'none', or a number of bytes, got {cache!r}."
-        )
-    if cache == "graph" and autodiff == "forward":
-        raise ValueError(
-            "cache='graph' needs autodiff='auto' or 'reverse': forward mode has no graph."
-        )
 
 
 def _split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:

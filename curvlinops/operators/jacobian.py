@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from curvlinops.core import autodiff
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
+from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -79,13 +80,17 @@ class OutputsLinearOperator(DataLinearOperator):
         """Multiply output vectors with the transposed Jacobian."""
         rows = columns[""]
         out: Columns = {}
+
+        def build(bound: BatchRisk) -> tuple[Callable, int]:
+            return autodiff.transposed_jacobian(bound, self._chunk_size)
+
         start = 0
 
         def step(bound: BatchRisk) -> None:
             nonlocal start
-            apply, size = self._keep(bound, autodiff.transposed_jacobian, "transposed")
+            apply, size = self._keep(bound, build, "transposed")
             _check_length(start + size, outputs.dim, at_most=True)
-            autodiff.add(out, apply(rows[:, start : start + size], bound.space.names))
+            add(out, apply(rows[:, start : start + size], bound.space.names))
             start += size
 
         if rows.shape[0] == 0:

@@ -1,0 +1,76 @@
+"""What autograd graphs are made of."""
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+
+def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
+    """Yield all nodes of the graph that computed some tensors."""
+    stack, seen = [output.grad_fn for output in outputs], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+def footprint(part: Any) -> int:
+    """Return an estimate in bytes of the memory that tensors and their graphs keep alive.
+
+    Args:
+        part: Tensors in nested functions (their closures), dictionaries, lists and tuples. Leaves
+            of graphs, which are parameters, do not count.
+    """
+    tensors = list(_tensors(part))
+    leaves = {t.untyped_storage().data_ptr() for t in tensors if t.is_leaf and t.requires_grad}
+    sizes: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+
+    for tensor in tensors:
+        count(tensor)
+    for node in graph_nodes(*tensors):
+        for attribute in _saved_attributes(node):
+            saved = getattr(node, attribute)
+            for one in saved if isinstance(saved, list | tuple) else [saved]:
+                # what checkpoints and other hooks saved is not in memory
+                held = getattr(one, "data", None)
+                if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
+                    count(held)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(variable.untyped_storage().data_ptr())
+    return sum(size for address, size in sizes.items() if address not in leaves)
+
+
+_ATTRIBUTES: dict[type, list[str]] = {}
+
+
+def _saved_attributes(node: Any) -> list[str]:
+    kind = type(node)
+    if kind not in _ATTRIBUTES:
+        _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
+    return _ATTRIBUTES[kind]
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    stack, seen = [part], set()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, FunctionType):
+            stack += [cell.cell_contents for cell in part.__closure__ or ()]
+        elif isinstance(part, dict):
+            stack += part.values()
+        elif isinstance(part, list | tuple):
+            stack += part

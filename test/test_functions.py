@@ -1,0 +1,131 @@
+"""Our autograd functions: their derivatives of first and second order, and what they save."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from curvlinops import HessianLinearOperator
+from curvlinops.core.activations import ACTIVATIONS
+from curvlinops.core.decompositions import FOR_DOUBLE_BACKWARD, Rewriting
+from curvlinops.core.normalization import NORMALIZATIONS
+
+X = (4, 3, 5)
+
+
+def tensor(*shape: int, positive: bool = False) -> Tensor:
+    """Return random numbers that require a gradient."""
+    generator = torch.Generator().manual_seed(len(shape))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (values.abs() + 0.5 if positive else values).requires_grad_()
+
+
+CALLS = {
+    "gelu": (F.gelu, (tensor(*X),), {}),
+    "gelu-tanh": (F.gelu, (tensor(*X),), {"approximate": "tanh"}),
+    "silu": (F.silu, (tensor(*X),), {}),
+    "layer-norm": (F.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5)), {}),
+    "layer-norm-eps": (F.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5)), {"eps": 0.3}),
+    "layer-norm-axes": (F.layer_norm, (tensor(*X), (3, 5), tensor(3, 5), tensor(3, 5)), {}),
+    "layer-norm-no-bias": (F.layer_norm, (tensor(*X), (5,), tensor(5)), {}),
+    "layer-norm-no-scale": (F.layer_norm, (tensor(*X), (5,), None, tensor(5)), {}),
+    "layer-norm-plain": (F.layer_norm, (tensor(*X), (5,)), {}),
+    "layer-norm-torch": (torch.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5), 1e-2), {}),
+    "batch-norm": (
+        F.batch_norm,
+        (tensor(*X), tensor(3).detach(), tensor(3, positive=True).detach(), tensor(3), tensor(3)),
+        {},
+    ),
+    "batch-norm-plain": (
+        F.batch_norm,
+        (tensor(6, 3), tensor(3).detach(), tensor(3, positive=True).detach()),
+        {"eps": 0.1},
+    ),
+    "batch-norm-train": (
+        F.batch_norm,
+        (tensor(6, 3), None, None, tensor(3), tensor(3), True),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_derivatives(name: str):
+    function, arguments, options = CALLS[name]
+    leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+
+    def call(*values: Tensor) -> Tensor:
+        rest = iter(values)
+        filled = [next(rest) if any(a is leaf for leaf in leaves) else a for a in arguments]
+        return FOR_DOUBLE_BACKWARD[function](*filled, **options)
+
+    torch.testing.assert_close(call(*leaves), function(*arguments, **options))
+    assert gradcheck(call, leaves)
+    assert gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2)])
+def test_layer_norm_for_some_of_the_inputs(which: tuple[int, ...]):
+    values = [tensor(4, 5), tensor(5), tensor(5)]
+    values = [v if i in which else v.detach() for i, v in enumerate(values)]
+
+    def call(*chosen: Tensor) -> Tensor:
+        rest = iter(chosen)
+        filled = [next(rest) if i in which else v for i, v in enumerate(values)]
+        return FOR_DOUBLE_BACKWARD[F.layer_norm](filled[0], (5,), *filled[1:])
+
+    assert gradgradcheck(call, [values[i] for i in which])
+
+
+@pytest.mark.parametrize("function", [*ACTIVATIONS, *NORMALIZATIONS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_left_alone(function, dtype: torch.dtype):
+    x = torch.randn(2, 3, 4).to(dtype)
+    arguments = {
+        F.layer_norm: ((4,),),
+        torch.layer_norm: ((4,),),
+        F.batch_norm: (torch.zeros(3).to(dtype), torch.ones(3).to(dtype)),
+    }.get(function, ())
+    assert torch.equal(FOR_DOUBLE_BACKWARD[function](x, *arguments), function(x, *arguments))
+
+
+def test_empty_and_in_place():
+    x = torch.randn(2, 4)
+    with Rewriting(FOR_DOUBLE_BACKWARD):
+        assert F.layer_norm(torch.empty(0, 4), (4,)).shape == (0, 4)
+        expected = F.silu(x)
+        assert F.silu(x, inplace=True) is x
+        assert torch.equal(x, expected)
+
+
+def test_extreme_inputs_stay_finite():
+    x = torch.tensor([-1e4, -40.0, 0.0, 40.0, 1e4], requires_grad=True)
+    for function, options in [(F.gelu, {}), (F.gelu, {"approximate": "tanh"}), (F.silu, {})]:
+        out = FOR_DOUBLE_BACKWARD[function](x, **options)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sum(), x)
+        assert bool(gradient.isfinite().all() & second.isfinite().all())
+        torch.testing.assert_close(gradient.detach()[[0, -1]], torch.tensor([0.0, 1.0]))
+
+
+def test_confident_float32_hessian():
+    """The softmax of a confident model: PyTorch's own double backward cancels."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3, bias=False), torch.randn(5, 4)
+    with torch.no_grad():
+        model.weight.mul_(20)
+    y = model(x).argmax(1)
+    v = torch.randn(12)
+
+    def product(model: nn.Module, x: Tensor) -> Tensor:
+        params = list(model.parameters())
+        H = HessianLinearOperator(model, nn.CrossEntropyLoss(), params, [(x, y)])
+        return (H @ v.to(x.dtype)).double()
+
+    single = product(model, x)
+    double = nn.Linear(4, 3, bias=False).double()
+    double.load_state_dict(model.state_dict())
+    exact = product(double, x.double())
+    # the logits, of size 50, are accurate to 1e-6 each
+    assert (single - exact).norm() <= 1e-4 * exact.norm()
