@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.core.columns import not_finite
 from curvlinops.core.space import Columns, ParameterSpace
 
 #: Turns a product's columns, which lie in the given space, into the kind that came in.
@@ -157,8 +158,7 @@ def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
 
 
 def _check_finite(columns: Columns) -> None:
-    for name, column in columns.items():
-        # the sum is one fast pass; only when it overflows or is NaN look at each value
-        if not bool(column.sum().isfinite()) and not bool(column.isfinite().all()):
-            where = f" in parameter '{name}'" if name else ""
-            raise ValueError(f"The vector contains NaN or infinite values{where}.")
+    name = not_finite(columns)
+    if name is not None:
+        where = f" in parameter '{name}'" if name else ""
+        raise ValueError(f"The vector contains NaN or infinite values{where}.")

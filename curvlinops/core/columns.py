@@ -94,3 +94,11 @@ def add(total: Columns, part: Columns) -> None:
     """
     for name, column in part.items():
         total[name] = total[name] + column if name in total else column
+
+
+def not_finite(columns: Columns) -> str | None:
+    """Return the name of a tensor with NaN or infinite values, if there is one."""
+    # sums are fast; only when one overflows or is NaN look at each value
+    if bool(torch.stack([column.sum() for column in columns.values()]).isfinite().all()):
+        return None
+    return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -142,7 +142,7 @@ class EmpiricalRisk:
 
         def wrap(data: Iterable) -> Iterable:
             label = f"{self.name}.{description} on {device}"
-            return tqdm(data, desc=label, disable=not self.progressbar)
+            return tqdm(data, desc=label) if self.progressbar else data
 
         # autograd does not record what is computed in inference mode
         with _LOCK, preserved_rng(device), torch.inference_mode(False):

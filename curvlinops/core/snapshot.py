@@ -1,7 +1,8 @@
 """Has anything changed that a computation depends on? Compares with a copy, bit by bit."""
 
 import enum
-from collections import OrderedDict
+import operator
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
@@ -37,32 +38,36 @@ class Snapshot:
     """
 
     def __init__(self, root: Any, copied: bool = False):
-        self._in_place = not copied
-        self._tokens = []
-        self.num_bytes = 0
-        for token in _walk(root):
+        self._root = root
+        self._tokens: list[Any] = []
+        self._tensors: list[_TensorCopy] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        # what each object refers to, to see at a glance that none refers to anything else
+        self._contents: list[tuple[Any, tuple]] = []
+        self._empty: list[Any] = []
+        for token in _walk(root, self._contents, self._empty):
             if isinstance(token, Tensor):
-                address = token.data_ptr() if self._in_place else None
-                token = (address, token if copied else token.detach().clone(), token.requires_grad)
-                self.num_bytes += token[1].untyped_storage().nbytes()
+                token = _TensorCopy(token, copied)
+                self._tensors.append(token)
             elif isinstance(token, np.ndarray):
-                token = token if copied else token.copy()
+                self._arrays.append((token, token if copied else token.copy()))
+                token = self._arrays[-1][1]
             self._tokens.append(token)
+        self.num_bytes = sum(tensor.copy.untyped_storage().nbytes() for tensor in self._tensors)
 
     def matches(self, root: Any) -> bool:
         """Return whether the object's tensors and values are those of the snapshot."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        if self._refers_to_the_same(root):
+            arrays = all(_same_array(array, copy) for array, copy in self._arrays)
+            return arrays and _equal([(copy.tensor, copy) for copy in self._tensors])
+        pairs: list[tuple[Tensor, _TensorCopy]] = []
         tokens = iter(self._tokens)
         for token in _walk(root):
             known = next(tokens, _END)
             if isinstance(token, Tensor):
-                if not (isinstance(known, tuple) and len(known) == 3):
+                if not isinstance(known, _TensorCopy):
                     return False
-                address, copy, requires_grad = known
-                moved = address is not None and address != token.data_ptr()
-                if moved or token.requires_grad != requires_grad or not _alike(token, copy):
-                    return False
-                pairs.append((token.detach(), copy))
+                pairs.append((token, known))
             elif isinstance(token, np.ndarray):
                 if not _same_array(token, known):
                     return False
@@ -70,18 +75,67 @@ class Snapshot:
                 return False
         return next(tokens, _END) is _END and _equal(pairs)
 
+    def _refers_to_the_same(self, root: Any) -> bool:
+        """Return whether all references, and hence all but the contents of tensors, are the same.
+
+        May fail for what is equal, but not identical.
+        """
+        return (
+            _identical(root, self._root)
+            and not any(self._empty)
+            and all(_same_items(_contents(part), items) for part, items in self._contents)
+            and not any(token is _UNKNOWN for token in self._tokens)
+        )
+
+
+class _TensorCopy:
+    """A tensor, and a copy of it, as its bits."""
+
+    def __init__(self, tensor: Tensor, copied: bool):
+        self.tensor = tensor
+        self.copy = tensor.detach() if copied else tensor.detach().clone()
+        self._address = None if copied else tensor.data_ptr()
+        self._kind = self._kind_of(tensor)
+        self._bits = _bits(self.copy, tensor.is_contiguous())
+
+    @staticmethod
+    def _kind_of(tensor: Tensor) -> tuple:
+        return (
+            *(tensor.shape, tensor.dtype, tensor.device),
+            *(tensor.requires_grad, tensor.is_contiguous()),
+        )
+
+    def differs(self, tensor: Tensor) -> bool | Tensor:
+        """Return whether a tensor is another one; on a GPU the answer stays there."""
+        if self._address is not None and self._address != tensor.data_ptr():
+            return True
+        if self._kind != self._kind_of(tensor):
+            return True
+        bits = _bits(tensor, tensor.is_contiguous())
+        if bits.dtype != self._bits.dtype:  # aligned in another way
+            return True
+        if bits.device.type == "cpu":
+            return not torch.equal(bits, self._bits)
+        return (bits != self._bits).any()
+
 
 class _Marker:
-    """Something that equals nothing else."""
+    """Something that equals nothing, not even itself."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: Any) -> bool:
+        return False
 
 
-_END = _Marker()
+_END, _UNKNOWN = _Marker(), _Marker()
 
 
-def _walk(root: Any) -> Iterator[Any]:
+def _walk(root: Any, contents: list | None = None, empty: list | None = None) -> Iterator[Any]:
     """Yield what an object is made of, in an order that is always the same.
 
-    Tensors and arrays as they are, all else as values to be compared.
+    Tensors and arrays as they are, all else as values to be compared. What each object refers to
+    is appended to ``contents``, and dictionaries that are left out to ``empty``.
     """
     stack, seen = [root], {}
     while stack:
@@ -94,11 +148,11 @@ def _walk(root: Any) -> Iterator[Any]:
             continue
         seen[id(part)] = (len(seen), part)  # kept alive, so that no two have one id
         if len(seen) > _MOST:
-            yield _Marker()
+            yield _UNKNOWN
             return
         if isinstance(part, Tensor):
             # of sparse and other tensors without plain memory nothing is known
-            yield part if _has_plain_memory(part) else _Marker()
+            yield part if _has_plain_memory(part) else _UNKNOWN
         elif isinstance(part, np.ndarray):
             yield part
         else:
@@ -106,15 +160,52 @@ def _walk(root: Any) -> Iterator[Any]:
             values = []
             is_module = isinstance(part, nn.Module)
             for name, value in references(part):
-                if is_module and type(value) in (dict, OrderedDict) and not value:
-                    continue  # most of a module's attributes are empty dictionaries of hooks
+                if is_module and type(value) in _DICTS and not value:
+                    # most of a module's attributes are empty dictionaries of hooks
+                    if empty is not None:
+                        empty.append(value)
+                    continue
                 plain.append(name)
                 if _is_plain(value):
                     plain += (type(value), value)
                 else:
                     values.append(value)
+            if contents is not None:
+                contents.append((part, _contents(part)))
             yield plain
             stack += reversed(values)
+
+
+_DICTS = (dict, OrderedDict)
+
+
+def _contents(part: Any) -> tuple:
+    """Return everything that an object refers to, and by which names."""
+    if type(part) in _DICTS:
+        return (*part, *part.values())
+    if isinstance(part, nn.Module):
+        attributes = vars(part)
+        return (type(part), *attributes, *attributes.values())
+    if isinstance(part, list | tuple | set | deque):
+        return tuple(part)
+    return tuple(item for pair in references(part) for item in pair)
+
+
+def _same_items(now: tuple, before: tuple) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _identical(now: Any, before: Any) -> bool:
+    """Return whether two are one object, or lists and dictionaries of the same objects."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or type(now) not in (list, tuple, dict):
+        return _is_plain(now) and _same((type(now), now), (type(before), before))
+    if len(now) != len(before):
+        return False
+    if type(now) is dict:
+        return list(now) == list(before) and all(_identical(now[k], before[k]) for k in now)
+    return all(map(_identical, now, before))
 
 
 def _identity(part: Any) -> Any:
@@ -155,29 +246,25 @@ def _same_array(array: np.ndarray, known: Any) -> bool:
     )
 
 
-def _alike(tensor: Tensor, copy: Tensor) -> bool:
-    return (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device)
-
-
-def _equal(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+def _equal(pairs: list[tuple[Tensor, _TensorCopy]]) -> bool:
     """Return whether tensors agree bit by bit, with one synchronization on a GPU."""
-    flags = []
-    for one, two in pairs:
-        one, two = _bits(one, two)
-        if one.device.type != "cpu":
-            flags.append((one != two).any())
-        elif not torch.equal(one, two):
+    pending = []
+    for tensor, copy in pairs:
+        differs = copy.differs(tensor)
+        if isinstance(differs, Tensor):
+            pending.append(differs)
+        elif differs:
             return False
-    return not flags or not bool(torch.stack(flags).any())
+    return not pending or not bool(torch.stack(pending).any())
 
 
-def _bits(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors' bits as integers: a NaN equals itself, and -0.0 is not 0.0."""
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    size = tensors[0].element_size()
-    bits = [tensor.view(_INTEGERS[size]) for tensor in tensors]
-    if not all(tensor.is_contiguous() for tensor in bits):
-        return bits
-    bits = [tensor.view(-1) for tensor in bits]
-    wide = all(t.numel() * size % 8 == 0 and t.storage_offset() * size % 8 == 0 for t in bits)
-    return [t.view(torch.int64) for t in bits] if wide else bits
+def _bits(tensor: Tensor, flat: bool) -> Tensor:
+    """Return the tensor's bits as integers: a NaN equals itself, and -0.0 is not 0.0."""
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    size = tensor.element_size()
+    if not flat:
+        return tensor.view(_INTEGERS[size])
+    bits = tensor.view(-1).view(_INTEGERS[size])
+    wide = bits.numel() * size % 8 == 0 and bits.storage_offset() * size % 8 == 0
+    return bits.view(torch.int64) if wide else bits

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
-from curvlinops.core.columns import add
+from curvlinops.core.columns import add, not_finite
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -157,7 +157,7 @@ class DataLinearOperator(TorchLinearOperator):
         self._run(step)
         scale = self.risk.scale(total)
         if scale != 1.0:
-            out = {name: column * scale for name, column in out.items()}
+            out = dict(zip(out, torch._foreach_mul(list(out.values()), scale), strict=True))
         self._check_finite(out)
         return out
 
@@ -240,16 +240,16 @@ class DataLinearOperator(TorchLinearOperator):
         )
 
     def _check_finite(self, out: Columns) -> None:
-        for name, column in out.items():
-            if not bool(column.sum().isfinite()) and not bool(column.isfinite().all()):
-                if self.risk.loss is not None:
-                    self.risk.gradient_and_loss()  # names the batch, if it is to blame
-                where = f" in parameter '{name}'" if name else ""
-                raise ValueError(
-                    f"The product with {type(self).__name__} is not finite{where}, though the "
-                    "vector is: a derivative does not exist (norm or sqrt at zero?), or a number "
-                    "overflows."
-                )
+        name = not_finite(out)
+        if name is None:
+            return
+        if self.risk.loss is not None:
+            self.risk.gradient_and_loss()  # names the batch, if it is to blame
+        where = f" in parameter '{name}'" if name else ""
+        raise ValueError(
+            f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
+            "derivative does not exist (norm or sqrt at zero?), or a number overflows."
+        )
 
 
 def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -1,149 +1,170 @@
-"""Time of operator products, as multiples of one gradient on the same batch.
+"""Times operator products as multiples of one gradient on the same batch, against other libraries.
 
-`make bench` runs all problems; `make bench BENCH_ARGS="--problems cnn --repeats 3"` some of them.
-The contenders take turns, and the minimum over the repeats counts. `func` is the same product
-written by hand with torch.func.
+`make bench` runs all problems, `make bench BENCH_ARGS="--problems cnn --repeats 5"` some of them.
+Each contender has a process of its own; they take turns, and medians count. Peers take part if
+they are installed in a separate environment, whose Python is named by `--peers`. The table is
+written to `results/`, as JSON and as a page for the documentation.
 """
 
 import argparse
-import time
-from collections.abc import Callable
-from itertools import pairwise
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from contenders import CONTENDERS, PEERS
+from problems import PROBLEMS, make
 from tqdm import tqdm
 
-from curvlinops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
-
-Problem = tuple[nn.Module, Tensor, Tensor]
+HERE = Path(__file__).parent
 
 
-def mlp() -> Problem:
-    """A fully connected network with 536k parameters, batch 512."""
-    sizes = [784, 512, 256, 10]
-    layers = [m for i, o in pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]), torch.randn(512, 784), torch.randint(10, (512,))
+class Worker:
+    """A contender in a process of its own."""
 
-
-def cnn() -> Problem:
-    """A convolutional network with 288k parameters on 3 x 32 x 32 images, batch 64."""
-    channels = [3, 32, 64, 128]
-    layers = []
-    for i, o in pairwise(channels):
-        layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    head = [nn.Flatten(), nn.Linear(2048, 94), nn.ReLU(), nn.Linear(94, 10)]
-    return nn.Sequential(*layers, *head), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    def __init__(self, python: str, contender: str, problem: str, columns: int, device: str):
+        self._process = subprocess.Popen(
+            [python, str(HERE / "worker.py"), contender, problem, str(columns), device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=HERE,
         )
+        self.quantities: list[str] = self._answer()
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+    def ask(self, line: str) -> float:
+        """Send a line and return the answer."""
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
 
-class Transformer(nn.Module):
-    """A causal language model; its output is [N, vocabulary, T]."""
-
-    def __init__(self, width: int = 128, tokens: int = 64, vocabulary: int = 65, depth: int = 4):
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(0.02 * torch.randn(tokens, width))
-        self.blocks = nn.Sequential(*[Block(width, heads=4) for _ in range(depth)])
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.token(x) + self.position)).transpose(1, 2)
+    def _answer(self):
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(self._process.args[1:])} failed, see above.")
+        return json.loads(line)
 
 
-def transformer() -> Problem:
-    """A transformer with 818k parameters, 64 tokens, batch 16."""
-    return Transformer(), torch.randint(65, (16, 64)), torch.randint(65, (16, 64))
+def installed(python: str) -> list[str]:
+    """Return the contenders that an environment has."""
+    code = (
+        "import importlib.metadata as m, json; print(json.dumps("
+        "{d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
+    )
+    packages = json.loads(
+        subprocess.run([python, "-c", code], capture_output=True, check=True).stdout
+    )
+    return [name for name, package in PEERS.items() if package in packages]
 
 
-PROBLEMS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
-
-
-def contenders(problem: Problem, columns: int) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name; the first one is the unit."""
-    model, X, y = problem
-    names, params = zip(*model.named_parameters(), strict=True)
-    theta = {name: param.detach() for name, param in zip(names, params, strict=True)}
-    v = {name: torch.randn_like(value) for name, value in theta.items()}
-    vector = torch.cat([value.flatten() for value in v.values()])
-    matrix = torch.randn(len(vector), columns)
-
-    def output(values: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, values, X)
-
-    def hessian_by_func() -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return jvp(grad(lambda values: F.cross_entropy(output(values), y)), (theta,), (v,))[1]
-
-    def ggn_by_func() -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            z, Jv = jvp(output, (theta,), (v,))
-            HJv = jvp(grad(lambda z: F.cross_entropy(z, y)), (z,), (Jv,))[1]
-            return vjp(output, theta)[1](HJv)[0]
-
-    def operator(kind: type) -> Callable[[Tensor], Tensor]:
-        A = kind(model, nn.CrossEntropyLoss(), list(params), [(X, y)], check_deterministic=False)
-        return A.__matmul__
-
-    H, G, E = (operator(k) for k in (HessianLinearOperator, GGNLinearOperator, EFLinearOperator))
+def measure(problem: str, args: argparse.Namespace) -> dict:
+    """Measure all contenders on a problem."""
+    pythons = {name: sys.executable for name in CONTENDERS if name not in PEERS}
+    if args.peers:
+        pythons |= dict.fromkeys(installed(args.peers), args.peers)
+    setting = (problem, args.columns, args.device)
+    workers = {n: Worker(python, n, *setting) for n, python in pythons.items()}
+    times = {n: {q: [] for q in ["gradient", *w.quantities]} for n, w in workers.items()}
+    rounds = args.repeats + 2  # two to warm up: modes are chosen, graphs kept
+    for round_ in tqdm(range(rounds), desc=problem, leave=False):
+        for name, worker in workers.items():
+            for quantity, values in times[name].items():
+                value = worker.ask(quantity)
+                values += [value] if round_ > 1 else []
+    unit_flops = workers["repeated"].ask("flops gradient")
+    flops = {q: workers["repeated"].ask(f"flops {q}") for q in workers["repeated"].quantities}
+    for worker in workers.values():
+        worker.close()
+    rows = {}
+    for name in workers:
+        unit = statistics.median(times[name].pop("gradient"))
+        for quantity, values in times[name].items():
+            fresh = Worker(pythons[name], name, *setting)
+            row = {
+                "ratio": statistics.median(values) / unit,
+                "bytes": fresh.ask(f"memory {quantity}"),
+            }
+            fresh.close()
+            rows.setdefault(quantity.format(args.columns), {})[name] = row
+    model = make(problem, "cpu")[0]
     return {
-        "gradient": lambda: torch.autograd.grad(F.cross_entropy(model(X), y), params),
-        "Hessian, func": hessian_by_func,
-        "Hessian": lambda: H(vector),
-        "GGN, func": ggn_by_func,
-        "GGN": lambda: G(vector),
-        "empirical Fisher": lambda: E(vector),
-        f"Hessian, {columns} columns": lambda: H(matrix),
-        f"GGN, {columns} columns": lambda: G(matrix),
+        "about": PROBLEMS[problem].__doc__,
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "gradient_ms": 1e3 * unit,
+        "flops": {q.format(args.columns): value / unit_flops for q, value in flops.items()},
+        "rows": rows,
     }
 
 
+def machine(device: str) -> str:
+    """Describe what was measured on."""
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        where = (
+            f"{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads"
+        )
+    return f"{where}; PyTorch {torch.__version__}, Python {platform.python_version()}, float32"
+
+
+def table(results: dict) -> str:
+    """Write results as Markdown."""
+    lines = [f"Measured on: {results['machine']}.", ""]
+    for problem, result in results["problems"].items():
+        contenders = list(dict.fromkeys(n for row in result["rows"].values() for n in row))
+        lines += [
+            f"**{problem}**: {result['about']} One gradient takes {result['gradient_ms']:.1f} ms.",
+            "",
+            f"| | {' | '.join(contenders)} | flops |",
+            "|---" * (len(contenders) + 2) + "|",
+        ]
+        for quantity, row in result["rows"].items():
+            cells = [_cell(row.get(name)) for name in contenders]
+            flops = f"{result['flops'][quantity]:.2f}"
+            lines.append(f"| {quantity} | {' | '.join(cells)} | {flops} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    memory = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:.0f} MiB"
+    return f"{row['ratio']:.2f}{memory}"
+
+
 def main() -> None:
-    """Time all contenders and print a table for each problem."""
+    """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--repeats", type=int, default=7)
+    default = [name for name in PROBLEMS if name != "tiny"]
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=default)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--columns", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peers", help="the Python of an environment with other libraries")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
 
-    for name in args.problems:
-        torch.manual_seed(0)
-        problem = PROBLEMS[name]()
-        timed = contenders(problem, args.columns)
-        seconds = dict.fromkeys(timed, float("inf"))
-        # the first round warms up
-        for round_ in tqdm(range(args.repeats + 1), desc=name, leave=False):
-            for what, run in timed.items():
-                start = time.perf_counter()
-                run()
-                if round_:
-                    seconds[what] = min(seconds[what], time.perf_counter() - start)
-        unit = seconds["gradient"]
-        num_params = sum(p.numel() for p in problem[0].parameters())
-        print(f"\n{name}: {num_params} parameters, one gradient takes {1e3 * unit:.1f} ms")
-        for what, duration in seconds.items():
-            print(f"  {what:<24}{duration / unit:6.2f} x")
+    path = args.output / f"{args.device}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"problems": {}}
+    results["machine"] = machine(args.device)
+    for problem in args.problems:
+        results["problems"][problem] = measure(problem, args)
+    args.output.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(results))
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""Runs one contender in a process of its own, as told by lines on the standard input.
+
+    worker.py CONTENDER PROBLEM COLUMNS DEVICE
+
+Prints the names of its quantities, then for each line that names one (or `gradient`) the seconds
+that it took; for `memory NAME` its peak memory in bytes above what was allocated before (only
+meaningful in a process that did nothing else); for `flops NAME` its number of floating-point
+operations in matrix products and convolutions. All answers are JSON.
+"""
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from contenders import CONTENDERS, gradient
+from problems import make
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Time one call; on a GPU by its own clock."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before
+
+
+def resident(field: str) -> int:
+    """Return a field of Linux's own account of this process, in bytes."""
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(field)]
+    return 1024 * int(line.split()[1])
+
+
+def peak_memory(run: Callable[[], object], device: str) -> int | None:
+    """Return how much two calls need at most, in addition to what is there before."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(), run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        with open("/proc/self/clear_refs", "w") as clear:
+            clear.write("5")  # resets the peak
+        before = resident("VmRSS")
+    except OSError:
+        return None  # not Linux
+    run(), run()
+    return resident("VmHWM") - before
+
+
+def flops(run: Callable[[], object]) -> int:
+    """Count floating-point operations."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def main() -> None:
+    """Answer line by line."""
+    warnings.simplefilter("ignore")
+    contender, name, columns, device = sys.argv[1:]
+    problem = make(name, device)
+    quantities = {"gradient": gradient(problem), **CONTENDERS[contender](problem, int(columns))}
+    print(json.dumps(list(quantities)[1:]), flush=True)
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        if command == "memory":
+            # whatever is imported at the first call does not count
+            CONTENDERS[contender](make("tiny", device), int(columns))[argument]()
+            answer = peak_memory(quantities[argument], device)
+        elif command == "flops":
+            answer = flops(quantities[argument])
+        else:
+            answer = seconds(quantities[line.strip()], device)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
