@@ -1,0 +1,26 @@
+"""The benchmark runs, on a problem with nothing to measure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_benchmark_runs(tmp_path: Path):
+    script = ROOT / "docs_src" / "benchmarks" / "products.py"
+    options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
+    command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
+    subprocess.run(command, check=True)
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    rows = results["problems"]["tiny"]["rows"]
+    assert set(rows) >= {"Hessian-vector", "GGN-vector", "Jacobian-vector", "GGN, 2 columns"}
+    assert all(row["repeated"]["ratio"] > 0 for row in rows.values())
+    assert "| Hessian-vector |" in (tmp_path / "cpu.md").read_text()
+
+
+def test_committed_table_is_complete():
+    results = json.loads((ROOT / "docs_src/benchmarks/results/cpu.json").read_text())
+    for problem in results["problems"].values():
+        assert {"first", "repeated", "torch.func"} <= set(problem["rows"]["Hessian-vector"])
