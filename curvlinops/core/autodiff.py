@@ -1,21 +1,21 @@
 """Backward passes over a model bound to a batch."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from curvlinops.core.columns import in_chunks, stack
+from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
-#: ``apply(V, names) -> (product, terms)``: the product of the columns ``V`` (some or all
-#: parameters; the others count as zero) restricted to the parameters ``names``, summed over the
-#: batch's terms, and the batch's share of the normalization.
-Apply = Callable[[Columns, Iterable[str]], tuple[Columns, Tensor]]
+#: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
+#: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
+#: are wanted), in place. Returns the batch's share of the normalization.
+Apply = Callable[[Columns, Columns], Tensor]
 
 #: A function of the model's output that also returns the batch's share of the normalization.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
@@ -45,11 +45,15 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     with scope.active():
         loss, terms = head(bound.output(scope))
         grads = pull({"": loss}, {"": None}, leaves, retain=False)
-    return loss.detach(), stack(bound.space, [grads], leaves), terms
+    out = bound.space.zeros(1)
+    add(out, 0, grads)
+    return loss.detach(), out, terms
 
 
 def transposed_jacobian(bound: BoundModel, chunk_size: int | None = None) -> tuple[Callable, int]:
-    """Return ``apply(U, names) -> J^T U`` for U ``[K, M]``, and M, the number of outputs.
+    """Return ``apply(U, out)``, which adds ``J^T U``, and M, the number of outputs.
+
+    U has the shape ``[K, M]``; like an ``Apply``, the function works in place.
 
     Args:
         bound: The model on a batch.
@@ -65,12 +69,12 @@ def transposed_jacobian(bound: BoundModel, chunk_size: int | None = None) -> tup
 
     chunks = in_chunks(product, chunk_size)
 
-    def apply(U: Tensor, names: Iterable[str]) -> Columns:
-        inputs = {name: leaves[name] for name in names}
-        rows = {"": U.reshape(-1, *output.shape)}
+    def apply(U: Tensor, out: Columns) -> None:
+        inputs = {name: leaves[name] for name in out}
+        cotangents = {"": U.reshape(-1, *output.shape)}
         with scope.active():
-            out = chunks(rows, {"": output.dtype}, inputs)
-        return {name: column.to(bound.space.dtype) for name, column in out.items()}
+            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+                add(out, rows, part)
 
     return apply, output.numel()
 

@@ -1,6 +1,6 @@
 """Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    _check_finite(columns)
     return columns, write
 
 
@@ -63,9 +62,10 @@ def _read_numpy(x: np.ndarray, space: ParameterSpace) -> tuple[Columns, Writer]:
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
     _check_flat_shape(x.shape, space)
     numpy_dtype = np.float64 if space.dtype == torch.float64 else np.float32
-    # [K, D] in C order: one copy where needed; torch warns about read-only arrays
-    rows = np.require(np.atleast_2d(x.T), numpy_dtype, requirements=["C", "W"])
-    columns = space.split(torch.from_numpy(rows).to(space.device))
+    # torch warns about read-only arrays, and refuses negative strides
+    x = np.require(x, numpy_dtype, requirements="W")
+    x = x.copy() if min(x.strides) < 0 else x
+    columns = _split(torch.from_numpy(x).to(space.device), space)
 
     def write(out: Columns, codomain: ParameterSpace) -> np.ndarray:
         joined = codomain.join(out).cpu().numpy()
@@ -76,14 +76,19 @@ def _read_numpy(x: np.ndarray, space: ParameterSpace) -> tuple[Columns, Writer]:
 
 def _read_tensor(x: Tensor, space: ParameterSpace) -> tuple[Columns, Writer]:
     _check_flat_shape(tuple(x.shape), space)
-    rows = x.unsqueeze(0) if x.ndim == 1 else x.T
-    columns = space.split(_adopt(rows, space))
+    columns = _split(_adopt(x, space), space)
 
     def write(out: Columns, codomain: ParameterSpace) -> Tensor:
         joined = codomain.join(out)
         return joined[0] if x.ndim == 1 else joined.T
 
     return columns, write
+
+
+def _split(x: Tensor, space: ParameterSpace) -> Columns:
+    columns = space.split(x.unsqueeze(0) if x.ndim == 1 else x.T)
+    _check_finite(columns, [x])
+    return columns
 
 
 def _read_structure(
@@ -103,6 +108,7 @@ def _read_structure(
     if len({column.shape[0] for column in columns.values()}) > 1:
         counts = {name: column.shape[0] for name, column in columns.items()}
         raise ValueError(f"Vectors have unequal numbers of columns: {counts}.")
+    _check_finite(columns)
 
     def write(out: Columns, codomain: ParameterSpace) -> Any:
         if codomain.is_flat:
@@ -157,8 +163,8 @@ def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _check_finite(columns: Columns) -> None:
-    name = not_finite(columns)
+def _check_finite(columns: Columns, together: Iterable[Tensor] = ()) -> None:
+    name = not_finite(columns, together)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

@@ -60,7 +60,9 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
         return gradient, terms
 
     apply = mode.hessian(bound, recording)
-    Hu, Hv = (apply(x, bound.space.names)[0] for x in (u, v))
+    Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
+    apply(u, Hu)
+    apply(v, Hv)
     scale = _norm(Hv) + _norm(Hu) + _noise(gradients[0])
     return abs(_dot(u, Hv) - _dot(v, Hu)) / scale
 
@@ -70,7 +72,7 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
 
     Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w.
     """
-    v, noted, outputs = _random(bound, 0), [], []
+    v, Jw, noted, outputs = _random(bound, 0), bound.space.zeros(1), [], []
 
     def probe(output: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         generator = torch.Generator(output.device).manual_seed(1)
@@ -83,7 +85,7 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
         outputs.append(output)
         return note, head(output)[1]
 
-    Jw, _ = mode.gauss_newton(bound, probe)(v, bound.space.names)
+    mode.gauss_newton(bound, probe)(v, Jw)
     w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
     scale = float(Jv.norm()) + _dot(Jw, Jw) ** 0.5 + _noise(outputs[0])
     return abs(float((w * Jv).sum()) - _dot(Jw, v)) / scale

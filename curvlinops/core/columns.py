@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.core.graph import footprint
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.space import Columns
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -17,7 +18,9 @@ _LOGGER = logging.getLogger("curvlinops")
 _BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
-def in_chunks(product: Callable[..., Columns], size: int | None) -> Callable[..., Columns]:
+def in_chunks(
+    product: Callable[..., Columns], size: int | None
+) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
 
     Args:
@@ -28,77 +31,67 @@ def in_chunks(product: Callable[..., Columns], size: int | None) -> Callable[...
 
     Returns:
         A function of columns, of the dtypes to which ``product`` needs them cast, and of further
-        arguments of the product.
+        arguments of the product. It yields which columns it has multiplied, and their product.
     """
 
-    def apply(V: Columns, dtypes: Mapping[str, torch.dtype], *args: Any) -> Columns:
+    def chunks(
+        V: Columns, dtypes: Mapping[str, torch.dtype], *args: Any
+    ) -> Iterator[tuple[slice, Columns]]:
         nonlocal size
         some = next(iter(V.values()))
-        if some.shape[0] > 1 and size is None:
+        num_columns, start = some.shape[0], 0
+        if num_columns > 1 and size is None:
             budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
             size = max(budget // max(footprint(product), 1), 1)
-        while True:
-            at_once = min(size, some.shape[0]) if some.shape[0] > 1 else 1
+        while start < num_columns:
+            rest = num_columns - start
+            # in equal parts
+            rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
             try:
-                return concatenate([product(v, *args) for v in _split(V, dtypes, at_once)])
+                part = product(_take(V, rows, dtypes), *args)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                if at_once == 1:
+                if rows.stop == start + 1:
                     raise
                 _LOGGER.info("Columns are multiplied one by one: %s", str(error).splitlines()[0])
                 size = 1
+                continue
+            yield rows, part
+            start = rows.stop
 
-    return apply
-
-
-def _split(V: Columns, dtypes: Mapping[str, torch.dtype], size: int) -> Iterator[Columns]:
-    num_columns = next(iter(V.values())).shape[0]
-    for start in range(0, num_columns, size):
-        yield {n: column[start : start + size].to(dtypes[n]) for n, column in V.items()}
+    return chunks
 
 
 def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[dict[str, Tensor]]:
     """Yield the columns one by one, cast to ``dtypes``, without their column axis."""
-    for chunk in _split(V, dtypes, size=1):
-        yield {name: column[0] for name, column in chunk.items()}
+    for index in range(next(iter(V.values())).shape[0]):
+        column = _take(V, slice(index, index + 1), dtypes)
+        yield {name: value[0] for name, value in column.items()}
 
 
-def stack(
-    space: ParameterSpace, products: list[Mapping[str, Tensor | None]], names: Iterable[str]
-) -> Columns:
-    """Stack products of single vectors, in the dtype of ``space``; ``None`` is zero."""
-    singles = [
-        {
-            name: space.zeros(1, [name])[name]
-            if product[name] is None
-            else product[name].detach().to(space.dtype).unsqueeze(0)
-            for name in names
-        }
-        for product in products
-    ]
-    return concatenate(singles)
+def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
+    # contiguous: the columns of a matrix are far apart in its memory
+    return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
 
 
-def concatenate(parts: list[Columns]) -> Columns:
-    """Put columns side by side; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) -> None:
+    """Add products of some columns to a total, in place; ``None`` is zero."""
+    names = [name for name, product in part.items() if product is not None]
+    torch._foreach_add_(
+        [total[name][rows] for name in names], [part[name].detach() for name in names]
+    )
 
 
-def add(total: Columns, part: Columns) -> None:
-    """Add columns to a running total, which starts out empty.
+def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
+    """Return the name of a tensor with NaN or infinite values, if there is one.
 
-    Not in place: autograd may return one tensor as the gradient of several parameters.
+    Args:
+        columns: Tensors by name.
+        together: The same numbers in fewer tensors, if there are such: faster to check.
     """
-    for name, column in part.items():
-        total[name] = total[name] + column if name in total else column
-
-
-def not_finite(columns: Columns) -> str | None:
-    """Return the name of a tensor with NaN or infinite values, if there is one."""
     # sums are fast; only when one overflows or is NaN look at each value
-    if bool(torch.stack([column.sum() for column in columns.values()]).isfinite().all()):
+    sums = [tensor.sum() for tensor in together or columns.values()]
+    if bool(torch.stack(sums).isfinite().all()):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -77,7 +77,9 @@ def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
         ahead, behind = shifted(step), shifted(-step)
         slopes.append({name: (ahead[name] - behind[name]) / (2 * step) for name in v})
     twin = risk.in_double(theta)
-    return Reverse().hessian(twin, twin.loss_gradient)(v, list(v))[0], slopes
+    product = twin.space.zeros(1)
+    Reverse().hessian(twin, twin.loss_gradient)(v, product)
+    return product, slopes
 
 
 def _distance(one: Columns, two: Columns) -> float:

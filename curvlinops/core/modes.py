@@ -1,8 +1,9 @@
 """Products with derivatives of a model, in forward and in reverse mode.
 
 Both modes offer the same functions. Each takes a model bound to a batch and returns an
-``Apply``; what does not depend on the vectors is done before, once. They are built on two
-idioms only, each compared with finite differences through every layer of the test suite:
+``Apply`` (for the Jacobian a ``Push``); what does not depend on the vectors is done before, once.
+They are built on two idioms only, each compared with finite differences through every layer of the
+test suite:
 
 - ``Reverse`` differentiates the graph of a backward pass. It serves closures, checkpoints and
   custom autograd functions, and the graph serves many products.
@@ -14,7 +15,7 @@ idioms only, each compared with finite differences through every layer of the te
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from curvlinops.core.autodiff import (
     pull,
     pull_columns,
 )
-from curvlinops.core.columns import in_chunks, single_columns, stack
+from curvlinops.core.columns import add, in_chunks, single_columns
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns
 
@@ -37,6 +38,9 @@ with warnings.catch_warnings():
     # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch._decomp.decompositions_for_jvp
+
+#: ``push(V) -> J V``: outputs ``[K, *output]`` for columns of the parameters.
+Push = Callable[[Columns], Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,21 +72,19 @@ class Reverse:
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
-    def jacobian(self, bound: BoundModel, head: Head) -> Apply:
-        """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
+    def jacobian(self, bound: BoundModel) -> Push:
+        """Prepare products with the output's Jacobian."""
         leaves = bound.leaves()
         scope = bound.scope(leaves, "reverse")
         with scope.active():
-            output = bound.output(scope)
-            terms = head(output.detach())[1]
-            push = _double_vjp(output, leaves)
+            push = _double_vjp(bound.output(scope), leaves)
 
         chunks = in_chunks(lambda v: {"": push(v)}, self.chunk_size)
         dtypes = _dtypes(bound)
 
-        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+        def apply(V: Columns) -> Tensor:
             with scope.active():
-                return chunks(V, dtypes), terms
+                return torch.cat([part[""] for _, part in chunks(V, dtypes)])
 
         return apply
 
@@ -112,11 +114,12 @@ class Reverse:
         chunks = in_chunks(product, self.chunk_size)
         dtypes = _dtypes(bound)
 
-        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
-            inputs = {name: leaves[name] for name in names}
+        def apply(V: Columns, out: Columns) -> Tensor:
+            inputs = {name: leaves[name] for name in out}
             with scope.active():
-                out = chunks(V, dtypes, inputs)
-            return {name: column.to(bound.space.dtype) for name, column in out.items()}, terms
+                for rows, part in chunks(V, dtypes, inputs):
+                    add(out, rows, part)
+            return terms
 
         return apply
 
@@ -140,19 +143,18 @@ class Forward:
 
         return _apply_each(bound, product)
 
-    def jacobian(self, bound: BoundModel, head: Head) -> Apply:
-        """Prepare products with the output's Jacobian; they come as ``{"": [K, *output]}``."""
+    def jacobian(self, bound: BoundModel) -> Push:
+        """Prepare products with the output's Jacobian."""
 
-        def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
+        def apply(V: Columns) -> Tensor:
             tangents = []
             for v in single_columns(V, _dtypes(bound)):
                 with forward_ad.dual_level():
                     scope, _ = _dual_scope(bound, v, requires_grad=False)
                     with scope.active():
                         output = bound.output(scope)
-                        terms = head(output.detach())[1]
                         tangents.append(_tangent(output, like=output).detach())
-            return {"": torch.stack(tangents)}, terms
+            return torch.stack(tangents)
 
         return apply
 
@@ -179,11 +181,11 @@ class Forward:
 def _apply_each(bound: BoundModel, product: Callable) -> Apply:
     """Apply a product of one vector to each column."""
 
-    def apply(V: Columns, names: Iterable[str]) -> tuple[Columns, Tensor]:
-        names = list(names)
-        results = [product(v, names) for v in single_columns(V, _dtypes(bound))]
-        products, terms = [result[0] for result in results], results[0][1]
-        return stack(bound.space, products, names), terms
+    def apply(V: Columns, out: Columns) -> Tensor:
+        for index, v in enumerate(single_columns(V, _dtypes(bound))):
+            part, terms = product(v, list(out))
+            add(out, index, part)
+        return terms
 
     return apply
 

@@ -202,7 +202,7 @@ class EmpiricalRisk:
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
-        gradient: Columns = {}
+        gradient = self.space.zeros(1)
         loss, total = 0.0, 0.0
 
         def step(risk: BatchRisk) -> None:
@@ -210,7 +210,7 @@ class EmpiricalRisk:
             value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
             check_finite(risk.batch, value, columns)
             loss, total = loss + value, total + terms
-            add(gradient, columns)
+            add(gradient, slice(None), columns)
 
         self.run(step, "gradient_and_loss")
         scale = self.scale(total)

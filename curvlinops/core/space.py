@@ -1,6 +1,6 @@
 """Ordered, named tensors and their flat vector."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -72,19 +72,35 @@ class ParameterSpace:
         }
 
     def join(self, columns: Columns) -> Tensor:
-        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]``."""
-        parts = [
-            columns[name].flatten(1) if shape else columns[name].unsqueeze(1)
-            for name, shape in self.shapes.items()
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
+        flat = self._flat_memory(columns)
+        if flat is None:
+            parts = [
+                columns[name].flatten(1) if shape else columns[name].unsqueeze(1)
+                for name, shape in self.shapes.items()
+            ]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return flat
 
-    def zeros(self, num_columns: int, names: Iterable[str] | None = None) -> Columns:
-        """Return ``num_columns`` zero vectors (restricted to ``names``)."""
-        return {
-            name: torch.zeros(num_columns, *self.shapes[name], dtype=self.dtype, device=self.device)
-            for name in (self.names if names is None else names)
-        }
+    def _flat_memory(self, columns: Columns) -> Tensor | None:
+        """Return the vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
+        first = columns[next(iter(self.shapes))]
+        num_columns, start = first.shape[0], first.storage_offset()
+        if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
+            return None
+        flat = first.as_strided((num_columns, self.dim), (self.dim, 1))
+        views = self.split(flat)
+        same = all(
+            column.data_ptr() == views[name].data_ptr()
+            and column.stride() == views[name].stride()
+            and column.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            for name, column in columns.items()
+        )
+        return flat if same else None
+
+    def zeros(self, num_columns: int) -> Columns:
+        """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
+        return self.split(torch.zeros(num_columns, self.dim, dtype=self.dtype, device=self.device))
 
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""

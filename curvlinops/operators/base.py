@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
-from curvlinops.core.columns import add, not_finite
+from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -141,24 +141,24 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _apply(self, columns: Columns) -> Columns:
         num_columns = next(iter(columns.values())).shape[0]
+        out = self.space.zeros(num_columns)
         if num_columns == 0:
-            return self.space.zeros(0)
-        out: Columns = {}
+            return out
         total: Tensor | float = 0.0
 
         def step(bound: BatchRisk) -> None:
             nonlocal total
             apply = self._prepare(bound, num_columns * len(self._blocks))
             for block in self._blocks:
-                product, terms = apply({name: columns[name] for name in block}, block)
-                add(out, product)
+                V, product = ({name: x[name] for name in block} for x in (columns, out))
+                terms = apply(V, product)
             total = total + terms
 
         self._run(step)
         scale = self.risk.scale(total)
         if scale != 1.0:
-            out = dict(zip(out, torch._foreach_mul(list(out.values()), scale), strict=True))
-        self._check_finite(out)
+            self.space.join(out).mul_(scale)
+        self._check_finite(out, self.space)
         return out
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
@@ -239,8 +239,8 @@ class DataLinearOperator(TorchLinearOperator):
             "split into batches. Call model.eval() to use running statistics."
         )
 
-    def _check_finite(self, out: Columns) -> None:
-        name = not_finite(out)
+    def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
+        name = not_finite(out, [space.join(out)])
         if name is None:
             return
         if self.risk.loss is not None:

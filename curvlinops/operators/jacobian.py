@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core import autodiff
-from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
-from curvlinops.core.columns import add
+from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -50,8 +49,8 @@ class OutputsLinearOperator(DataLinearOperator):
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
         return None
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
-        return mode.jacobian(bound, lambda output: (None, bound.terms(output)))
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Push:
+        return mode.jacobian(bound)
 
     def _outputs(self) -> ParameterSpace:
         """Return the space of all data's outputs, flattened one batch after the other."""
@@ -66,20 +65,19 @@ class OutputsLinearOperator(DataLinearOperator):
         parts: list[Tensor] = []
 
         def step(bound: BatchRisk) -> None:
-            apply = self._prepare(bound, num_columns)
-            tangents = apply(columns, bound.space.names)[0][""]
+            tangents = self._prepare(bound, num_columns)(columns)
             parts.append(tangents.flatten(1).to(outputs.dtype))
 
         self._run(step)
         _check_length(sum(part.shape[1] for part in parts), outputs.dim)
         out = {"": torch.cat(parts, dim=1)}
-        self._check_finite(out)
+        self._check_finite(out, outputs)
         return out
 
     def _pull(self, columns: Columns, outputs: ParameterSpace) -> Columns:
         """Multiply output vectors with the transposed Jacobian."""
         rows = columns[""]
-        out: Columns = {}
+        out = self.risk.space.zeros(rows.shape[0])
 
         def build(bound: BatchRisk) -> tuple[Callable, int]:
             return autodiff.transposed_jacobian(bound, self._chunk_size)
@@ -90,14 +88,14 @@ class OutputsLinearOperator(DataLinearOperator):
             nonlocal start
             apply, size = self._keep(bound, build, "transposed")
             _check_length(start + size, outputs.dim, at_most=True)
-            add(out, apply(rows[:, start : start + size], bound.space.names))
+            apply(rows[:, start : start + size], out)
             start += size
 
         if rows.shape[0] == 0:
-            return self.risk.space.zeros(0)
+            return out
         self._run(step)
         _check_length(start, outputs.dim)
-        self._check_finite(out)
+        self._check_finite(out, self.risk.space)
         return out
 
 
