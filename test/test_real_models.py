@@ -108,3 +108,44 @@ def test_hessian_and_ggn(build):
     expected = torch.stack([forward @ u for u in V.T], 1)
     for _ in range(2):
         assert (kept @ V - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.fixture
+def _process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "distributed": nn.parallel.DistributedDataParallel,
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
+    "data-parallel": nn.DataParallel,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support pickle:UserWarning")
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+def test_wrapped(kind: type, cache: str, wrapper: str):
+    torch.manual_seed(0)
+    plain, X, y = unet()
+    plain, X, loss = plain.double(), X.double(), nn.CrossEntropyLoss()
+    model = WRAPPERS[wrapper](plain)
+    A = kind(model, loss, list(model.parameters()), [(X, y)], cache=cache)
+    B = kind(plain, loss, list(plain.parameters()), [(X, y)], cache="none")
+    V = torch.randn(A.shape[1], 2, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(A @ V, B @ V)
+        torch.testing.assert_close(A @ V[:, 0], B @ V[:, 0])
+        # the wrapper still trains, also between products
+        loss(model(X), y).backward()
+        expected = torch.autograd.grad(loss(plain(X), y), list(plain.parameters()))
+        for param, grad in zip(plain.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, grad)
+            param.grad = None
+            param.data -= 0.1 * grad

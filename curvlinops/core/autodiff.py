@@ -20,6 +20,9 @@ Apply = Callable[[Columns, Columns], Tensor]
 #: A function of the model's output that also returns the batch's share of the normalization.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
 
+#: Where a backward pass starts: a tensor and its cotangent, ``None`` for one.
+Seed = tuple[Tensor, Tensor | None]
+
 Tensors = Mapping[str, Tensor]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, Head
+from curvlinops.core.autodiff import BoundModel, Head, Seed
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.space import Columns
 
@@ -52,18 +52,18 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors."""
     u, v = _random(bound, 0), _random(bound, 1)
-    gradients: list[Tensor] = []
+    seeds: list[Tensor] = []
 
-    def recording(output: Tensor) -> tuple[Tensor, Tensor]:
-        gradient, terms = head(output)
-        gradients.append(gradient.detach())
-        return gradient, terms
+    def recording(output: Tensor) -> tuple[Seed, Tensor]:
+        (start, cotangent), terms = head(output)
+        seeds.append((start if cotangent is None else cotangent).detach())
+        return (start, cotangent), terms
 
     apply = mode.hessian(bound, recording)
     Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
     apply(u, Hu)
     apply(v, Hv)
-    scale = _norm(Hv) + _norm(Hu) + _noise(gradients[0])
+    scale = _norm(Hv) + _norm(Hu) + _noise(seeds[0])
     return abs(_dot(u, Hv) - _dot(v, Hu)) / scale
 
 

@@ -78,7 +78,7 @@ def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
         slopes.append({name: (ahead[name] - behind[name]) / (2 * step) for name in v})
     twin = risk.in_double(theta)
     product = twin.space.zeros(1)
-    Reverse().hessian(twin, twin.loss_gradient)(v, product)
+    Reverse().hessian(twin, twin.loss_seed)(v, product)
     return product, slopes
 
 

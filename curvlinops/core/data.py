@@ -91,8 +91,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            X, y = pair
-            batch = Batch(index, move(X, device), move(y, device))
+            batch = Batch(index, *move(tuple(pair), device))
             num_data += self.size(batch) if self.num_data is not None else 0
             yield batch
         if index == -1:
@@ -124,19 +123,28 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to everything in nested dicts, lists and tuples that is none of these.
 
     A container that can move itself to a device (a PackedSequence, a Hugging Face batch)
-    counts as a leaf.
+    counts as a leaf. A tensor that occurs twice is one tensor in the result, too.
     """
-    if hasattr(tree, "to"):
-        return function(tree)
-    if isinstance(tree, dict):
-        # the copy of a defaultdict or OrderedDict keeps its kind
-        copy = tree.copy()
-        copy.update({key: map_leaves(value, function) for key, value in tree.items()})
-        return copy
-    if isinstance(tree, list | tuple):
-        values = [map_leaves(value, function) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return function(tree)
+    mapped: dict[int, Any] = {}
+
+    def descend(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if id(part) not in mapped:
+                mapped[id(part)] = function(part)
+            return mapped[id(part)]
+        if hasattr(part, "to"):
+            return function(part)
+        if isinstance(part, dict):
+            # the copy of a defaultdict or OrderedDict keeps its kind
+            copy = part.copy()
+            copy.update({key: descend(value) for key, value in part.items()})
+            return copy
+        if isinstance(part, list | tuple):
+            values = [descend(value) for value in part]
+            return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+        return function(part)
+
+    return descend(tree)
 
 
 def move(tree: Any, device: torch.device) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.core.data import Batch, leaves
-from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 
 
@@ -136,41 +135,6 @@ def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:
         if isinstance(child, nn.modules.batchnorm._BatchNorm)
         and (child.training or child.running_mean is None)
     ]
-
-
-def check_graph(output: Tensor, module: nn.Module | None) -> None:
-    """Check that a graph is one that can be differentiated with respect to the parameters.
-
-    Args:
-        output: Evaluated with the parameters replaced by aliases, all others by constants.
-        module: The user's module, if there is one.
-
-    Raises:
-        ValueError: If the output does not depend on the parameters, was computed with reentrant
-            checkpointing, or uses a parameter by a reference that is not registered.
-    """
-    if not output.requires_grad:
-        raise ValueError(
-            "The model's output does not depend on any of the parameters. A closure must use the "
-            "very tensors in params, and no part may run under torch.no_grad() or reentrant "
-            "checkpointing."
-        )
-    own = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    for node in graph_nodes(output):
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "The model uses reentrant activation checkpointing, which supports neither "
-                "autograd.grad nor second derivatives. Pass use_reentrant=False to "
-                "torch.utils.checkpoint.checkpoint."
-            )
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in own:
-            raise ValueError(
-                f"The model uses its parameter '{own[id(variable)]}' by a reference that is not "
-                "registered (a plain list, attribute or closure), where it cannot be replaced. "
-                "Access it as an attribute of its module, or pass the model as a function "
-                "X -> output with a list of params."
-            )
 
 
 def check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:

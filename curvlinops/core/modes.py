@@ -58,14 +58,14 @@ class Reverse:
 
         Args:
             bound: The model on a batch.
-            head: Returns the function's gradient at the output, differentiable, and the terms.
+            head: Returns the ``Seed`` of the function's backward pass, differentiable, and the
+                terms.
         """
         leaves = bound.leaves()
         scope = bound.scope(leaves, "reverse")
         with scope.active():
-            output = bound.output(scope)
-            gradient, terms = head(output)
-            grads = pull({"": output}, {"": gradient}, leaves, create_graph=True)
+            (start, cotangent), terms = head(bound.output(scope))
+            grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
             return pull_columns(grads, v, inputs)
@@ -135,10 +135,9 @@ class Forward:
             with forward_ad.dual_level():
                 scope, duals = _dual_scope(bound, v)
                 with scope.active():
-                    output = bound.output(scope)
-                    gradient, terms = head(output)
+                    (start, cotangent), terms = head(bound.output(scope))
                     inputs = {name: duals[name] for name in names}
-                    grads = pull({"": output}, {"": gradient}, inputs, retain=False)
+                    grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
                     return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
         return _apply_each(bound, product)

@@ -9,18 +9,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops.core import autodiff
+from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, to_double
-from curvlinops.core.determinism import (
-    agree,
-    check_finite,
-    check_graph,
-    explain_data,
-    explain_model,
-    fingerprint,
-    preserved_rng,
-    seed_everything,
-)
+from curvlinops.core.dependence import check_graph, needs_graph
+from curvlinops.core.determinism import check_finite, preserved_rng
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -33,6 +26,7 @@ class LossLike(Protocol):
     """What the risk needs to know of a loss (see ``curvlinops.losses.base``)."""
 
     reduction: str
+    needs_graph: bool
 
     def to(self, device: torch.device | str) -> None: ...
     def check(self, output: Tensor, target: Any) -> None: ...
@@ -92,10 +86,12 @@ class BatchRisk:
         terms = self.terms(output)
         return self.loss.sum(output, self.batch.y), terms
 
-    def loss_gradient(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of ``loss_sum`` w.r.t. the output, differentiable, and the terms."""
+    def loss_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
+        """Return where the backward pass of ``loss_sum`` starts, differentiable, and the terms."""
         terms = self.terms(output)
-        return self.loss.differentiable_gradient(output, self.batch.y), terms
+        if self.loss.needs_graph:
+            return (self.loss.sum(output, self.batch.y), None), terms
+        return (output, self.loss.differentiable_gradient(output, self.batch.y)), terms
 
     def check_loss(self, output: Tensor) -> None:
         """Raise an error that names the batch if the loss is not finite."""
@@ -114,6 +110,9 @@ class EmpiricalRisk:
         batches: The data.
         progressbar: Whether to show a progress bar during passes over the data.
         name: Names the operator in progress bars.
+
+    Attributes:
+        values_checked: Whether what the loss assumes of its values is known to hold.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class EmpiricalRisk:
         self.progressbar, self.name = progressbar, name
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
-        self._values_checked = loss is None
+        self.values_checked = loss is None
         self._graph_checked = False
 
     def run(
@@ -151,7 +150,7 @@ class EmpiricalRisk:
                 risk = BatchRisk(self, batch)
                 if not self._graph_checked:
                     with preserved_rng(device):
-                        check_graph(self._forward(risk, with_graph=True), self.model.module)
+                        self._check_graph(risk)
                     self._graph_checked = True
                 step(risk)
 
@@ -165,9 +164,9 @@ class EmpiricalRisk:
             return torch.zeros((), device=output.device)
         try:
             self.loss.check(output, batch.y)
-            if not self._values_checked:
+            if not self.values_checked:
                 self.loss.check_values(output, batch.y)
-                self._values_checked = True
+                self.values_checked = True
         except ValueError as error:
             raise ValueError(f"Batch {batch.index}: {error}") from error
         size = self.loss.term_size(output)
@@ -222,7 +221,7 @@ class EmpiricalRisk:
 
         def step(risk: BatchRisk) -> None:
             nonlocal count
-            count += self._forward(risk).numel()
+            count += self.forward(risk).numel()
 
         self.run(step, "count_outputs")
         return count
@@ -234,67 +233,24 @@ class EmpiricalRisk:
             self.loss.to(device)
         self.space = ParameterSpace.of(self.model.params)
 
-    def check(self) -> None:
-        """Pass twice over the data, with different random seeds, and compare.
-
-        Raises:
-            ValueError: If a batch's loss or gradient is not finite, or there is no term.
-            RuntimeError: If data, outputs, loss or gradient differ between the passes.
-        """
-        first, second = self._observe(seed=0), self._observe(seed=1)
-        data = [[observation[0] for observation in run] for run in (first, second)]
-        if not agree(data[0], data[1], 1e-6):
-            raise RuntimeError(explain_data(self.batches.data, *data))
-        for index, ((_, values), (_, again)) in enumerate(zip(first, second, strict=True)):
-            tolerance = 1e-8 if self.space.dtype == torch.float64 else 1e-3
-            if not agree([values], [again], tolerance):
-                raise RuntimeError(self._explain_model(index))
-
-    def _observe(self, seed: int) -> list[tuple[list[float], list[float]]]:
-        """Return, for each batch, numbers that identify the data and what the model makes of it."""
-        observations, terms = [], 0.0
-
-        def step(risk: BatchRisk) -> None:
-            nonlocal terms
-            if seed == 0:
-                terms = terms + self._inspect(risk)
-            data = fingerprint((risk.batch.X, risk.batch.y))
-            observations.append((data, self._evaluate(risk)))
-
-        with preserved_rng(self.space.device):
-            seed_everything(seed)
-            self.run(step, "check_deterministic")
-        if seed == 0:
-            self.scale(terms)
-        return observations
-
-    def _forward(self, risk: BatchRisk, with_graph: bool = False) -> Tensor:
+    def forward(self, risk: BatchRisk) -> Tensor:
+        """Return the output on a batch, without a graph if that is possible."""
         leaves = risk.leaves()
-        if not with_graph and self.model.substitutable:
+        if self.model.substitutable:
             leaves = {name: leaf.detach() for name, leaf in leaves.items()}
         scope = risk.scope(leaves, "gradient")
         with scope.active():
             return risk.output(scope)
 
-    def _inspect(self, risk: BatchRisk) -> Tensor:
-        self._values_checked = self.loss is None
-        return self.terms(self._forward(risk), risk.batch)
-
-    def _evaluate(self, risk: BatchRisk) -> list[float]:
-        if self.loss is None:
-            return fingerprint(self._forward(risk))
-        value, columns, _ = autodiff.gradient(risk, risk.loss_sum)
-        check_finite(risk.batch, value, columns)
-        norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
-        return [float(value), norm]
-
-    def _explain_model(self, index: int) -> str:
-        explanation = ""
-
-        def step(risk: BatchRisk) -> None:
-            nonlocal explanation
-            if risk.batch.index == index:
-                explanation = explain_model(self.model.module, lambda: self._forward(risk))
-
-        self.run(step, "check_deterministic")
-        return f"{explanation} (Noticed on batch {index}.)"
+    def _check_graph(self, risk: BatchRisk) -> None:
+        """Check that output and loss can be differentiated with respect to the parameters."""
+        leaves = risk.leaves()
+        scope = risk.scope(leaves, "gradient")
+        with scope.active():
+            value = risk.output(scope)
+            if self.loss is not None and needs_graph(
+                self.loss, value, risk.batch.y, leaves, self.model.params
+            ):
+                self.loss.needs_graph = True
+                value = risk.loss_sum(value)[0]
+        check_graph(value, self.model)

@@ -94,7 +94,7 @@ class _TensorCopy:
     def __init__(self, tensor: Tensor, copied: bool):
         self.tensor = tensor
         self.copy = tensor.detach() if copied else tensor.detach().clone()
-        self._address = None if copied else tensor.data_ptr()
+        self._place = None if copied else _place(tensor)
         self._kind = self._kind_of(tensor)
         self._bits = _bits(self.copy, tensor.is_contiguous())
 
@@ -107,7 +107,7 @@ class _TensorCopy:
 
     def differs(self, tensor: Tensor) -> bool | Tensor:
         """Return whether a tensor is another one; on a GPU the answer stays there."""
-        if self._address is not None and self._address != tensor.data_ptr():
+        if self._place is not None and self._place != _place(tensor):
             return True
         if self._kind != self._kind_of(tensor):
             return True
@@ -244,6 +244,14 @@ def _same_array(array: np.ndarray, known: Any) -> bool:
         and not array.dtype.hasobject
         and array.tobytes() == known.tobytes()
     )
+
+
+def _place(tensor: Tensor) -> tuple:
+    """Return where a tensor lies, and how often it was written to.
+
+    Autograd refuses graphs of tensors that were overwritten, even by the same numbers.
+    """
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def _equal(pairs: list[tuple[Tensor, _TensorCopy]]) -> bool:

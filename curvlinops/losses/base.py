@@ -28,6 +28,10 @@ class Loss(ABC):
         reduction: ``"sum"`` or ``"mean"``.
     """
 
+    #: Whether the value depends on the parameters not only through the output's values: it
+    #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
+    #: (weight decay). Then there are no derivatives with respect to the output alone.
+    needs_graph = False
     #: Whether the loss is linear in the output, so that its output Hessian is zero.
     is_linear = False
 

@@ -14,7 +14,8 @@ class AdditiveLoss(Loss):
     """A loss of which nothing is known but that it adds up, or averages, over the samples.
 
     A term is one sample, l_t the loss of a batch that consists of this sample alone. Output
-    derivatives are PyTorch's, of the whole batch's loss.
+    derivatives are PyTorch's, of the whole batch's loss. If it needs the graph of the output, it
+    cannot be evaluated on single samples, and is taken at its word.
     """
 
     def check(self, output: Tensor, target: Any) -> None:
@@ -28,9 +29,14 @@ class AdditiveLoss(Loss):
         """
         output = output.detach().clone()  # some losses overwrite it
         singles = []
-        for n in range(output.shape[0]):
-            one = _one_sample(target, n, output.shape[0])
-            singles.append(self._value(output[n : n + 1], one).detach())
+        try:
+            for n in range(output.shape[0]):
+                one = _one_sample(target, n, output.shape[0])
+                singles.append(self._value(output[n : n + 1], one).detach())
+        except RuntimeError:
+            if not self.needs_graph:
+                raise
+            return
         if not singles:
             return
         samples = torch.stack(singles).double()
@@ -106,6 +112,13 @@ class AdditiveLoss(Loss):
         return multiply
 
     def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+        if self.needs_graph:
+            raise ValueError(
+                f"{self.name} is not a function of the model's output and the target alone: it "
+                "differentiates the output, or uses the parameters itself. Hessian and gradient "
+                "are defined, the GGN and the Fishers are not. Let the model return the "
+                "derivatives, and add a multiple of IdentityLinearOperator for weight decay."
+            )
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
             total = self.sum(leaf, target)

@@ -17,6 +17,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import Model, wrap_model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.losses import Loss, wrap_loss
@@ -109,7 +110,7 @@ class DataLinearOperator(TorchLinearOperator):
         self._kept = Keeper(cache, type(self).__name__)
         self._check_coupling()
         if check_deterministic:
-            self.risk.check()
+            check_repeatable(self.risk)
         super().__init__(*self._spaces())
 
     # --- what a subclass says

@@ -18,11 +18,11 @@ class HessianLinearOperator(DataLinearOperator):
     """
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
-        return mode.hessian(bound, bound.loss_gradient)
+        return mode.hessian(bound, bound.loss_seed)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
         # on our benchmarks reverse mode is the faster one already for a single product
-        mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_gradient)
+        mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
         if isinstance(mode, Reverse) and self.autodiff == "auto":
             check_custom_functions(bound)
         return mode

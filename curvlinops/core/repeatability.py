@@ -1,0 +1,74 @@
+"""Two passes over data, model and loss, compared."""
+
+import torch
+
+from curvlinops.core import autodiff
+from curvlinops.core.determinism import (
+    agree,
+    check_finite,
+    explain_data,
+    explain_model,
+    fingerprint,
+    preserved_rng,
+    seed_everything,
+)
+from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+
+
+def check_repeatable(risk: EmpiricalRisk) -> None:
+    """Pass twice over the data, with different random seeds, and compare.
+
+    Raises:
+        ValueError: If a batch's loss or gradient is not finite, or there is no term.
+        RuntimeError: If data, outputs, loss or gradient differ between the passes.
+    """
+    first, second = _observe(risk, seed=0), _observe(risk, seed=1)
+    data = [[observation[0] for observation in run] for run in (first, second)]
+    if not agree(data[0], data[1], 1e-6):
+        raise RuntimeError(explain_data(risk.batches.data, *data))
+    for index, ((_, values), (_, again)) in enumerate(zip(first, second, strict=True)):
+        tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
+        if not agree([values], [again], tolerance):
+            raise RuntimeError(_explain_model(risk, index))
+
+
+def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[float]]]:
+    """Return, for each batch, numbers that identify the data and what the model makes of it."""
+    observations, terms = [], 0.0
+
+    def step(bound: BatchRisk) -> None:
+        nonlocal terms
+        if seed == 0:
+            # of all batches, not only of the first
+            risk.values_checked = risk.loss is None
+            terms = terms + bound.terms(risk.forward(bound))
+        data = fingerprint((bound.batch.X, bound.batch.y))
+        observations.append((data, _evaluate(risk, bound)))
+
+    with preserved_rng(risk.space.device):
+        seed_everything(seed)
+        risk.run(step, "check_deterministic")
+    if seed == 0:
+        risk.scale(terms)
+    return observations
+
+
+def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> list[float]:
+    if risk.loss is None:
+        return fingerprint(risk.forward(bound))
+    value, columns, _ = autodiff.gradient(bound, bound.loss_sum)
+    check_finite(bound.batch, value, columns)
+    norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
+    return [float(value), norm]
+
+
+def _explain_model(risk: EmpiricalRisk, index: int) -> str:
+    explanation = ""
+
+    def step(bound: BatchRisk) -> None:
+        nonlocal explanation
+        if bound.batch.index == index:
+            explanation = explain_model(risk.model.module, lambda: risk.forward(bound))
+
+    risk.run(step, "check_deterministic")
+    return f"{explanation} (Noticed on batch {index}.)"
