@@ -11,6 +11,7 @@ from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 
 __all__ = [
     "DataLinearOperator",
@@ -21,6 +22,7 @@ __all__ = [
     "IdentityLinearOperator",
     "JacobianLinearOperator",
     "ParameterSpace",
+    "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
 ]

@@ -26,11 +26,13 @@ class Case:
     Attributes:
         dense: `problem -> matrix`, or None where it is random.
         square: Whether it maps parameters to parameters, symmetrically.
+        takes_loss: Whether it depends on the loss.
     """
 
     operator: type[TorchLinearOperator]
     dense: Callable[[Problem], Tensor] | None
     square: bool = True
+    takes_loss: bool = True
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def build(self, p: Problem, **options: Any) -> TorchLinearOperator:
@@ -39,7 +41,7 @@ class Case:
         with warnings.catch_warnings():
             # the GGN of NLLLoss is zero, which is tested in test_errors.py
             warnings.filterwarnings("ignore", ".*is linear in the model's output", UserWarning)
-            if not self.square:
+            if not self.takes_loss:
                 return self.operator(p.model, p.params, p.data, **options)
             options["reduction"] = p.reduction
             return self.operator(p.model, p.loss, p.params, p.data, **options)
@@ -56,11 +58,17 @@ CASES = {
     ),
     "mc": Case(curvlinops.FisherMCLinearOperator, None, arguments=(("mc_samples", 3),)),
     "ggn-mc": Case(curvlinops.GGNLinearOperator, None, arguments=(("mc_samples", 2),)),
-    "jacobian": Case(curvlinops.JacobianLinearOperator, reference.jacobian, square=False),
+    "gradients": Case(
+        curvlinops.PerSampleGradientLinearOperator, reference.per_sample_gradients, square=False
+    ),
+    "jacobian": Case(
+        curvlinops.JacobianLinearOperator, reference.jacobian, square=False, takes_loss=False
+    ),
     "transposed": Case(
         curvlinops.TransposedJacobianLinearOperator,
         lambda p: reference.jacobian(p).T,
         square=False,
+        takes_loss=False,
     ),
 }
 EXACT = [name for name, case in CASES.items() if case.dense is not None]

@@ -26,6 +26,7 @@ PUBLIC = {
     "IdentityLinearOperator",
     "JacobianLinearOperator",
     "ParameterSpace",
+    "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
 }

@@ -53,10 +53,12 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     return loss.detach(), out, terms
 
 
-def transposed_jacobian(bound: BoundModel, chunk_size: int | None = None) -> tuple[Callable, int]:
-    """Return ``apply(U, out)``, which adds ``J^T U``, and M, the number of outputs.
+def transposed_jacobian(
+    bound: BoundModel, chunk_size: int | None = None
+) -> tuple[Callable, Tensor]:
+    """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
 
-    U has the shape ``[K, M]``; like an ``Apply``, the function works in place.
+    U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
 
     Args:
         bound: The model on a batch.
@@ -79,7 +81,7 @@ def transposed_jacobian(bound: BoundModel, chunk_size: int | None = None) -> tup
             for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)
 
-    return apply, output.numel()
+    return apply, output.detach()
 
 
 def pull(

@@ -39,8 +39,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch._decomp.decompositions_for_jvp
 
-#: ``push(V) -> J V``: outputs ``[K, *output]`` for columns of the parameters.
+#: ``push(V) -> J V``, ``[K, M]``, for columns of the parameters.
 Push = Callable[[Columns], Tensor]
+
+#: Returns a linear function ``[K, *output] -> [K, M]`` at a given output.
+OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,21 @@ class Reverse:
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
-    def jacobian(self, bound: BoundModel) -> Push:
-        """Prepare products with the output's Jacobian."""
+    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+        """Prepare products with the Jacobian of a linear function of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
+        """
         leaves = bound.leaves()
         scope = bound.scope(leaves, "reverse")
         with scope.active():
-            push = _double_vjp(bound.output(scope), leaves)
+            output = bound.output(scope)
+            down = head(output.detach())
+            push = _double_vjp(output, leaves)
 
-        chunks = in_chunks(lambda v: {"": push(v)}, self.chunk_size)
+        chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
         dtypes = _dtypes(bound)
 
         def apply(V: Columns) -> Tensor:
@@ -142,18 +152,19 @@ class Forward:
 
         return _apply_each(bound, product)
 
-    def jacobian(self, bound: BoundModel) -> Push:
-        """Prepare products with the output's Jacobian."""
+    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+        """Prepare products with the Jacobian of a function of the output; see ``Reverse``."""
 
         def apply(V: Columns) -> Tensor:
-            tangents = []
+            products = []
             for v in single_columns(V, _dtypes(bound)):
                 with forward_ad.dual_level():
                     scope, _ = _dual_scope(bound, v, requires_grad=False)
                     with scope.active():
                         output = bound.output(scope)
-                        tangents.append(_tangent(output, like=output).detach())
-            return torch.stack(tangents)
+                        tangent = _tangent(output, like=output).detach()
+                        products.append(head(output.detach())(tangent.unsqueeze(0)))
+            return torch.cat(products)
 
         return apply
 

@@ -215,17 +215,6 @@ class EmpiricalRisk:
         scale = self.scale(total)
         return {name: column * scale for name, column in gradient.items()}, loss * scale
 
-    def count_outputs(self) -> int:
-        """Return the number of entries of the model's outputs over all data."""
-        count = 0
-
-        def step(risk: BatchRisk) -> None:
-            nonlocal count
-            count += self.forward(risk).numel()
-
-        self.run(step, "count_outputs")
-        return count
-
     def to(self, device: torch.device | str) -> None:
         """Move model, parameters and loss to another device."""
         self.model.to(device)

@@ -3,19 +3,15 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from curvlinops.core import autodiff
-from curvlinops.core.choice import Mode
-from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.rows import RowMaps, RowsLinearOperator, flat
 
 
-class OutputsLinearOperator(DataLinearOperator):
-    """What the Jacobian and its transpose share: products in both directions."""
+class OutputsLinearOperator(RowsLinearOperator):
+    """What the Jacobian and its transpose share: all outputs, and no loss."""
 
     def __init__(
         self,
@@ -49,54 +45,11 @@ class OutputsLinearOperator(DataLinearOperator):
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
         return None
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Push:
-        return mode.jacobian(bound)
+    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
+        return flat(output)
 
-    def _outputs(self) -> ParameterSpace:
-        """Return the space of all data's outputs, flattened one batch after the other."""
-        space = self.risk.space
-        return ParameterSpace.flat(self.risk.count_outputs(), space.dtype, space.device)
-
-    def _push(self, columns: Columns, outputs: ParameterSpace) -> Columns:
-        """Multiply parameter vectors with the Jacobian."""
-        num_columns = next(iter(columns.values())).shape[0]
-        if num_columns == 0:
-            return outputs.zeros(0)
-        parts: list[Tensor] = []
-
-        def step(bound: BatchRisk) -> None:
-            tangents = self._prepare(bound, num_columns)(columns)
-            parts.append(tangents.flatten(1).to(outputs.dtype))
-
-        self._run(step)
-        _check_length(sum(part.shape[1] for part in parts), outputs.dim)
-        out = {"": torch.cat(parts, dim=1)}
-        self._check_finite(out, outputs)
-        return out
-
-    def _pull(self, columns: Columns, outputs: ParameterSpace) -> Columns:
-        """Multiply output vectors with the transposed Jacobian."""
-        rows = columns[""]
-        out = self.risk.space.zeros(rows.shape[0])
-
-        def build(bound: BatchRisk) -> tuple[Callable, int]:
-            return autodiff.transposed_jacobian(bound, self._chunk_size)
-
-        start = 0
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal start
-            apply, size = self._keep(bound, build, "transposed")
-            _check_length(start + size, outputs.dim, at_most=True)
-            apply(rows[:, start : start + size], out)
-            start += size
-
-        if rows.shape[0] == 0:
-            return out
-        self._run(step)
-        _check_length(start, outputs.dim)
-        self._check_finite(out, self.risk.space)
-        return out
+    def _num_rows(self, output: Tensor) -> int:
+        return output.numel()
 
 
 class JacobianLinearOperator(OutputsLinearOperator):
@@ -110,7 +63,7 @@ class JacobianLinearOperator(OutputsLinearOperator):
     """
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
-        return self.risk.space, self._outputs(), False
+        return self.risk.space, self._rows(), False
 
     def _apply(self, columns: Columns) -> Columns:
         return self._push(columns, self.codomain)
@@ -123,7 +76,7 @@ class TransposedJacobianLinearOperator(OutputsLinearOperator):
     """The transpose of ``JacobianLinearOperator``, of shape ``[D, N*C]``."""
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
-        return self._outputs(), self.risk.space, False
+        return self._rows(), self.risk.space, False
 
     def _apply(self, columns: Columns) -> Columns:
         return self._pull(columns, self.domain)
@@ -135,11 +88,3 @@ class TransposedJacobianLinearOperator(OutputsLinearOperator):
     def space(self) -> ParameterSpace:
         """The space of the parameters."""
         return self.codomain
-
-
-def _check_length(found: int, expected: int, at_most: bool = False) -> None:
-    if found > expected or (found != expected and not at_most):
-        raise RuntimeError(
-            f"The model's outputs have {found} entries in total, at construction they had "
-            f"{expected}. Data or model have changed; build a new operator."
-        )

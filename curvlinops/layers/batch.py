@@ -1,0 +1,212 @@
+"""One forward pass with all its uses of parameters, and the gradients that they make up."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.graph import graph_nodes
+from curvlinops.layers.capture import Capture, Recorded
+from curvlinops.layers.forms import Direct, Form, Mapped
+from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
+from curvlinops.layers.outer import Outer, add
+
+#: Operations of a graph whose rows may be in another order on the next batch.
+_DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
+
+
+class RecordedBatch:
+    """One captured forward pass."""
+
+    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[int]):
+        self.names = names
+        self._bound = bound
+        self._leaves = bound.leaves()
+        self._scope = bound.scope(self._leaves, "gradient")
+        tracked = {name: self._leaves[name] for name in names}
+        # the number of samples is known only afterwards: first without
+        self._capture = Capture(tracked)
+        self.output = self._run()
+        if enlarged:
+            self._capture = Capture(tracked, enlarged, self.output.shape[0])
+            self.output = self._run()
+        self.uses: dict[Any, Recorded] = dict(self._capture.uses)
+        self.layouts: dict[Any, Layout] = {}
+        by_id = {id(leaf): name for name, leaf in tracked.items()}
+        self._origins = {
+            key: _origins(recorded.tensor, by_id) for key, recorded in self.uses.items()
+        }
+
+    def _run(self) -> Tensor:
+        with self._capture, self._scope.active():
+            return self._bound.output(self._scope)
+
+    @property
+    def num_samples(self) -> int:
+        """The length of the output's first axis."""
+        return self.output.shape[0]
+
+    @property
+    def depends_on_data(self) -> bool:
+        """Whether the order of rows may be another one on the next batch."""
+        return any(node.name().startswith(_DATA_DEPENDENT) for node in graph_nodes(self.output))
+
+    def names_of(self, key: Any) -> list[str]:
+        """Return the parameters that enter a use."""
+        return list(self._origins[key])
+
+    def unrecorded(self) -> list[str]:
+        """Return the parameters that the graph still connects with the output."""
+        if self._capture.differentiates:
+            return self.names
+        own = {id(self._leaves[name]): name for name in self.names}
+        found = (id(getattr(node, "variable", None)) for node in graph_nodes(self.output))
+        overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
+        names = {own[i] for i in found if i in own}
+        return sorted(names.union(*(self.names_of(key) for key in overwritten)))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget the uses of some parameters."""
+        names = set(names)
+        self.names = [name for name in self.names if name not in names]
+        self._origins = {
+            key: {name: leaf for name, leaf in origins.items() if name not in names}
+            for key, origins in self._origins.items()
+        }
+        self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
+
+    def fits(self, key: Any, layout: Along) -> bool:
+        """Return whether a use can have a layout."""
+        recorded = self.uses[key]
+        return layout.fits(recorded.use.lead, self.num_samples)
+
+    def gradients(self, u: Tensor) -> dict[Any, Tensor]:
+        """Return the gradient at each use's output, ``[V, *output]``."""
+        edges = {key: recorded.edge for key, recorded in self.uses.items()}
+        with self._scope.active():
+            if u.shape[0] == 1:
+                found = pull({"": self.output}, {"": u[0]}, edges)
+                found = {k: None if g is None else g.unsqueeze(0) for k, g in found.items()}
+            else:
+                found = pull({"": self.output}, {"": u}, edges, batched=True)
+        return {
+            key: torch.zeros(
+                u.shape[0], *recorded.shape, dtype=recorded.dtype, device=self.output.device
+            )
+            if found.get(key) is None
+            else found[key].detach()
+            for key, recorded in self.uses.items()
+        }
+
+    def detect(self, keys: list[Any]) -> None:
+        """Find the layouts of some uses, by a random vector with and without weights."""
+        self._probe = self._random()
+        r = weights(self.num_samples, self._probe)
+        scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
+        plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
+        for key in keys:
+            use = self.uses[key].use
+            g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
+            layout = detect(g, h, len(use.lead), r, self._tolerance)
+            if layout is not None:
+                self.layouts[key] = layout
+
+    @property
+    def _tolerance(self) -> float:
+        """The relative error of the least precise of the layers."""
+        dtypes = {recorded.dtype for recorded in self.uses.values()} | {self.output.dtype}
+        return max(TOLERANCES.get(dtype, 0.15) for dtype in dtypes)
+
+    def check(self) -> list[str]:
+        """Return the parameters whose gradients do not add up to autograd's."""
+        r = weights(self.num_samples, self._probe)
+        known = self.forms(self._probe[None])
+        leaves = self._bound.leaves()
+        scope = self._bound.scope(leaves, "gradient")
+        with scope.active():
+            output = self._bound.output(scope)
+            scaled = self._probe * r.reshape(-1, *(1,) * (output.ndim - 1))
+            truth = pull({"": output}, {"": scaled}, {n: leaves[n] for n in known}, retain=False)
+        wrong, tolerance = [], self._tolerance
+        for name, form in known.items():
+            expected = torch.zeros_like(leaves[name]) if truth[name] is None else truth[name]
+            found = form.weighted_sum(r)[0].to(expected.device)
+            size = float(expected.double().norm()) + torch.finfo(torch.float32).tiny
+            error = float((found.double() - expected.double()).norm())
+            if not error <= tolerance * size + 1e-12:
+                wrong.append(name)
+        return wrong
+
+    def forms(self, u: Tensor) -> dict[str, Form]:
+        """Return the gradients of all parameters whose uses can be sorted by samples."""
+        found: dict[str, list[Form]] = {}
+        gradients = self.gradients(u)
+        lost: set[str] = set()
+        for key, recorded in self.uses.items():
+            if key not in self.layouts:
+                lost |= set(self.names_of(key))
+                continue
+            use, layout = recorded.use, self.layouts[key]
+
+            def sort(x: Tensor, start: int = 0, use: Any = use, layout: Any = layout) -> Tensor:
+                return layout.by_sample(x, start, len(use.lead), self.num_samples)
+
+            form = use.form(sort(use.split(gradients[key]), 1), sort)
+            for name, leaf in self._origins[key].items():
+                found.setdefault(name, []).append(_on_parameter(form, recorded.tensor, leaf))
+        # parameters that are not used at all have zero gradients
+        for name in self.names:
+            if name not in found and name not in self.unrecorded():
+                leaf = self._leaves[name]
+                found[name] = [Direct.of(leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape))]
+        return {name: add(forms) for name, forms in found.items() if name not in lost}
+
+    def _random(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randn(self.output.shape, generator=generator, dtype=torch.float64)
+        return random.to(self.output.device, self.output.dtype)
+
+
+def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the parameters of which a tensor is a function."""
+    if id(tensor) in by_id:
+        return {by_id[id(tensor)]: tensor}
+    found = (getattr(node, "variable", None) for node in graph_nodes(tensor))
+    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
+
+
+def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
+    """Return gradients with respect to a parameter of which a layer used a function."""
+    if tensor is leaf:
+        return form
+    if _is_permutation(tensor, leaf):
+
+        def arrange(rows: Tensor) -> Tensor:
+            flat = rows.new_empty(*rows.shape[:2], leaf.numel())
+            strides = (*flat.stride()[:2], *tensor.stride())
+            flat.as_strided(rows.shape, strides).copy_(rows)
+            return flat.reshape(*rows.shape[:2], *leaf.shape)
+
+        if isinstance(form, Outer):
+            return form.arranged(arrange, leaf.shape, (tensor.shape, tensor.stride()))
+        return Mapped(form, arrange, leaf.shape)
+
+    def pull_back(rows: Tensor) -> Tensor:
+        cotangents = rows.flatten(0, 1).to(tensor.dtype)
+        grad = pull({"": tensor}, {"": cotangents}, {"": leaf}, batched=True)[""]
+        return grad.to(rows.dtype).unflatten(0, rows.shape[:2])
+
+    return Mapped(form, pull_back, leaf.shape)
+
+
+def _is_permutation(tensor: Tensor, leaf: Tensor) -> bool:
+    """Return whether a tensor is a view of all of a parameter's entries."""
+    return (
+        leaf.is_contiguous()
+        and tensor.dtype == leaf.dtype
+        and tensor.numel() == leaf.numel()
+        and tensor.data_ptr() == leaf.data_ptr()
+        and 0 not in tensor.stride()
+    )

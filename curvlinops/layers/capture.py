@@ -1,0 +1,186 @@
+"""Records how a forward pass uses parameters."""
+
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from curvlinops.layers.uses import RULES, Use
+
+
+class Recorded:
+    """A use of a tracked tensor.
+
+    Attributes:
+        use: How it enters the output.
+        tensor: The tensor as the call got it: a parameter, or a function of parameters.
+        edge: Where the output's gradient passes.
+        shape: The output's shape.
+        inputs: The call's other tensors, with their versions.
+    """
+
+    def __init__(self, use: Use, tensor: Tensor, output: Tensor, inputs: Iterable[Tensor]):
+        self.use, self.tensor = use, tensor
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self.shape, self.dtype = output.shape, output.dtype
+        self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether an input was written to after the call."""
+        return any(x._version != version for x, version in self._versions)
+
+
+class Capture(TorchFunctionMode):
+    """Watches parameters, and functions of parameters alone, while a model runs.
+
+    A call that ``RULES`` know gets copies of its parameters without history. What the graph still
+    connects with the parameters afterwards is what was not recorded.
+
+    Args:
+        leaves: The parameters.
+        enlarged: Indices of calls whose input has one row for all samples, and gets one for each.
+        num_samples: How many.
+
+    Attributes:
+        uses: Recorded uses, in the order of the calls.
+        differentiates: Whether the model itself differentiates, so that parameters enter in ways
+            that calls do not show.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        enlarged: Iterable[int] = (),
+        num_samples: int = 1,
+    ):
+        super().__init__()
+        self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
+        self._enlarged, self._num_samples = set(enlarged), num_samples
+        self._calls = 0
+        self.uses: dict[tuple[int, int | str], Recorded] = {}
+        self.differentiates = False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call ``func``, and record it if it uses a tracked tensor."""
+        kwargs = kwargs or {}
+        if func in _DIFFERENTIATING:
+            self.differentiates = True
+        tensors = list(_tensors((args, kwargs)))
+        tracked = [x for x in tensors if id(x) in self._tracked]
+        if not tracked or not torch.is_grad_enabled() or _transformed():
+            return func(*args, **kwargs)
+        if len(tracked) == len(tensors) and func not in _ENLARGING:
+            out = func(*args, **kwargs)
+            self._follow(out)
+            return out
+        if func in RULES:
+            return self._record(func, args, kwargs)
+        inner = _unwrapped(func)
+        if inner is not func:
+            with self:
+                return inner(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        index, self._calls = self._calls, self._calls + 1
+        if index in self._enlarged:
+            args, kwargs = self._enlarge(args, kwargs)
+        in_place = getattr(func, "__name__", "") in _IN_PLACE
+        constant = {}
+
+        def freeze(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in constant:
+                constant[id(x)] = x.detach().clone() if in_place else x.detach()
+            return constant[id(x)]
+
+        known = RULES[func](
+            tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()}
+        )
+        places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        recorded = {key: places[key] for key in known if id(places[key]) in self._tracked}
+        if (in_place and 0 in recorded) or not recorded:
+            return func(*args, **kwargs)
+        leaves = {key: x.detach().requires_grad_() for key, x in recorded.items()}
+        args = tuple(leaves.get(place, x) for place, x in enumerate(args))
+        kwargs = {key: leaves.get(key, x) for key, x in kwargs.items()}
+        out = func(*args, **kwargs)
+        for key, tensor in recorded.items():
+            self.uses[index, key] = Recorded(known[key], tensor, out, constant.values())
+        return out
+
+    def _enlarge(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Give the call's first tensor that is not tracked a row for each sample."""
+
+        def enlarged(x: Tensor) -> Tensor:
+            axis = next((axis for axis, length in enumerate(x.shape) if length == 1), None)
+            shape = list(x.shape)
+            if axis is None:
+                return x.expand(self._num_samples, *shape)
+            shape[axis] = self._num_samples
+            return x.expand(shape)
+
+        for place, x in enumerate(args):
+            if isinstance(x, Tensor) and id(x) not in self._tracked:
+                return (*args[:place], enlarged(x), *args[place + 1 :]), kwargs
+        for key, x in kwargs.items():
+            if isinstance(x, Tensor) and id(x) not in self._tracked:
+                return args, {**kwargs, key: enlarged(x)}
+        return args, kwargs
+
+    def _follow(self, out: Any) -> None:
+        """Track what is computed from tracked tensors alone."""
+        for x in _tensors(out):
+            if x.is_floating_point() and x.requires_grad:
+                self._tracked[id(x)] = x
+
+
+_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+#: With a parameter alone these make one of more entries, e.g. a token for each sample.
+_ENLARGING = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _transformed() -> bool:
+    """Return whether a transform of ``torch.func`` is active, whose tensors mean something else."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_UNWRAPPED: dict[Callable, Callable] = {}
+
+
+def _unwrapped(func: Callable) -> Callable:
+    """Return PyTorch's Python function such that the calls inside of it can be watched.
+
+    It would ask whether someone watches, and then call itself through the watcher.
+    """
+    if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
+        return func
+    if func not in _UNWRAPPED:
+        names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *args: False)}
+        inner = FunctionType(
+            func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+        )
+        inner.__kwdefaults__ = func.__kwdefaults__
+        _UNWRAPPED[func] = inner
+    return _UNWRAPPED[func]

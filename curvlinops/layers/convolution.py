@@ -1,0 +1,174 @@
+"""Convolutions and transposed convolutions in one, two and three dimensions."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvlinops.layers.uses import Use, broadcast, contraction, handles
+
+Lengths = int | Sequence[int]
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Lengths = 1,
+    padding: Lengths | str = 0,
+    dilation: Lengths = 1,
+    groups: int = 1,
+) -> dict[str, Use]:
+    """Matrix products of the filters with patches of the input."""
+    dims = weight.ndim - 2
+    batched = input.ndim == weight.ndim
+    kernel, stride, dilation = weight.shape[2:], _tuple(stride, dims), _tuple(dilation, dims)
+    x = input if batched else input.unsqueeze(0)
+    pads = _pads(padding, kernel, dilation)
+    size = [
+        (length + sum(pad) - d * (k - 1) - 1) // s + 1
+        for length, pad, d, k, s in zip(x.shape[2:], pads, dilation, kernel, stride, strict=True)
+    ]
+
+    def inputs() -> Tensor:
+        return _patches(_pad(x, pads), kernel, stride, dilation, size, groups)
+
+    def split(g: Tensor) -> Tensor:
+        g = g if batched else g.unsqueeze(1)
+        return g.unflatten(2, (groups, -1)).flatten(4)
+
+    lead = ["n", "position"]
+    use = contraction(
+        inputs,
+        [*lead, "group", "in"],
+        ["group", "out", "in"],
+        ["n", "group", "out", "position"],
+        [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
+        split,
+        (x.shape[0], prod(size), groups, prod(weight.shape[1:])),
+    )
+    return {"weight": use.reshaped(weight.shape), **_bias(bias, x, size, batched)}
+
+
+def _transposed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Lengths = 1,
+    padding: Lengths = 0,
+    output_padding: Lengths = 0,
+    groups: int = 1,
+    dilation: Lengths = 1,
+) -> dict[str, Use]:
+    """Matrix products of the filters with the input, and patches of the output."""
+    dims = weight.ndim - 2
+    batched = input.ndim == weight.ndim
+    kernel, stride, dilation = weight.shape[2:], _tuple(stride, dims), _tuple(dilation, dims)
+    x = input if batched else input.unsqueeze(0)
+    padding, extra = _tuple(padding, dims), _tuple(output_padding, dims)
+    size = [
+        (length - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for length, s, p, d, k, e in zip(
+            x.shape[2:], stride, padding, dilation, kernel, extra, strict=True
+        )
+    ]
+    # negative where patches end before the output does
+    pads = [
+        (p, (length - 1) * s + d * (k - 1) + 1 - p - n)
+        for p, length, s, d, k, n in zip(
+            padding, x.shape[2:], stride, dilation, kernel, size, strict=True
+        )
+    ]
+
+    def split(g: Tensor) -> Tensor:
+        g = g if batched else g.unsqueeze(1)
+        patches = _patches(
+            _pad(g.flatten(0, 1), pads), kernel, stride, dilation, x.shape[2:], groups
+        )
+        return patches.unflatten(0, g.shape[:2])
+
+    lead = ["n", "position"]
+    use = contraction(
+        x.unflatten(1, (groups, -1)).flatten(3),
+        ["n", "group", "in", "position"],
+        ["group", "in", "out"],
+        [*lead, "group", "out"],
+        [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
+        split,
+    )
+    return {"weight": use.reshaped(weight.shape), **_bias(bias, x, size, batched)}
+
+
+for _function in (torch.conv1d, torch.conv2d, torch.conv3d):
+    handles(_function)(_convolution)
+for _function in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d):
+    handles(_function)(_transposed)
+
+
+def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) -> dict[str, Use]:
+    if bias is None:
+        return {}
+    batch = [x.shape[0]] if batched else []
+    return {"bias": broadcast(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
+
+
+def _tuple(lengths: Lengths, dims: int) -> tuple[int, ...]:
+    lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
+    return lengths * dims if len(lengths) == 1 else lengths
+
+
+def _pads(
+    padding: Lengths | str, kernel: Sequence[int], dilation: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding before and behind each axis."""
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in _tuple(padding, len(kernel))]
+
+
+def _pad(x: Tensor, pads: list[tuple[int, int]]) -> Tensor:
+    flat = [length for pad in reversed(pads) for length in pad]
+    return F.pad(x, flat) if any(flat) else x
+
+
+def _patches(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    size: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return what each position of the output sees, ``[N, positions, groups, channels * kernel]``.
+
+    Args:
+        x: The padded input, ``[N, C, *]``.
+        kernel: The kernel's lengths.
+        stride: Steps between patches.
+        dilation: Steps within a patch.
+        size: Number of patches along each axis.
+        groups: Number of groups of channels.
+    """
+    x = x.contiguous()
+    batch, channels, *steps = x.stride()
+    view = x.as_strided(
+        (*x.shape[:2], *size, *kernel),
+        (
+            *(batch, channels),
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+        ),
+    )
+    dims = len(kernel)
+    view = view.unflatten(1, (groups, -1)).movedim(
+        tuple(range(3, 3 + dims)), tuple(range(1, 1 + dims))
+    )
+    return view.reshape(x.shape[0], prod(size), groups, -1)
+
+
+del _function

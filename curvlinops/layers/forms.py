@@ -1,0 +1,153 @@
+"""Gradients of single samples with respect to a parameter, in the form that needs least memory.
+
+A form belongs to one use of a parameter on one batch. It holds, for V backpropagated vectors and N
+samples, what the V x N gradients are made of, and computes with them without writing them down
+where that is cheaper.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+#: Temporary tensors are kept below this size, where a quantity can be computed in parts.
+BYTES = 32 * 2**20
+
+
+class Form(ABC):
+    """Gradients ``[V, N, *parameter]``, not necessarily written down.
+
+    Attributes:
+        num_vectors: V.
+        num_samples: N.
+        shape: The parameter's shape.
+    """
+
+    num_vectors: int
+    num_samples: int
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples, ``[V, n, *shape]``."""
+
+    @abstractmethod
+    def select(self, samples: Tensor) -> "Form":
+        """Return the gradients of some samples only, in the given order."""
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
+        total: Tensor | float = 0.0
+        for part in self.parts():
+            rows = self.rows(part)
+            total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
+        return total
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared norm of each gradient, ``[V, N]``."""
+        return torch.cat([_flat(self.rows(part)).square().sum(-1) for part in self.parts()], dim=1)
+
+    def sum_of_squares(self) -> Tensor:
+        """Return the sum of all gradients' squared entries, ``[*shape]``."""
+        return sum(self.rows(part).square().sum((0, 1)) for part in self.parts())
+
+    def inner(self, other: "Form") -> Tensor:
+        """Return all inner products with the gradients of another form, ``[V, N, W, M]``."""
+        rows = []
+        for part in self.parts():
+            left = _flat(self.rows(part))
+            columns = [
+                torch.einsum("vnd,wmd->vnwm", left, _flat(other.rows(across)))
+                for across in other.parts()
+            ]
+            rows.append(torch.cat(columns, dim=3))
+        return torch.cat(rows, dim=1)
+
+    def parts(self, size: int | None = None) -> Iterator[slice]:
+        """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""
+        size = self.num_vectors * prod(self.shape) * 4 if size is None else size * 4
+        step = max(BYTES // max(size, 1), 1)
+        for start in range(0, self.num_samples, step):
+            yield slice(start, min(start + step, self.num_samples))
+
+
+class Direct(Form):
+    """Gradients that are written down, or computed part by part.
+
+    Args:
+        compute: Returns the gradients of some samples, a slice or indices.
+        num_vectors: V.
+        num_samples: N.
+        shape: The parameter's shape.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[slice | Tensor], Tensor],
+        num_vectors: int,
+        num_samples: int,
+        shape: tuple[int, ...],
+    ):
+        self._compute = compute
+        self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "Direct":
+        """Return gradients ``[V, N, *shape]`` that are there."""
+        return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
+
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples."""
+        return self._compute(samples)
+
+    def select(self, samples: Tensor) -> "Direct":
+        """Return the gradients of some samples only."""
+        return Direct(
+            lambda part: self._compute(samples[part]), self.num_vectors, len(samples), self.shape
+        )
+
+
+class Total(Form):
+    """The sum of several uses' gradients."""
+
+    def __init__(self, forms: list[Form]):
+        self._forms = forms
+        self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
+        self.shape = forms[0].shape
+
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples."""
+        return sum(form.rows(samples) for form in self._forms)
+
+    def select(self, samples: Tensor) -> "Total":
+        """Return the gradients of some samples only."""
+        return Total([form.select(samples) for form in self._forms])
+
+
+class Mapped(Form):
+    """Gradients with respect to a parameter of which a layer uses a function, such as a part.
+
+    Args:
+        form: The gradients with respect to the function's value.
+        pull: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
+        shape: The parameter's shape.
+    """
+
+    def __init__(self, form: Form, pull: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
+        self._form, self._pull = form, pull
+        self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
+        self.shape = tuple(shape)
+
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples."""
+        return self._pull(self._form.rows(samples))
+
+    def select(self, samples: Tensor) -> "Mapped":
+        """Return the gradients of some samples only."""
+        return Mapped(self._form.select(samples), self._pull, self.shape)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.reshape(*rows.shape[:2], -1)

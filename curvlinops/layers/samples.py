@@ -1,0 +1,196 @@
+"""Gradients of single samples, batch by batch."""
+
+import logging
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.layout import Along
+
+_LOGGER = logging.getLogger("curvlinops")
+
+#: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
+#: there are several.
+Group = tuple[list[str], Form]
+
+
+class SampleBackward:
+    """Computes gradients of single samples, in one pass where the layers are known.
+
+    The first batch shows which rows of each layer belong to which sample, and whether what the
+    rules say of a parameter agrees with autograd. Other parameters get one backward pass for each
+    sample, several at once.
+
+    Args:
+        name: Names the operator in messages.
+
+    Attributes:
+        fallbacks: Why parameters are treated sample by sample.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.fallbacks: dict[str, str] = {}
+        self._layouts: dict[Any, Along] = {}
+        self._enlarged: set[int] = set()
+
+    def capture(self, bound: BoundModel) -> "SampleGradients":
+        """Run the model on a batch; return what computes its samples' gradients."""
+        names = [name for name in bound.leaves() if name not in self.fallbacks]
+        batch = RecordedBatch(bound, names, self._enlarged) if names else None
+        return SampleGradients(bound, None if batch is None else self._sort(bound, batch))
+
+    # --- layouts
+
+    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch | None:
+        """Find each use's layout, and the parameters for which that is impossible."""
+        regular = not batch.depends_on_data
+        batch.layouts = {
+            key: layout
+            for key, layout in self._layouts.items()
+            if regular and key in batch.uses and batch.fits(key, layout)
+        }
+        missing = [key for key in batch.uses if key not in batch.layouts]
+        if not missing:
+            self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
+            return batch
+        batch.detect(missing)
+        lost = [key for key in missing if key not in batch.layouts]
+        enlarged = {index for index, _ in lost if index not in self._enlarged}
+        if enlarged:
+            larger = self._retry(bound, batch, enlarged)
+            if larger is not None:
+                return self._sort(bound, larger)
+        for key in lost:
+            self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
+        self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
+        self._refuse(batch.check(), "its rule does not agree with autograd on the first batch")
+        for key, layout in batch.layouts.items():
+            if isinstance(layout, Along) and regular:
+                self._layouts[key] = layout
+        batch.drop(self.fallbacks)
+        return batch
+
+    def _retry(
+        self, bound: BoundModel, batch: RecordedBatch, enlarged: set[int]
+    ) -> RecordedBatch | None:
+        """Run again, with a row for each sample where there was one for all."""
+        before = set(self._enlarged)
+        self._enlarged |= enlarged
+        try:
+            return RecordedBatch(bound, batch.names, self._enlarged)
+        except Exception as error:
+            _LOGGER.info("%s: no row for each sample: %s", self.name, error)
+            self._enlarged = before
+            for index in enlarged:
+                for key in batch.uses:
+                    if key[0] == index:
+                        self._refuse(batch.names_of(key), "all samples share its rows")
+            return None
+
+    def _refuse(self, names: Iterable[str], reason: str) -> None:
+        for name in names:
+            if name not in self.fallbacks:
+                self.fallbacks[name] = reason
+                _LOGGER.warning(
+                    "%s: gradients with respect to '%s' are computed sample by sample: %s.",
+                    self.name,
+                    name,
+                    reason,
+                )
+
+
+class SampleGradients:
+    """Gradients of the samples of a batch.
+
+    Attributes:
+        output: The model's output.
+        num_samples: N.
+    """
+
+    def __init__(self, bound: BoundModel, batch: RecordedBatch | None):
+        self._bound, self._batch = bound, batch
+        names = [] if batch is None else batch.names
+        self._rest = [name for name in bound.leaves() if name not in names]
+        if self._rest:
+            self._apply, self.output = transposed_jacobian(bound)
+        else:
+            self.output = batch.output.detach()
+        self.num_samples = self.output.shape[0]
+
+    def backward(self, u: Tensor) -> list[Group]:
+        """Backpropagate vectors; a sample's gradient is that of its own share.
+
+        Args:
+            u: ``[V, *output]``.
+        """
+        known = {} if self._batch is None else self._batch.forms(u)
+        groups: list[Group] = [([name], form) for name, form in known.items()]
+        if self._rest:
+            shapes = {name: self._bound.space.shapes[name] for name in self._rest}
+            space = ParameterSpace(shapes, self._bound.space.dtype, self._bound.space.device)
+
+            def apply(alone: Tensor, out: Columns) -> None:
+                self._apply(alone.flatten(0, 1), out)
+
+            groups.append(one_by_one(apply, space, u))
+        return groups
+
+
+def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
+    """Backpropagate each sample's share on its own, several at once.
+
+    Args:
+        apply: Adds gradients of ``[V, n, *output]`` to ``[V * n]`` columns of ``space``.
+        space: The parameters.
+        u: ``[V, *output]``, the first axis of the output numbers the samples.
+    """
+    num_samples = u.shape[1]
+
+    def rows(samples: slice | Tensor) -> Tensor:
+        wanted = torch.arange(num_samples, device=u.device)[samples]
+        place = torch.arange(len(wanted), device=u.device)
+        alone = u.new_zeros(len(u), len(wanted), *u.shape[1:])
+        alone[:, place, wanted] = u[:, wanted]
+        out = space.zeros(len(u) * len(wanted))
+        apply(alone, out)
+        return space.join(out).unflatten(0, (len(u), len(wanted)))
+
+    return space.names, Direct(rows, len(u), num_samples, (space.dim,))
+
+
+def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:
+    """Return all inner products of two batches' gradients, ``[V, N, W, M]``."""
+    forms = {tuple(names): form for names, form in second}
+    if {tuple(names) for names, _ in first} == set(forms):
+        return sum(form.inner(forms[tuple(names)]) for names, form in first)
+    return _side_by_side(first, space).inner(_side_by_side(second, space))
+
+
+def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
+    """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
+    sizes = [prod(space.shapes[name]) for name in names]
+    parts = rows.reshape(rows.shape[0], -1).split(sizes, dim=1)
+    return {
+        name: part.reshape(-1, *space.shapes[name]) for name, part in zip(names, parts, strict=True)
+    }
+
+
+def _side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
+    """Write the gradients of all parameters in one row."""
+    _, form = groups[0]
+
+    def rows(samples: slice | Tensor) -> Tensor:
+        columns: Columns = {}
+        for names, one in groups:
+            columns |= split(names, one.rows(samples).flatten(0, 1), space)
+        return space.join(columns).unflatten(0, (form.num_vectors, -1))
+
+    return Direct(rows, form.num_vectors, form.num_samples, (space.dim,))

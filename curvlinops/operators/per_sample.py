@@ -1,0 +1,230 @@
+"""Gradients of single samples."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import transposed_jacobian
+from curvlinops.core.columns import add
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.samples import Group, SampleBackward, inner, one_by_one, split
+from curvlinops.losses.base import wide
+from curvlinops.operators.rows import RowMaps, RowsLinearOperator
+
+#: Takes gradients of some samples, and their places among the rows.
+Visit = Callable[[list[Group], Tensor], None]
+
+
+class PerSampleGradientLinearOperator(RowsLinearOperator):
+    """The matrix whose rows are the gradients of the samples' losses.
+
+    Of shape ``[N, D]``: row n is the sum of the gradients of sample n's terms, without the factor c
+    of the empirical risk. For a loss with ``reduction="mean"`` and one term per sample, row n is
+    the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
+    ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
+
+    Norms, inner products and moments do not form the matrix where the layers are known. For other
+    arguments and errors see ``DataLinearOperator``; there are no blocks.
+
+    Args:
+        *args: Shared arguments, see ``DataLinearOperator``.
+        subsampling: Indices of the rows to keep, in that order; only those are computed.
+        terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
+            ``EFLinearOperator``). Terms interact in most models, so that each such row takes a
+            backward pass.
+        **kwargs: Shared arguments, see ``DataLinearOperator``.
+    """
+
+    _per_sample = True
+
+    def __init__(
+        self,
+        *args: Any,
+        subsampling: Iterable[int] | Tensor | None = None,
+        terms: str = "sample",
+        **kwargs: Any,
+    ):
+        if terms not in ("term", "sample"):
+            raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
+        self.terms = terms
+        self._subsampling = subsampling
+        super().__init__(*args, **kwargs)
+        if len(self._blocks) > 1:
+            raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
+        self._samples = SampleBackward(type(self).__name__)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """The parameters whose gradients take a backward pass for each sample, and why.
+
+        Empty before the first call of a method that needs single gradients.
+        """
+        return dict(self._samples.fallbacks)
+
+    def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
+        self._all = self._rows()
+        self._indices = _indices(self._subsampling, self._all)
+        rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
+        return self.risk.space, rows, False
+
+    def _num_rows(self, output: Tensor) -> int:
+        if self.terms == "sample":
+            return output.shape[0]
+        return self.risk.loss.to_terms(output.unsqueeze(0)).shape[1]
+
+    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
+        gradient, loss = self._loss_gradient(bound, output), bound.loss
+        if self.terms == "term":
+            g = loss.to_terms(gradient.unsqueeze(0))
+            return (
+                lambda z: (loss.to_terms(z) * g).sum(-1),
+                lambda u: loss.from_terms(u.unsqueeze(-1) * g, output),
+            )
+        ones = (1,) * (output.ndim - 1)
+        return (
+            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], -1).sum(-1),
+            lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
+        )
+
+    @staticmethod
+    def _loss_gradient(bound: BatchRisk, output: Tensor) -> Tensor:
+        bound.terms(output)  # checks that output and target fit
+        return wide(bound.loss.gradient(output, bound.batch.y))
+
+    def _skips(self, place: slice) -> bool:
+        return not bool(self._within(place).any())
+
+    def _within(self, place: slice) -> Tensor:
+        return (self._indices >= place.start) & (self._indices < place.stop)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": self._push(columns, self._all)[""][:, self._indices]}
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        rows = self._all.zeros(columns[""].shape[0])
+        rows[""].index_add_(1, self._indices, columns[""])
+        return self._pull(rows, self._all)
+
+    # --- beyond products
+
+    def dense(self) -> Tensor:
+        """Return the matrix, ``[N, D]``."""
+        space, num_rows = self.domain, self.shape[0]
+        out = torch.zeros(num_rows, space.dim, dtype=space.dtype, device=space.device)
+
+        def visit(groups: list[Group], where: Tensor) -> None:
+            for names, form in groups:
+                for part in form.parts():
+                    for name, rows in split(names, form.rows(part)[0], space).items():
+                        out[where[part], space.slice(name)] = rows.reshape(len(rows), -1).to(
+                            space.dtype
+                        )
+
+        self._visit(visit)
+        self._check(out)
+        return out
+
+    def norms(self) -> Tensor:
+        """Return the norm of each row, ``[N]``."""
+        squares = self.codomain.zeros(1)[""][0]
+
+        def visit(groups: list[Group], where: Tensor) -> None:
+            squares[where] = sum(form.squared_norms()[0] for _, form in groups).to(squares.dtype)
+
+        self._visit(visit)
+        self._check(squares)
+        return squares.sqrt()
+
+    def gram(self) -> Tensor:
+        """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
+        batches: list[tuple[list[Group], Tensor]] = []
+        self._visit(lambda groups, where: batches.append((groups, where)))
+        out = self.codomain.zeros(self.shape[0])[""]
+        for first, (groups, rows) in enumerate(batches):
+            for others, columns in batches[first:]:
+                block = inner(groups, others, self.domain)[0, :, 0].to(out.dtype)
+                out[rows[:, None], columns] = block
+                out[columns[:, None], rows] = block.T
+        self._check(out)
+        return out
+
+    def second_moment(self) -> Tensor:
+        """Return the mean of the rows' squared entries, ``[D]``."""
+        out = self.domain.zeros(1)
+
+        def visit(groups: list[Group], where: Tensor) -> None:
+            for names, form in groups:
+                squares = form.sum_of_squares().unsqueeze(0)
+                add(out, slice(None), split(names, squares, self.domain))
+
+        self._visit(visit)
+        self._check_finite(out, self.domain)
+        return self.domain.join(out)[0] / self.shape[0]
+
+    def variance(self) -> Tensor:
+        """Return the variance of each column over the rows (divided by N), ``[D]``."""
+        ones = torch.ones(self.shape[0], dtype=self.torch_dtype, device=self.device)
+        mean = (self.T @ ones) / self.shape[0]
+        return (self.second_moment() - mean.square()).clamp(min=0.0)
+
+    def _check(self, out: Tensor) -> None:
+        space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
+        self._check_finite({"": out.reshape(1, -1)}, space)
+
+    def _visit(self, visit: Visit) -> None:
+        """Call ``visit`` with each batch's gradients."""
+        done = 0
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal done
+            place = self._place(bound)
+            done = place.stop
+            where = self._within(place).nonzero().flatten()
+            if len(where):
+                visit(self._groups(bound, place, self._indices[where] - place.start), where)
+
+        self.risk.run(step, "gradients")
+        self._check_complete(done, self._all)
+
+    def _groups(self, bound: BatchRisk, place: slice, rows: Tensor) -> list[Group]:
+        if self.terms == "term":
+            apply, output = transposed_jacobian(bound)
+            up = self._row_maps(bound, output)[1]
+            length = self._num_rows(output)
+            self._check_length(length, place)
+
+            def pull(u: Tensor, out: Columns) -> None:
+                apply(up(u[0]), out)
+
+            names, form = one_by_one(pull, bound.space, torch.ones(1, length, device=self.device))
+            return [(names, form.select(rows))]
+        gradients = self._samples.capture(bound)
+        self._check_length(gradients.num_samples, place)
+        u = self._loss_gradient(bound, gradients.output).to(gradients.output.dtype)
+        groups = gradients.backward(u.unsqueeze(0))
+        if len(rows) == gradients.num_samples and bool((rows.diff() == 1).all()):
+            return groups
+        return [(names, form.select(rows)) for names, form in groups]
+
+
+def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:
+    """Return the indices of the rows to keep, after checking them."""
+    if subsampling is None:
+        return torch.arange(rows.dim, device=rows.device)
+    indices = subsampling if isinstance(subsampling, Tensor) else torch.tensor(list(subsampling))
+    if not len(indices):
+        return indices.to(rows.device, torch.int64)
+    if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+        raise ValueError(
+            "subsampling must be a list of indices of samples, got "
+            f"{indices.dtype} of shape {list(indices.shape)}."
+        )
+    if not (0 <= int(indices.min()) and int(indices.max()) < rows.dim):
+        raise ValueError(
+            f"subsampling has indices from {int(indices.min())} to {int(indices.max())}, but the "
+            f"data has {rows.dim} rows."
+        )
+    return indices.to(rows.device, torch.int64)

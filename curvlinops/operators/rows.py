@@ -1,0 +1,133 @@
+"""Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from curvlinops.core import autodiff
+from curvlinops.core.choice import Mode
+from curvlinops.core.modes import Push
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.operators.base import DataLinearOperator
+
+#: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
+#: and back.
+RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+class RowsLinearOperator(DataLinearOperator):
+    """A linear function of each batch's outputs, times the outputs' Jacobian.
+
+    A subclass says which, and in which direction it multiplies.
+    """
+
+    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
+        """Return the linear function at a given output, and its adjoint."""
+        raise NotImplementedError
+
+    def _num_rows(self, output: Tensor) -> int:
+        """Return the number of a batch's rows."""
+        raise NotImplementedError
+
+    def _skips(self, place: slice) -> bool:
+        """Return whether nobody asks for the rows at a place."""
+        return False
+
+    def _linearize(self, bound: BatchRisk, mode: Mode) -> Push:
+        return mode.jacobian(bound, lambda output: self._row_maps(bound, output)[0])
+
+    def _rows(self) -> ParameterSpace:
+        """Return the space of all rows, one batch after the other."""
+        self._lengths: list[int] = []
+
+        def step(bound: BatchRisk) -> None:
+            self._lengths.append(self._num_rows(self.risk.forward(bound)))
+
+        self.risk.run(step, "count_rows")
+        space = self.risk.space
+        return ParameterSpace.flat(sum(self._lengths), space.dtype, space.device)
+
+    def _place(self, bound: BatchRisk) -> slice:
+        """Return where a batch's rows are."""
+        index = bound.batch.index
+        if index >= len(self._lengths):
+            raise RuntimeError(
+                f"The data has more than the {len(self._lengths)} batches that it had at "
+                "construction. Build a new operator."
+            )
+        start = sum(self._lengths[:index])
+        return slice(start, start + self._lengths[index])
+
+    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
+        """Multiply parameter vectors."""
+        num_columns = next(iter(columns.values())).shape[0]
+        out = rows.zeros(num_columns)
+        if num_columns == 0:
+            return out
+        done = 0
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal done
+            place = self._place(bound)
+            done = place.stop
+            if self._skips(place):
+                return
+            part = self._prepare(bound, num_columns)(columns)
+            self._check_length(part.shape[1], place)
+            out[""][:, place] = part
+
+        self._run(step)
+        self._check_complete(done, rows)
+        self._check_finite(out, rows)
+        return out
+
+    def _pull(self, columns: Columns, rows: ParameterSpace) -> Columns:
+        """Multiply row vectors by the transpose."""
+        U = columns[""]
+        out = self.risk.space.zeros(U.shape[0])
+        if U.shape[0] == 0:
+            return out
+        done = 0
+
+        def build(bound: BatchRisk) -> tuple[Callable, Callable, int]:
+            apply, output = autodiff.transposed_jacobian(bound, self._chunk_size)
+            up = self._row_maps(bound, output)[1]
+            return apply, up, self._num_rows(output)
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal done
+            place = self._place(bound)
+            done = place.stop
+            if self._skips(place):
+                return
+            apply, up, length = self._keep(bound, build, "transposed")
+            self._check_length(length, place)
+            apply(up(U[:, place]), out)
+
+        self._run(step)
+        self._check_complete(done, rows)
+        self._check_finite(out, self.risk.space)
+        return out
+
+    @staticmethod
+    def _check_length(found: int, place: slice) -> None:
+        expected = place.stop - place.start
+        if found != expected:
+            raise RuntimeError(
+                f"A batch has {found} rows, at construction it had {expected}. Data or model have "
+                "changed; build a new operator."
+            )
+
+    @staticmethod
+    def _check_complete(done: int, rows: ParameterSpace) -> None:
+        if done != rows.dim:
+            raise RuntimeError(
+                f"The data has {done} rows, at construction it had {rows.dim}. Data or model have "
+                "changed; build a new operator."
+            )
+
+
+def flat(output: Tensor) -> RowMaps:
+    """Return the maps between outputs and their flattened entries."""
+    return (lambda z: z.flatten(1)), (lambda u: u.reshape(u.shape[0], *output.shape))

@@ -1,0 +1,84 @@
+"""Gradients of single samples: the matrix, and what is computed without it."""
+
+import problems
+import pytest
+import reference
+import torch
+from contract import CASES, dense, error
+
+from curvlinops import PerSampleGradientLinearOperator
+
+#: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
+UNCOVERED = {
+    "cross-attention": {"attention.bias_k", "attention.bias_v"},
+    "pinn": {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"},
+}
+
+
+def build(problem: str, **options) -> PerSampleGradientLinearOperator:
+    """Build the operator for a problem."""
+    return CASES["gradients"].build(problems.make(problem), **options)
+
+
+@pytest.mark.parametrize("problem", problems.NAMES)
+def test_dense(problem: str):
+    tolerance = problems.make(problem).tolerance
+    operator, rows = build(problem), dense("gradients", problem)
+    assert error(operator.dense(), rows) <= tolerance
+    assert set(operator.fallbacks) == UNCOVERED.get(problem, set())
+    # what the first batches showed holds for a second pass
+    assert error(operator.dense(), rows) <= tolerance
+
+
+@pytest.mark.parametrize("problem", problems.NAMES)
+def test_norms_gram_and_moments(problem: str):
+    p = problems.make(problem)
+    operator, rows = build(problem), dense("gradients", problem)
+    assert error(operator.norms(), rows.norm(dim=1)) <= p.tolerance
+    assert error(operator.gram(), rows @ rows.T) <= p.tolerance
+    assert error(operator.second_moment(), rows.square().mean(0)) <= p.tolerance
+    if "low-precision" not in p.tags:
+        scale = float(rows.square().mean(0).norm()) or 1.0
+        found = operator.variance() - rows.var(0, correction=0)
+        assert float(found.norm()) <= p.tolerance * scale
+
+
+@pytest.mark.parametrize("problem", problems.NAMES)
+def test_terms(problem: str):
+    p = problems.make(problem)
+    operator = build(problem, terms="term")
+    expected = torch.cat(reference.term_gradients(p))
+    rows = operator.dense()
+    if len(rows) > len(expected):  # ignored terms have a row of zeros
+        rows = rows[rows.norm(dim=1) > 0]
+        expected = expected[expected.norm(dim=1) > 0]
+    assert error(rows, expected) <= p.tolerance
+    products = operator @ torch.eye(operator.shape[1], dtype=operator.torch_dtype)
+    assert error(products, operator.dense().double()) <= p.tolerance
+
+
+@pytest.mark.parametrize(
+    "problem", ["mlp-ce-weight-mean", "transformer-tied", "lstm-packed", "pinn"]
+)
+@pytest.mark.parametrize("terms", ["sample", "term"])
+def test_subsampling(problem: str, terms: str):
+    p = problems.make(problem)
+    rows = (
+        reference.per_sample_gradients(p)
+        if terms == "sample"
+        else torch.cat(reference.term_gradients(p))
+    )
+    if terms == "term" and problem in ("lstm-packed", "pinn"):
+        pytest.skip("one term per sample")
+    for indices in ([2, 0, 2], [], list(range(len(rows)))[::-1], torch.tensor([len(rows) - 1])):
+        operator = build(problem, subsampling=indices, terms=terms)
+        expected = rows[torch.as_tensor(indices, dtype=torch.long)]
+        assert operator.shape == tuple(expected.shape)
+        if len(indices) == 0:
+            continue
+        assert error(operator.dense(), expected) <= p.tolerance
+        assert error(operator.norms(), expected.norm(dim=1)) <= p.tolerance
+        assert error(operator.gram(), expected @ expected.T) <= p.tolerance
+        assert error(operator @ torch.eye(operator.shape[1]).double(), expected) <= p.tolerance
+        u = torch.randn(len(expected), dtype=torch.float64)
+        assert error(operator.T @ u, expected.T @ u) <= p.tolerance
