@@ -212,7 +212,7 @@ def test_modules_behind_functions_are_protected():
 def test_replaced_parameters_are_noticed(case: str, as_dict: bool):
     model, entry = mlp(), CASES[case]
     params = dict(model.named_parameters()) if as_dict else list(model.parameters())
-    arguments = (CE, params) if entry.square else (params,)
+    arguments = (CE, params) if entry.takes_loss else (params,)
     operator = entry.operator(model, *arguments, batches(4), **dict(entry.arguments))
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(ValueError, match=r"'0.weight'.*were replaced.*Build a new operator"):

@@ -12,7 +12,7 @@ import torch
 from contract import CASES
 from torch import Tensor, nn
 
-PER_SAMPLE = {"fisher", "fisher-samples"}
+PER_SAMPLE = {"fisher", "fisher-samples", "gradients"}
 
 
 class Counting(nn.Module):
@@ -141,7 +141,7 @@ def product(case: str, net: nn.Module, data, **options) -> Callable[[], None]:
     """Build an operator; return a function that multiplies with it."""
     params = [p for p in net.parameters() if p.ndim > 0]
     entry = CASES[case]
-    arguments = (params, data) if not entry.square else (nn.CrossEntropyLoss(), params, data)
+    arguments = (params, data) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, data)
     options = dict(entry.arguments) | options
     operator = entry.operator(net, *arguments, **options)
     return lambda: operator @ torch.ones(operator.shape[1], 2)
@@ -194,7 +194,7 @@ def test_closures(case: str):
 
     entry, params = CASES[case], [weight, bias]
     arguments = (
-        (params, batches()) if not entry.square else (nn.CrossEntropyLoss(), params, batches())
+        (params, batches()) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, batches())
     )
     operator = entry.operator(closure, *arguments, **dict(entry.arguments))
     operator @ torch.ones(operator.shape[1])

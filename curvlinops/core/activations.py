@@ -35,7 +35,8 @@ class Activation(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 ctx.first, second = ctx.derivatives(x)
-            return ActivationBackward.apply(g, x, ctx.first, second), None, None
+            out = ActivationBackward.apply(g, x, ctx.first, second, ctx.derivatives)
+            return out, None, None
         first = ctx.derivatives(x)[0] if ctx.first is None else ctx.first
         return g * first, None, None
 
@@ -44,17 +45,28 @@ class ActivationBackward(torch.autograd.Function):
     """The backward pass of an elementwise function."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        g: Tensor,
+        x: Tensor,
+        first: Tensor,
+        second: Tensor,
+        derivatives: Derivatives,
+    ) -> Tensor:
         """Return the gradient w.r.t. x, given the derivatives there."""
-        ctx.save_for_backward(first, second.mul_(g))
+        ctx.save_for_backward(g, x, first, second.mul_(g))
+        ctx.derivatives = derivatives
         return g * first
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. output gradient and x."""
-        first, weighted_second = ctx.saved_tensors
+        g, x, first, weighted = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a model that differentiates, too
+            first, second = ctx.derivatives(x)
+            return v * first, v * second * g, None, None, None
         wants_g, wants_x, *_ = wanted(ctx)
-        return v * first if wants_g else None, v * weighted_second if wants_x else None, None, None
+        return v * first if wants_g else None, v * weighted if wants_x else None, None, None, None
 
 
 def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:

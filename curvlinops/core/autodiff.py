@@ -76,7 +76,7 @@ def transposed_jacobian(
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
-        cotangents = {"": U.reshape(-1, *output.shape)}
+        cotangents = {"": U.reshape(U.shape[0], *output.shape)}
         with scope.active():
             for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)

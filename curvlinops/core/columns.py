@@ -51,10 +51,10 @@ def in_chunks(
                 part = product(_take(V, rows, dtypes), *args)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
-                _LOGGER.info("Columns are multiplied one by one: %s", str(error).splitlines()[0])
+                _LOGGER.info("Columns are multiplied one by one: %s", error)
                 size = 1
                 continue
             yield rows, part

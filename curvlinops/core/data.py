@@ -135,10 +135,10 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
         if hasattr(part, "to"):
             return function(part)
         if isinstance(part, dict):
-            # the copy of a defaultdict or OrderedDict keeps its kind
-            copy = part.copy()
-            copy.update({key: descend(value) for key, value in part.items()})
-            return copy
+            # the copy of a defaultdict, or of a user's own kind, is one
+            twin = copy.copy(part)
+            twin.update({key: descend(value) for key, value in part.items()})
+            return twin
         if isinstance(part, list | tuple):
             values = [descend(value) for value in part]
             return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)

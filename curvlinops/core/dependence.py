@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.core.data import map_leaves
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.model import Model
 
@@ -66,9 +65,9 @@ def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params:
         leaves: The tensors by which the parameters were replaced to compute the output.
         params: The user's parameters.
     """
-    target = map_leaves(target, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
     try:
-        total = loss.sum(output.detach().clone(), target)
+        # as what it sees usually: with a graph, but not the model's
+        total = loss.sum(output.detach().requires_grad_().clone(), target)
     except RuntimeError as error:
         return any(words in str(error) for words in _NO_GRAPH)
     except Exception:

@@ -7,10 +7,13 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.modules import module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from curvlinops.core.data import Batch
+from curvlinops.core.data import Batch, leaves
 from curvlinops.core.graph import footprint
-from curvlinops.core.snapshot import Snapshot
+from curvlinops.core.snapshot import Change, Snapshot
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -43,22 +46,26 @@ class Keeper:
         self._budget = self._used = 0
         self.active = False
 
-    def start(self, root: Any, device: torch.device) -> None:
+    def start(self, root: Any, device: torch.device) -> bool:
         """Begin a product: forget all if anything changed.
 
         Args:
             root: All that prepared products depend on, except for the batches.
             device: Where they are kept.
+
+        Returns:
+            Whether more may have changed than numbers in tensors, so that conclusions about the
+            model must be drawn again.
         """
-        if self.cache == "none":
-            return
         root = [root, _surroundings(device)]
-        unchanged = self._snapshot is not None and self._snapshot.matches(root)
-        if not unchanged:
+        change = Change.STRUCTURE if self._snapshot is None else self._snapshot.compare(root)
+        if change is not Change.NOTHING:
             self.clear()
-            self._snapshot = Snapshot(root)
+            self._snapshot = Snapshot(root, numbers=self.cache != "none")
             self._budget = _automatic_budget(device) if self.cache == "auto" else self.cache
-        self.active = unchanged or self.cache != "auto"
+        unchanged = change is Change.NOTHING
+        self.active = self.cache != "none" and (unchanged or self.cache != "auto")
+        return change is Change.STRUCTURE
 
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""
@@ -82,7 +89,7 @@ class Keeper:
             self._used = sum(kept.num_bytes for kept in self._entries.values())
         try:
             # the batch's memory is the user's, and may change
-            batch = copy.deepcopy(batch)
+            batch = _copied(batch)
         except Exception as error:  # whatever the user's own types raise
             _LOGGER.info("%s: batch %d cannot be kept: %s", self.name, batch.index, error)
             self._too_large.add(key)
@@ -120,7 +127,7 @@ def check_cache(cache: Any, autodiff: str) -> None:
     """Refuse a ``cache`` that is none of the choices, or that ``autodiff`` cannot serve."""
     if type(cache) is int and cache >= 0:
         return
-    if cache not in ("auto", "graph", "none"):
+    if not isinstance(cache, str) or cache not in ("auto", "graph", "none"):
         raise ValueError(
             f"cache must be 'auto', 'graph', 'none', or a number of bytes, got {cache!r}."
         )
@@ -130,15 +137,35 @@ def check_cache(cache: Any, autodiff: str) -> None:
         )
 
 
+def _copied(batch: Batch) -> Batch:
+    """Return a copy that shares no memory; one of a view is as small as the view."""
+    tensors = {
+        id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for leaf in leaves((batch.X, batch.y))
+    }
+    return copy.deepcopy(batch, tensors)
+
+
 class _Entry:
     def __init__(self, product: Callable, snapshot: Snapshot, num_bytes: int):
         self.product, self.snapshot, self.num_bytes = product, snapshot, num_bytes
 
 
+_GLOBAL_HOOKS = {
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
+    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
+    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
+}
+
+
 def _surroundings(device: torch.device) -> list:
     """Return PyTorch's own settings that a forward pass depends on."""
     kind = device.type
+    hooks = [dict(value) for name, value in vars(module).items() if name in _GLOBAL_HOOKS]
     return [
+        hooks,
+        _get_current_function_mode_stack(),
+        _get_current_dispatch_mode_stack(),
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),

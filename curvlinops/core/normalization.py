@@ -24,14 +24,16 @@ class LayerNorm(torch.autograd.Function):
         """Normalize."""
         y, mean, rstd = _aten.native_layer_norm(x, x.shape[1:], w, b, eps)
         ctx.save_for_backward(x, mean, rstd, w, b)
+        ctx.eps = eps
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. x, w and b."""
         arguments = (g, *ctx.saved_tensors, ctx.needs_input_grad[:3])
-        call = LayerNormBackward.apply if torch.is_grad_enabled() else _backward
-        return (*call(*arguments), None)
+        if torch.is_grad_enabled():
+            return (*LayerNormBackward.apply(*arguments, ctx.eps), None)
+        return (*_backward(*arguments), None)
 
 
 class LayerNormBackward(torch.autograd.Function):
@@ -52,9 +54,11 @@ class LayerNormBackward(torch.autograd.Function):
         w: Tensor | None,
         b: Tensor | None,
         mask: tuple[bool, ...],
+        eps: float,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. x, w and b, where asked for."""
         ctx.save_for_backward(g, x, mean, rstd, w)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
         return _backward(g, x, mean, rstd, w, b, mask)
 
@@ -64,6 +68,9 @@ class LayerNormBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. output gradient, x and w."""
         g, x, mean, rstd, w = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a model that differentiates, too
+            grad_g, grad_x, grad_w = _composed(g, x, w, ctx.eps, (vx, vw, vb))
+            return grad_g, grad_x, None, None, grad_w, None, None, None
         wants = wanted(ctx)
         wants_g, wants_x, wants_w = wants[0], wants[1], w is not None and wants[4]
         h = (x - mean).mul_(rstd)
@@ -88,7 +95,28 @@ class LayerNormBackward(torch.autograd.Function):
             if vx is not None:  # through rstd
                 along = (pushed * scaled).mean(1, keepdim=True).mul_(-rstd)
                 grad_x = _add_product(grad_x, h, along)
-        return grad_g, grad_x, None, None, grad_w, None, None
+        return grad_g, grad_x, None, None, grad_w, None, None, None
+
+
+def _composed(
+    g: Tensor, x: Tensor, w: Tensor | None, eps: float, cotangents: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Pull back through the backward pass, in operations that can be differentiated again."""
+    # views, so that g, x and w count as independent
+    g, x = g.view_as(g), x.view_as(x)
+    w = None if w is None else w.view_as(w)
+    centered = x - x.mean(1, keepdim=True)
+    rstd = (centered.square().mean(1, keepdim=True) + eps).rsqrt()
+    h = centered * rstd
+    u = g if w is None else g * w
+    grad_x = rstd * (u - u.mean(1, keepdim=True) - h * (u * h).mean(1, keepdim=True))
+    pairs = zip((grad_x, (g * h).sum(0), g.sum(0)), cotangents, strict=True)
+    outputs, weights = zip(*((z, v) for z, v in pairs if v is not None), strict=True)
+    inputs = [g, x] if w is None else [g, x, w]
+    grads = torch.autograd.grad(
+        outputs, inputs, weights, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return grads if w is not None else (*grads, None)
 
 
 def _add_product(total: Tensor | None, one: Tensor, two: Tensor | None) -> Tensor:

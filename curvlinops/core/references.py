@@ -4,10 +4,11 @@ import functools
 import inspect
 import sys
 import sysconfig
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,23 @@ from torch import nn
 _INSTALLED = tuple(
     str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
+_SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
+#: By which attributes objects hold others, where these are neither in ``__dict__`` nor in slots.
+_HOLDERS = {
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    MethodType: ("__self__", "__func__"),
+    BuiltinFunctionType: ("__self__",),
+    type(functools.cache(lambda: None)): ("__wrapped__",),
+}
+#: What Python itself writes into classes and modules.
+_METADATA = {
+    *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__"),
+    *("__annotations__", "__annotate__", "__static_attributes__", "__firstlineno__"),
+    *("__abstractmethods__", "_abc_impl", "__builtins__", "__loader__", "__spec__", "__cached__"),
+}
 
 
 def references(part: Any) -> Iterator[tuple[Any, Any]]:
@@ -26,26 +44,35 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
     """
     if isinstance(part, Mapping):
         yield from part.items()
-    elif isinstance(part, list | tuple | set | deque):
+    elif isinstance(part, _SEQUENCES):
         yield from enumerate(part)
-    elif isinstance(part, functools.partial):
-        yield from (("func", part.func), ("args", part.args), ("keywords", part.keywords))
-    elif isinstance(part, MethodType):
-        own = part.__self__
-        yield from (("__self__", own), ("__func__", part.__func__))
-        yield "__dict__", getattr(own, "__dict__", {})
+    elif isinstance(part, weakref.ref):
+        yield "referent", part()
+    for name in _HOLDERS.get(type(part), ()):
+        yield name, getattr(part, name)
+    if isinstance(part, MethodType):
+        yield "__dict__", getattr(part.__self__, "__dict__", {})
     elif isinstance(part, FunctionType):
-        if not _is_installed(part.__module__):
+        if not _is_installed(part.__globals__.get("__name__")):
             yield from _of_function(part)
-    elif isinstance(part, type):
-        if not _is_installed(part.__module__):
-            # what a user changes on a class, such as a method or a constant
-            yield from ((n, v) for n, v in vars(part).items() if not n.startswith("__"))
-            yield "__bases__", part.__bases__
-    elif not isinstance(part, ModuleType):
+    elif isinstance(part, type | ModuleType):
+        if not _is_installed(part.__name__ if isinstance(part, ModuleType) else part.__module__):
+            # what a user changes on a class or module, such as a method or a constant
+            yield from ((n, v) for n, v in list(vars(part).items()) if n not in _METADATA)
+            yield "__bases__", getattr(part, "__bases__", ())
+    elif type(part) not in _PLAIN_CONTAINERS:
         if not _is_installed(type(part).__module__):
             yield "__class__", type(part)
         yield from getattr(part, "__dict__", {}).items()
+        yield from _slots(part)
+
+
+_PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset, deque, MethodType}
+
+
+def has_attributes(part: Any) -> bool:
+    """Return whether all that an object holds is in attributes, dictionary or slots."""
+    return hasattr(part, "__dict__") or next(_slots(part), None) is not None
 
 
 def find_modules(function: Any) -> list[nn.Module]:
@@ -69,6 +96,18 @@ def find_modules(function: Any) -> list[nn.Module]:
     return found
 
 
+def _slots(part: Any) -> Iterator[tuple[str, Any]]:
+    for kind in type(part).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if hasattr(part, name):
+                yield name, getattr(part, name)
+
+
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -81,12 +120,13 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "__dict__", function.__dict__
     names = _names(code)
     for name in names:
-        if name not in function.__globals__:
-            continue
-        value = function.__globals__[name]
-        yield name, value
-        if isinstance(value, ModuleType) and not _is_installed(value.__name__):
-            yield from ((n, vars(value)[n]) for n in names if n in vars(value))
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            yield name, value
+            if isinstance(value, ModuleType) and not _is_installed(value.__name__):
+                yield from ((n, vars(value)[n]) for n in names if n in vars(value))
+        elif isinstance(sys.modules.get(name), ModuleType) and not _is_installed(name):
+            yield name, sys.modules[name]  # imported by the function itself
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[flo
     def step(bound: BatchRisk) -> None:
         nonlocal terms
         if seed == 0:
-            # of all batches, not only of the first
+            # on all batches, not only on the first
             risk.values_checked = risk.loss is None
             terms = terms + bound.terms(risk.forward(bound))
         data = fingerprint((bound.batch.X, bound.batch.y))

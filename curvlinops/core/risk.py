@@ -128,7 +128,7 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
         self.values_checked = loss is None
-        self._graph_checked = False
+        self._checked: set[int] = set()  # batches on which the graph was looked at
 
     def run(
         self,
@@ -148,11 +148,18 @@ class EmpiricalRisk:
             start()
             for batch in self.batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
-                if not self._graph_checked:
+                if batch.index not in self._checked:
                     with preserved_rng(device):
                         self._check_graph(risk)
-                    self._graph_checked = True
+                    self._checked.add(batch.index)
                 step(risk)
+
+    def reconsider(self, loss: LossLike | None) -> None:
+        """Use a loss from now on, and check again what model and loss depend on."""
+        self.loss = loss
+        self.values_checked = loss is None
+        self._checked.clear()
+        self._term_size = None
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.

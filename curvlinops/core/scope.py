@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from curvlinops.core.decompositions import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.model import Model
@@ -44,6 +45,7 @@ class Scope:
             if self._purpose != "gradient":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_without_attention_fast_path())
+            stack.enter_context(_without_cached_parametrizations())
             if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             table = FOR_DOUBLE_BACKWARD if self._purpose == "reverse" else DECOMPOSITIONS
@@ -64,3 +66,13 @@ def _without_attention_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _without_cached_parametrizations() -> Iterator[None]:
+    """Compute parametrized weights anew from the parameters in use, not from the user's."""
+    enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled

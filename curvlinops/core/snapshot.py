@@ -2,24 +2,23 @@
 
 import enum
 import operator
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvlinops.core.references import references
+from curvlinops.core.walk import END, UNKNOWN, contents_of, is_plain, walk
 
-_PLAIN = {
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: An object that refers to more than this, such as a trainer, is not worth a comparison.
-_MOST = 100_000
+
+
+class Change(enum.Enum):
+    """What is different."""
+
+    NOTHING = "nothing"
+    NUMBERS = "values of tensors or arrays"
+    STRUCTURE = "anything else"
 
 
 class Snapshot:
@@ -32,48 +31,60 @@ class Snapshot:
         root: Whatever the computation depends on, e.g. a list of a module and tensors.
         copied: Whether ``root`` itself is a private copy. If it is not, its tensors must stay in
             place, too: the computation may use their memory.
+        numbers: Whether tensors and arrays are copied and compared, too.
 
     Attributes:
         num_bytes: The memory of the copied tensors.
     """
 
-    def __init__(self, root: Any, copied: bool = False):
-        self._root = root
+    def __init__(self, root: Any, copied: bool = False, numbers: bool = True):
+        self._root, self._numbers = root, numbers
         self._tokens: list[Any] = []
         self._tensors: list[_TensorCopy] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         # what each object refers to, to see at a glance that none refers to anything else
         self._contents: list[tuple[Any, tuple]] = []
         self._empty: list[Any] = []
-        for token in _walk(root, self._contents, self._empty):
+        for token in walk(root, self._contents, self._empty):
             if isinstance(token, Tensor):
-                token = _TensorCopy(token, copied)
+                token = _TensorCopy(token, copied or not numbers)
                 self._tensors.append(token)
             elif isinstance(token, np.ndarray):
-                self._arrays.append((token, token if copied else token.copy()))
+                self._arrays.append((token, token if copied or not numbers else token.copy()))
                 token = self._arrays[-1][1]
             self._tokens.append(token)
         self.num_bytes = sum(tensor.copy.untyped_storage().nbytes() for tensor in self._tensors)
 
     def matches(self, root: Any) -> bool:
         """Return whether the object's tensors and values are those of the snapshot."""
+        return self.compare(root) is Change.NOTHING
+
+    def compare(self, root: Any) -> "Change":
+        """Return what is different from the snapshot."""
         if self._refers_to_the_same(root):
-            arrays = all(_same_array(array, copy) for array, copy in self._arrays)
-            return arrays and _equal([(copy.tensor, copy) for copy in self._tensors])
-        pairs: list[tuple[Tensor, _TensorCopy]] = []
-        tokens = iter(self._tokens)
-        for token in _walk(root):
-            known = next(tokens, _END)
-            if isinstance(token, Tensor):
-                if not isinstance(known, _TensorCopy):
-                    return False
-                pairs.append((token, known))
-            elif isinstance(token, np.ndarray):
-                if not _same_array(token, known):
-                    return False
-            elif not _same(token, known):
-                return False
-        return next(tokens, _END) is _END and _equal(pairs)
+            pairs = [(copy.tensor, copy) for copy in self._tensors]
+            arrays = self._arrays
+        else:
+            pairs, arrays = [], []
+            tokens = iter(self._tokens)
+            for token in walk(root):
+                known = next(tokens, END)
+                if isinstance(token, Tensor):
+                    if not isinstance(known, _TensorCopy):
+                        return Change.STRUCTURE
+                    pairs.append((token, known))
+                elif isinstance(token, np.ndarray):
+                    if not isinstance(known, np.ndarray):
+                        return Change.STRUCTURE
+                    arrays.append((token, known))
+                elif not _same(token, known):
+                    return Change.STRUCTURE
+            if next(tokens, END) is not END:
+                return Change.STRUCTURE
+        if not self._numbers:
+            return Change.NOTHING
+        same = all(_same_array(array, copy) for array, copy in arrays) and _equal(pairs)
+        return Change.NOTHING if same else Change.NUMBERS
 
     def _refers_to_the_same(self, root: Any) -> bool:
         """Return whether all references, and hence all but the contents of tensors, are the same.
@@ -83,8 +94,8 @@ class Snapshot:
         return (
             _identical(root, self._root)
             and not any(self._empty)
-            and all(_same_items(_contents(part), items) for part, items in self._contents)
-            and not any(token is _UNKNOWN for token in self._tokens)
+            and all(_same_items(contents_of(part), items) for part, items in self._contents)
+            and not any(token is UNKNOWN for token in self._tokens)
         )
 
 
@@ -119,78 +130,6 @@ class _TensorCopy:
         return (bits != self._bits).any()
 
 
-class _Marker:
-    """Something that equals nothing, not even itself."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: Any) -> bool:
-        return False
-
-
-_END, _UNKNOWN = _Marker(), _Marker()
-
-
-def _walk(root: Any, contents: list | None = None, empty: list | None = None) -> Iterator[Any]:
-    """Yield what an object is made of, in an order that is always the same.
-
-    Tensors and arrays as they are, all else as values to be compared. What each object refers to
-    is appended to ``contents``, and dictionaries that are left out to ``empty``.
-    """
-    stack, seen = [root], {}
-    while stack:
-        part = stack.pop()
-        if _is_plain(part):
-            yield type(part), part
-            continue
-        if id(part) in seen:
-            yield seen[id(part)][0]
-            continue
-        seen[id(part)] = (len(seen), part)  # kept alive, so that no two have one id
-        if len(seen) > _MOST:
-            yield _UNKNOWN
-            return
-        if isinstance(part, Tensor):
-            # of sparse and other tensors without plain memory nothing is known
-            yield part if _has_plain_memory(part) else _UNKNOWN
-        elif isinstance(part, np.ndarray):
-            yield part
-        else:
-            plain: list[Any] = [_identity(part)]
-            values = []
-            is_module = isinstance(part, nn.Module)
-            for name, value in references(part):
-                if is_module and type(value) in _DICTS and not value:
-                    # most of a module's attributes are empty dictionaries of hooks
-                    if empty is not None:
-                        empty.append(value)
-                    continue
-                plain.append(name)
-                if _is_plain(value):
-                    plain += (type(value), value)
-                else:
-                    values.append(value)
-            if contents is not None:
-                contents.append((part, _contents(part)))
-            yield plain
-            stack += reversed(values)
-
-
-_DICTS = (dict, OrderedDict)
-
-
-def _contents(part: Any) -> tuple:
-    """Return everything that an object refers to, and by which names."""
-    if type(part) in _DICTS:
-        return (*part, *part.values())
-    if isinstance(part, nn.Module):
-        attributes = vars(part)
-        return (type(part), *attributes, *attributes.values())
-    if isinstance(part, list | tuple | set | deque):
-        return tuple(part)
-    return tuple(item for pair in references(part) for item in pair)
-
-
 def _same_items(now: tuple, before: tuple) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -200,34 +139,12 @@ def _identical(now: Any, before: Any) -> bool:
     if now is before:
         return True
     if type(now) is not type(before) or type(now) not in (list, tuple, dict):
-        return _is_plain(now) and _same((type(now), now), (type(before), before))
+        return is_plain(now) and _same((type(now), now), (type(before), before))
     if len(now) != len(before):
         return False
     if type(now) is dict:
         return list(now) == list(before) and all(_identical(now[k], before[k]) for k in now)
     return all(map(_identical, now, before))
-
-
-def _identity(part: Any) -> Any:
-    """Return what identifies an object, apart from what it refers to."""
-    if isinstance(part, type | ModuleType | BuiltinFunctionType):
-        return part
-    code = getattr(part, "__code__", None)
-    if code is not None:
-        return code
-    if isinstance(part, Mapping | list | tuple) or hasattr(part, "__dict__"):
-        return type(part)
-    return part  # opaque
-
-
-def _is_plain(part: Any) -> bool:
-    return type(part) in _PLAIN or isinstance(part, enum.Enum)
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
-    )
 
 
 def _same(token: Any, known: Any) -> bool:

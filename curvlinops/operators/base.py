@@ -96,9 +96,10 @@ class DataLinearOperator(TorchLinearOperator):
     ):
         check_cache(cache, autodiff)
         _check_option("autodiff", autodiff, ("auto", "forward", "reverse"))
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
         model = wrap_model(model_func, params)
+        self._loss_arguments = (loss_func, reduction)
         loss = self._wrap_loss(loss_func, reduction)
         batches = Batches(data, batch_size_fn, num_data)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
@@ -179,9 +180,15 @@ class DataLinearOperator(TorchLinearOperator):
         """Call ``step``, which computes a product, on every batch."""
 
         def start() -> None:
-            self._kept.start(self._dependencies(), self.risk.space.device)
+            if self._kept.start(self._dependencies(), self.risk.space.device):
+                self._reconsider()
 
         self.risk.run(step, "product", start)
+
+    def _reconsider(self) -> None:
+        """Draw conclusions about model and loss again, after something in them has changed."""
+        self._chosen.clear()
+        self.risk.reconsider(self._wrap_loss(*self._loss_arguments))
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
@@ -192,8 +199,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
         options = {n: v for n, v in vars(self).items() if isinstance(v, int | float | str)}
-        loss = None if self.risk.loss is None else [self.risk.loss.module, self.risk.loss.reduction]
-        return [self.risk.model.dependencies(), loss, options]
+        return [self.risk.model.dependencies(), self._loss_arguments, options]
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
@@ -209,6 +215,7 @@ class DataLinearOperator(TorchLinearOperator):
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
+        self._reconsider()
         columns, loss = self.risk.gradient_and_loss()
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 

@@ -50,10 +50,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if terms not in ("term", "sample"):
             raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
         self.terms = terms
-        self._subsampling = subsampling
+        self._subsampling, self._selective = subsampling, subsampling is not None
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
+        self._samples = SampleBackward(type(self).__name__)
+
+    def _reconsider(self) -> None:
+        super()._reconsider()
         self._samples = SampleBackward(type(self).__name__)
 
     @property
@@ -94,8 +98,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         bound.terms(output)  # checks that output and target fit
         return wide(bound.loss.gradient(output, bound.batch.y))
 
-    def _skips(self, place: slice) -> bool:
-        return not bool(self._within(place).any())
+    def _skips(self, place: slice | None) -> bool:
+        return self._selective and place is not None and not bool(self._within(place).any())
 
     def _within(self, place: slice) -> Tensor:
         return (self._indices >= place.start) & (self._indices < place.stop)
@@ -180,34 +184,35 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal done
-            place = self._place(bound)
-            done = place.stop
+            expected = self._expected(bound, done)
+            if self._skips(expected):
+                done = expected.stop
+                return
+            groups = self._groups(bound)
+            place = self._place(groups[0][1].num_samples, done, expected, self._all.dim)
             where = self._within(place).nonzero().flatten()
-            if len(where):
-                visit(self._groups(bound, place, self._indices[where] - place.start), where)
+            if self._selective:
+                local = self._indices[where] - place.start
+                groups = [(names, form.select(local)) for names, form in groups]
+            visit(groups, where)
+            done = place.stop
 
-        self.risk.run(step, "gradients")
+        self._run(step)
         self._check_complete(done, self._all)
 
-    def _groups(self, bound: BatchRisk, place: slice, rows: Tensor) -> list[Group]:
+    def _groups(self, bound: BatchRisk) -> list[Group]:
         if self.terms == "term":
             apply, output = transposed_jacobian(bound)
             up = self._row_maps(bound, output)[1]
-            length = self._num_rows(output)
-            self._check_length(length, place)
 
             def pull(u: Tensor, out: Columns) -> None:
                 apply(up(u[0]), out)
 
-            names, form = one_by_one(pull, bound.space, torch.ones(1, length, device=self.device))
-            return [(names, form.select(rows))]
+            ones = torch.ones(1, self._num_rows(output), device=self.device)
+            return [one_by_one(pull, bound.space, ones)]
         gradients = self._samples.capture(bound)
-        self._check_length(gradients.num_samples, place)
         u = self._loss_gradient(bound, gradients.output).to(gradients.output.dtype)
-        groups = gradients.backward(u.unsqueeze(0))
-        if len(rows) == gradients.num_samples and bool((rows.diff() == 1).all()):
-            return groups
-        return [(names, form.select(rows)) for names, form in groups]
+        return gradients.backward(u.unsqueeze(0))
 
 
 def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:

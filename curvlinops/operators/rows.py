@@ -30,7 +30,10 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the number of a batch's rows."""
         raise NotImplementedError
 
-    def _skips(self, place: slice) -> bool:
+    #: Whether only some rows are wanted, which requires that batches stay where they are.
+    _selective = False
+
+    def _skips(self, place: slice | None) -> bool:
         """Return whether nobody asks for the rows at a place."""
         return False
 
@@ -48,16 +51,20 @@ class RowsLinearOperator(DataLinearOperator):
         space = self.risk.space
         return ParameterSpace.flat(sum(self._lengths), space.dtype, space.device)
 
-    def _place(self, bound: BatchRisk) -> slice:
-        """Return where a batch's rows are."""
+    def _expected(self, bound: BatchRisk, start: int) -> slice | None:
+        """Return where the rows of a batch are if nothing has changed since construction."""
         index = bound.batch.index
-        if index >= len(self._lengths):
+        return slice(start, start + self._lengths[index]) if index < len(self._lengths) else None
+
+    def _place(self, found: int, start: int, expected: slice | None, dim: int) -> slice:
+        """Return where the rows of a batch are, after checking their number."""
+        place = slice(start, start + found)
+        if place.stop > dim or (self._selective and place != expected):
             raise RuntimeError(
-                f"The data has more than the {len(self._lengths)} batches that it had at "
-                "construction. Build a new operator."
+                f"The data has other batches than at construction, or the model other outputs: "
+                f"{found} rows after the first {start} of {dim}. Build a new operator."
             )
-        start = sum(self._lengths[:index])
-        return slice(start, start + self._lengths[index])
+        return place
 
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors."""
@@ -69,13 +76,14 @@ class RowsLinearOperator(DataLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal done
-            place = self._place(bound)
-            done = place.stop
-            if self._skips(place):
+            expected = self._expected(bound, done)
+            if self._skips(expected):
+                done = expected.stop
                 return
             part = self._prepare(bound, num_columns)(columns)
-            self._check_length(part.shape[1], place)
+            place = self._place(part.shape[1], done, expected, rows.dim)
             out[""][:, place] = part
+            done = place.stop
 
         self._run(step)
         self._check_complete(done, rows)
@@ -97,27 +105,19 @@ class RowsLinearOperator(DataLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal done
-            place = self._place(bound)
-            done = place.stop
-            if self._skips(place):
+            expected = self._expected(bound, done)
+            if self._skips(expected):
+                done = expected.stop
                 return
             apply, up, length = self._keep(bound, build, "transposed")
-            self._check_length(length, place)
+            place = self._place(length, done, expected, rows.dim)
             apply(up(U[:, place]), out)
+            done = place.stop
 
         self._run(step)
         self._check_complete(done, rows)
         self._check_finite(out, self.risk.space)
         return out
-
-    @staticmethod
-    def _check_length(found: int, place: slice) -> None:
-        expected = place.stop - place.start
-        if found != expected:
-            raise RuntimeError(
-                f"A batch has {found} rows, at construction it had {expected}. Data or model have "
-                "changed; build a new operator."
-            )
 
     @staticmethod
     def _check_complete(done: int, rows: ParameterSpace) -> None:

@@ -1,0 +1,154 @@
+"""What an object is made of, in an order that is always the same."""
+
+import array
+import contextvars
+import enum
+import random
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from curvlinops.core.references import has_attributes, references
+
+_PLAIN = {
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+}
+#: The state of objects that change, but have no attributes.
+_STATES = {
+    bytearray: bytes,
+    array.array: lambda part: (part.typecode, part.tobytes()),
+    random.Random: random.Random.getstate,
+    np.random.Generator: lambda part: repr(part.bit_generator.state),
+    np.random.RandomState: lambda part: repr(part.get_state(legacy=False)),
+    torch.Generator: lambda part: bytes(part.get_state().tolist()),
+    contextvars.ContextVar: lambda part: part.get(None),
+}
+#: An object that refers to more than this, such as a trainer, is not worth a comparison.
+_MOST = 100_000
+
+
+class _Marker:
+    """Something that equals nothing, not even itself."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: Any) -> bool:
+        return False
+
+
+END, UNKNOWN = _Marker(), _Marker()
+
+
+def walk(root: Any, contents: list | None = None, empty: list | None = None) -> Iterator[Any]:
+    """Yield what an object is made of, in an order that is always the same.
+
+    Tensors and arrays as they are, all else as values to be compared. What each object refers to
+    is appended to ``contents``, and dictionaries that are left out to ``empty``.
+    """
+    stack, seen = [root], {}
+    while stack:
+        part = stack.pop()
+        if is_plain(part):
+            yield type(part), value_of(part)
+            continue
+        if id(part) in seen:
+            yield seen[id(part)][0]
+            continue
+        seen[id(part)] = (len(seen), part)  # kept alive, so that no two have one id
+        if len(seen) > _MOST:
+            yield UNKNOWN
+            return
+        if isinstance(part, Tensor):
+            # of sparse and other tensors without plain memory nothing is known
+            yield part if _has_plain_memory(part) else UNKNOWN
+            attributes = vars(part)
+            if attributes:
+                stack.append(attributes)
+            elif empty is not None:
+                empty.append(attributes)
+        elif isinstance(part, np.ndarray):
+            yield part
+        else:
+            plain: list[Any] = [_identity(part)]
+            values = []
+            is_module = isinstance(part, nn.Module)
+            for name, value in references(part):
+                if is_module and type(value) in _DICTS and not value:
+                    # most of a module's attributes are empty dictionaries of hooks
+                    if empty is not None:
+                        empty.append(value)
+                    continue
+                plain.append(name)
+                if is_plain(value):
+                    plain += (type(value), value_of(value))
+                else:
+                    values.append(value)
+            if contents is not None:
+                contents.append((part, contents_of(part)))
+            yield plain
+            stack += reversed(values)
+
+
+_DICTS = (dict, OrderedDict)
+
+
+def contents_of(part: Any) -> tuple:
+    """Return everything that an object refers to, and by which names."""
+    if type(part) in _DICTS:
+        return (*part, *part.values())
+    if isinstance(part, nn.Module):
+        attributes = vars(part)
+        return (type(part), *attributes, *attributes.values())
+    if type(part) in (list, tuple, set, frozenset, deque):
+        return tuple(part)
+    for kind, state in _STATES.items():
+        if isinstance(part, kind):
+            return (state(part),)
+    return tuple(item for pair in references(part) for item in pair)
+
+
+def _identity(part: Any) -> Any:
+    """Return what identifies an object, apart from what it refers to."""
+    for kind, state in _STATES.items():
+        if isinstance(part, kind):
+            return type(part), state(part)
+    if isinstance(part, type | ModuleType):
+        return part
+    if isinstance(part, BuiltinFunctionType):
+        return part.__name__, type(part.__self__)
+    code = getattr(part, "__code__", None)
+    if code is not None:
+        return code
+    if isinstance(part, Mapping | list | tuple | weakref.ref) or has_attributes(part):
+        return type(part)
+    return part  # opaque, made by installed code
+
+
+def is_plain(part: Any) -> bool:
+    """Return whether something is a value that refers to nothing and never changes."""
+    return type(part) in _PLAIN or isinstance(part, enum.Enum)
+
+
+def value_of(part: Any) -> Any:
+    """Return what identifies a plain value: -0.0 is not 0.0, and a NaN equals itself."""
+    if isinstance(part, float):
+        return part.hex()
+    if isinstance(part, complex):
+        return part.real.hex(), part.imag.hex()
+    return part
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
