@@ -5,6 +5,7 @@ from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.empirical_fisher import EFLinearOperator
 from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator
+from curvlinops.operators.ggn_diagonal import GGNDiagonalLinearOperator
 from curvlinops.operators.hessian import HessianLinearOperator
 from curvlinops.operators.identity import IdentityLinearOperator
 from curvlinops.operators.jacobian import (
@@ -17,6 +18,7 @@ __all__ = [
     "DataLinearOperator",
     "EFLinearOperator",
     "FisherMCLinearOperator",
+    "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",

@@ -27,12 +27,14 @@ class Case:
         dense: `problem -> matrix`, or None where it is random.
         square: Whether it maps parameters to parameters, symmetrically.
         takes_loss: Whether it depends on the loss.
+        needs_root: Whether the loss's output Hessian must have a closed-form square root.
     """
 
     operator: type[TorchLinearOperator]
     dense: Callable[[Problem], Tensor] | None
     square: bool = True
     takes_loss: bool = True
+    needs_root: bool = False
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def build(self, p: Problem, **options: Any) -> TorchLinearOperator:
@@ -56,8 +58,17 @@ CASES = {
         partial(reference.empirical_fisher, terms="sample"),
         arguments=(("terms", "sample"),),
     ),
-    "mc": Case(curvlinops.FisherMCLinearOperator, None, arguments=(("mc_samples", 3),)),
-    "ggn-mc": Case(curvlinops.GGNLinearOperator, None, arguments=(("mc_samples", 2),)),
+    "mc": Case(
+        curvlinops.FisherMCLinearOperator, None, needs_root=True, arguments=(("mc_samples", 3),)
+    ),
+    "ggn-mc": Case(
+        curvlinops.GGNLinearOperator, None, needs_root=True, arguments=(("mc_samples", 2),)
+    ),
+    "ggn-diagonal": Case(
+        curvlinops.GGNDiagonalLinearOperator,
+        lambda p: reference.ggn(p).diagonal().diag(),
+        needs_root=True,
+    ),
     "gradients": Case(
         curvlinops.PerSampleGradientLinearOperator, reference.per_sample_gradients, square=False
     ),

@@ -21,6 +21,7 @@ PUBLIC = {
     "DataLinearOperator",
     "EFLinearOperator",
     "FisherMCLinearOperator",
+    "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",

@@ -5,8 +5,9 @@ import pytest
 import reference
 import torch
 from contract import CASES, dense, error
+from test_contract import MC
 
-from curvlinops import PerSampleGradientLinearOperator
+from curvlinops import JacobianLinearOperator, PerSampleGradientLinearOperator
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
@@ -82,3 +83,48 @@ def test_subsampling(problem: str, terms: str):
         assert error(operator @ torch.eye(operator.shape[1]).double(), expected) <= p.tolerance
         u = torch.randn(len(expected), dtype=torch.float64)
         assert error(operator.T @ u, expected.T @ u) <= p.tolerance
+
+
+@pytest.mark.parametrize("problem", problems.NAMES)
+def test_tangent_kernel(problem: str):
+    p = problems.make(problem)
+    J = dense("jacobian", problem)
+    assert error(CASES["jacobian"].build(p).gram(), J @ J.T) <= p.tolerance
+
+
+def test_tangent_kernel_of_coupled_samples():
+    """Rows that depend on several samples are computed one by one."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    ).double()
+    data = [(torch.randn(5, 3).double(), None)]
+    with pytest.warns(UserWarning, match="BatchNorm in train mode"):
+        J = JacobianLinearOperator(model, list(model.parameters()), data)
+    dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
+
+
+@pytest.mark.parametrize("problem", MC)
+def test_trace_and_diagonal(problem: str):
+    p = problems.make(problem)
+    operator, expected = CASES["ggn-diagonal"].build(p), dense("ggn-diagonal", problem)
+    assert error(operator.diagonal(), expected.diagonal()) <= p.tolerance
+    assert error(operator.trace(), expected.trace()) <= p.tolerance
+
+
+@pytest.mark.parametrize(
+    "problem", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "transformer-tied"]
+)
+def test_sampled_diagonal_converges(problem: str):
+    """Also where terms of one sample interact."""
+    p = problems.make(problem)
+    exact, estimates = dense("ggn-diagonal", problem).diagonal(), []
+    for seed in range(100):
+        operator = CASES["ggn-diagonal"].build(p, mc_samples=10, seed=seed)
+        estimates.append(operator.diagonal())
+        torch.testing.assert_close(operator.trace(), estimates[-1].sum())
+    mean = torch.stack(estimates).mean(0)
+    deviation = torch.stack(estimates).std(0) / len(estimates) ** 0.5
+    # about one in twenty is farther off than two standard errors, none farther than five
+    off = (mean - exact).abs() / (deviation + 1e-12 * exact.max())
+    assert float((off > 2).double().mean()) <= 0.12 and float(off.max()) <= 5

@@ -49,6 +49,11 @@ class RecordedBatch:
         return self.output.shape[0]
 
     @property
+    def num_bytes(self) -> int:
+        """The memory of one gradient of all recorded outputs."""
+        return sum(r.shape.numel() * r.dtype.itemsize for r in self.uses.values())
+
+    @property
     def depends_on_data(self) -> bool:
         """Whether the order of rows may be another one on the next batch."""
         return any(node.name().startswith(_DATA_DEPENDENT) for node in graph_nodes(self.output))

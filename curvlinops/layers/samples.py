@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import Along
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -124,6 +124,12 @@ class SampleGradients:
         else:
             self.output = batch.output.detach()
         self.num_samples = self.output.shape[0]
+
+    @property
+    def vectors_at_once(self) -> int:
+        """How many vectors should be backpropagated at once."""
+        size = self.output.nbytes if self._batch is None else self._batch.num_bytes
+        return max(2 * BYTES // max(size, 1), 1)
 
     def backward(self, u: Tensor) -> list[Group]:
         """Backpropagate vectors; a sample's gradient is that of its own share.

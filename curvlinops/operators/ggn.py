@@ -34,7 +34,7 @@ class GGNLinearOperator(DataLinearOperator):
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.mc_samples, self.seed = mc_samples, seed
-        _check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
         if self.risk.loss.is_linear:
             warnings.warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
@@ -73,10 +73,19 @@ class FisherMCLinearOperator(DataLinearOperator):
     def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.mc_samples, self.seed = mc_samples, seed
-        _check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
+        check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
+
+
+def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
+    """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
+    bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
+    # neighboring seeds make correlated generators: mix them
+    mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
+    generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
+    return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
 
 def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
@@ -84,17 +93,14 @@ def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
 
     def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
         terms = bound.terms(output)
-        bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-        # neighboring seeds make correlated generators: mix them
-        mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
-        generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
-        vectors = bound.loss.sample(output, bound.batch.y, num_samples, generator)
+        vectors = would_be_gradients(bound, output, num_samples, seed)
         return bound.loss.outer(vectors, output), terms
 
     return curvature
 
 
-def _check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
+def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
+    """Check the arguments of an operator that samples."""
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
     if type(mc_samples) is not int or mc_samples < at_least:

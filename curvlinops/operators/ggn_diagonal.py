@@ -1,0 +1,111 @@
+"""The diagonal of the generalized Gauss-Newton matrix."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.columns import add
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.space import Columns
+from curvlinops.layers.samples import SampleBackward, SampleGradients, split
+from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.ggn import check_sampling, would_be_gradients
+
+
+class GGNDiagonalLinearOperator(DataLinearOperator):
+    """The diagonal of the generalized Gauss-Newton matrix, as a matrix.
+
+    ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact one
+    (``mc_samples=0``) backpropagates the columns of the square root of each term's loss Hessian: C
+    vectors if a sample has one term, else C vectors for each position of a term in its sample
+    (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
+    expectation is the exact one. Implemented for MSELoss, CrossEntropyLoss and BCEWithLogitsLoss.
+
+    The diagonal is kept like graphs are, see ``cache``.
+
+    Args:
+        *args: Shared arguments, see ``DataLinearOperator``.
+        mc_samples: Number of samples per term; 0 for the exact diagonal.
+        seed: Seeds the samples, together with the index of the batch.
+        **kwargs: Shared arguments, see ``DataLinearOperator``.
+    """
+
+    _per_sample = True
+
+    def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.mc_samples, self.seed = mc_samples, seed
+        check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        self._samples = SampleBackward(type(self).__name__)
+
+    def _reconsider(self) -> None:
+        super()._reconsider()
+        self._samples = SampleBackward(type(self).__name__)
+
+    def _apply(self, columns: Columns) -> Columns:
+        diagonal = self._columns()
+        return {name: column * diagonal[name] for name, column in columns.items()}
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return self.space.join(self._columns())[0].clone()
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar, without forming the diagonal."""
+        out: list[Tensor] = []
+        total: Tensor | float = 0.0
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal total
+            gradients = self._samples.capture(bound)
+            total = total + bound.terms(gradients.output)
+            for u in self._vectors(bound, gradients):
+                norms = [form.squared_norms().sum() for _, form in gradients.backward(u)]
+                out.append(torch.stack(norms).sum())
+
+        self._run(step)
+        return torch.stack(out).sum().to(self.torch_dtype) * self.risk.scale(total)
+
+    def _columns(self) -> Columns:
+        """Return the diagonal as one column."""
+        out = self.space.zeros(1)
+        total: Tensor | float = 0.0
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal total
+            squares, terms = self._keep(bound, self._squares)
+            add(out, slice(None), squares)
+            total = total + terms
+
+        self._run(step)
+        self.space.join(out).mul_(self.risk.scale(total))
+        self._check_finite(out, self.space)
+        return out
+
+    def _squares(self, bound: BatchRisk) -> tuple[Columns, Tensor]:
+        """Return the sum of a batch's squared gradients, and its share of the normalization."""
+        gradients, out = self._samples.capture(bound), self.space.zeros(1)
+        terms = bound.terms(gradients.output)
+        for u in self._vectors(bound, gradients):
+            for names, form in gradients.backward(u):
+                squares = form.sum_of_squares().unsqueeze(0)
+                add(out, slice(None), split(names, squares, self.space))
+        return out, terms
+
+    def _vectors(self, bound: BatchRisk, gradients: SampleGradients) -> Iterator[Tensor]:
+        """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
+        output, loss = gradients.output, bound.loss
+        if self.mc_samples:
+            vectors = would_be_gradients(bound, output, self.mc_samples, self.seed)
+            yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
+            return
+        bound.check_loss(output)
+        roots = loss.to_terms(loss.hessian_sqrt(output, bound.batch.y))
+        roots = roots.unflatten(1, (output.shape[0], -1))  # [V, N, positions, C]
+        for position in range(roots.shape[2]):
+            alone = torch.zeros_like(roots)
+            alone[:, :, position] = roots[:, :, position]
+            vectors = loss.from_terms(alone.flatten(1, 2), output)
+            yield from vectors.split(gradients.vectors_at_once)
