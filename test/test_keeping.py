@@ -48,6 +48,8 @@ SQUARE = [name for name, case in CASES.items() if case.square]
 @pytest.mark.parametrize("case", EXACT)
 def test_agrees_with_fresh_products(case: str, problem: str, cache):
     p = problems.make(problem)
+    if CASES[case].needs_root and not p.mc:
+        pytest.skip("not defined")
     fresh, kept = (CASES[case].build(p, cache=c) for c in ("none", cache))
     v, V = vectors(fresh), vectors(fresh, 3)
     for _ in range(3):
@@ -280,7 +282,7 @@ def _agree(w: World, case: str, operator: curvlinops.TorchLinearOperator) -> boo
 
 def _can(case: str, change: str) -> bool:
     """Return whether an operator can meet a change at all."""
-    if change == "train" and case.startswith(("fisher", "gradients")):
+    if change == "train" and case.startswith(("fisher", "gradients", "ggn-diagonal")):
         return False  # refused at construction
     return CASES[case].square or change not in RESHAPING
 
@@ -442,7 +444,7 @@ def test_memory_is_flat(case: str, problem: str):
 
 
 @pytest.mark.parametrize("problem", ["cnn", "transformer-tied", "checkpoint", "lstm-packed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c for c in CASES if c != "ggn-diagonal"])  # it keeps no graph
 def test_freed_with_the_operator(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p, cache="graph")
@@ -475,7 +477,7 @@ def test_dropped_by_copies(case: str, duplicate: Callable):
     assert other._kept._entries
 
 
-@pytest.mark.parametrize("case", SQUARE)
+@pytest.mark.parametrize("case", [c for c in SQUARE if c != "ggn-diagonal"])
 def test_budget(case: str, caplog):
     p = problems.make("cnn")
     everything = CASES[case].build(p, cache="graph")

@@ -12,7 +12,7 @@ import torch
 from contract import CASES
 from torch import Tensor, nn
 
-PER_SAMPLE = {"fisher", "fisher-samples", "gradients"}
+PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
 
 class Counting(nn.Module):

@@ -5,13 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
+from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Capture, Recorded
 from curvlinops.layers.forms import Direct, Form, Mapped
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
 from curvlinops.layers.outer import Outer, add
+
+#: Those who ask know how many vectors the memory allows.
+_ANY_NUMBER = 2**31
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -30,10 +36,14 @@ class RecordedBatch:
         self._capture = Capture(tracked)
         self.output = self._run()
         if enlarged:
-            self._capture = Capture(tracked, enlarged, self.output.shape[0])
+            shape = self.output.shape
+            self._capture = Capture(tracked, enlarged, shape[0])
             self.output = self._run()
+            if self.output.shape != shape:
+                raise ValueError(f"The output has shape {list(self.output.shape)} then.")
         self.uses: dict[Any, Recorded] = dict(self._capture.uses)
         self.layouts: dict[Any, Layout] = {}
+        self._chunks = in_chunks(self._pull, _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins = {
             key: _origins(recorded.tensor, by_id) for key, recorded in self.uses.items()
@@ -90,16 +100,22 @@ class RecordedBatch:
     def gradients(self, u: Tensor) -> dict[Any, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
         edges = {key: recorded.edge for key, recorded in self.uses.items()}
+        found: dict[Any, list[Tensor]] = {key: [] for key in self.uses}
         with self._scope.active():
-            if u.shape[0] == 1:
-                found = pull({"": self.output}, {"": u[0]}, edges)
-                found = {k: None if g is None else g.unsqueeze(0) for k, g in found.items()}
-            else:
-                found = pull({"": self.output}, {"": u}, edges, batched=True)
+            for _, part in self._chunks({"": u}, {"": u.dtype}, edges):
+                for key, g in part.items():
+                    found[key].append(g)
+        return {key: p[0] if len(p) == 1 else torch.cat(p) for key, p in found.items()}
+
+    def _pull(self, u: Columns, edges: dict[Any, GradientEdge]) -> Columns:
+        vectors = u[""]
+        if len(vectors) == 1:
+            found = pull({"": self.output}, {"": vectors[0]}, edges)
+            found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
+        else:
+            found = pull({"": self.output}, u, edges, batched=True)
         return {
-            key: torch.zeros(
-                u.shape[0], *recorded.shape, dtype=recorded.dtype, device=self.output.device
-            )
+            key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
             if found.get(key) is None
             else found[key].detach()
             for key, recorded in self.uses.items()

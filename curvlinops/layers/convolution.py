@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.uses import Use, broadcast, contraction, handles
+from curvlinops.layers.forms import Form
+from curvlinops.layers.outer import Outer
+from curvlinops.layers.uses import Sort, Use, broadcast, contraction, handles, wide
 
 Lengths = int | Sequence[int]
 
@@ -32,24 +35,17 @@ def _convolution(
         for length, pad, d, k, s in zip(x.shape[2:], pads, dilation, kernel, stride, strict=True)
     ]
 
-    def inputs() -> Tensor:
-        return _patches(_pad(x, pads), kernel, stride, dilation, size, groups)
-
     def split(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
         return g.unflatten(2, (groups, -1)).flatten(4)
 
-    lead = ["n", "position"]
-    use = contraction(
-        inputs,
-        [*lead, "group", "in"],
-        ["group", "out", "in"],
-        ["n", "group", "out", "position"],
-        [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
-        split,
-        (x.shape[0], prod(size), groups, prod(weight.shape[1:])),
-    )
-    return {"weight": use.reshaped(weight.shape), **_bias(bias, x, size, batched)}
+    def form(g: Tensor, sort: Sort) -> Form:
+        kind = "convolution", groups, tuple(weight.shape)
+        patches = _Patches(wide(sort(x)), pads, kernel, stride, dilation, size, groups)
+        # [V, N, S, G, O, P]: images of one sample, and positions in them
+        return Outer(patches, wide(g).movedim(-1, 3).flatten(2, 3), weight.shape, kind=kind)
+
+    return {"weight": Use((x.shape[0],), split, form), **_bias(bias, x, size, batched)}
 
 
 def _transposed(
@@ -157,18 +153,40 @@ def _patches(
     x = x.contiguous()
     batch, channels, *steps = x.stride()
     view = x.as_strided(
-        (*x.shape[:2], *size, *kernel),
+        (*x.shape[:2], *kernel, *size),
         (
             *(batch, channels),
-            *(step * s for step, s in zip(steps, stride, strict=True)),
             *(step * d for step, d in zip(steps, dilation, strict=True)),
+            *(step * s for step, s in zip(steps, stride, strict=True)),
         ),
     )
-    dims = len(kernel)
-    view = view.unflatten(1, (groups, -1)).movedim(
-        tuple(range(3, 3 + dims)), tuple(range(1, 1 + dims))
-    )
-    return view.reshape(x.shape[0], prod(size), groups, -1)
+    # positions last in memory: long runs to copy
+    copy = view.reshape(x.shape[0], groups, -1, prod(size))
+    return copy.permute(0, 3, 1, 2)
+
+
+class _Patches:
+    """Patches of the samples' images, ``[N, images * positions, groups, channels * kernel]``.
+
+    They take much more memory than the images, and are made for some samples at a time.
+
+    Args:
+        x: The images of each sample, ``[N, S, C, *]``.
+        pads: Padding before and behind each axis.
+        *arguments: Arguments of ``_patches``.
+    """
+
+    def __init__(self, x: Tensor, pads: list[tuple[int, int]], *arguments: Any):
+        self._x, self._pads, self._arguments = x, pads, arguments
+        kernel, _, _, size, groups = arguments
+        width = x.shape[2] // groups * prod(kernel)
+        self.shape = (x.shape[0], x.shape[1] * prod(size), groups, width)
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make the patches of some samples."""
+        x = self._x[samples]
+        patches = _patches(_pad(x.flatten(0, 1), self._pads), *self._arguments)
+        return patches.unflatten(0, x.shape[:2]).flatten(1, 2)
 
 
 del _function

@@ -33,6 +33,10 @@ class Form(ABC):
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *shape]``."""
 
+    def write(self, samples: slice, out: Tensor) -> None:
+        """Write the gradients of some samples, for the only vector, to rows ``[n, *]``."""
+        out.copy_(self.rows(samples)[0].reshape(out.shape))
+
     @abstractmethod
     def select(self, samples: Tensor) -> "Form":
         """Return the gradients of some samples only, in the given order."""

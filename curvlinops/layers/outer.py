@@ -1,11 +1,32 @@
 """Gradients that are sums of outer products: those of all matrix products and convolutions."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total
+
+
+class Inputs(Protocol):
+    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
+
+    shape: Sequence[int]
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+
+
+class Selected:
+    """Inputs of some samples, in the given order."""
+
+    def __init__(self, inputs: Inputs, samples: Tensor):
+        self._inputs, self._samples = inputs, samples
+        self.shape = (len(samples), *inputs.shape[1:])
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make the inputs of some of them."""
+        return self._inputs[self._samples[samples]]
 
 
 class Outer(Form):
@@ -14,82 +35,134 @@ class Outer(Form):
     Args:
         x: Inputs ``[N, S, G, I]``.
         g: Output gradients ``[V, N, S, G, O]``.
-        arrange: Turns ``[V, n, G, O, I]`` into ``[V, n, *shape]``, a permutation of the entries.
         shape: The parameter's shape.
+        arrange: Turns ``[V, n, G, O, I]`` into ``[V, n, *shape]``, a permutation of the entries.
+            Default: they have that order already.
         kind: Equal for forms whose ``arrange`` is the same.
     """
 
     def __init__(
         self,
-        x: Tensor,
+        x: Inputs,
         g: Tensor,
-        arrange: Callable[[Tensor], Tensor],
         shape: Sequence[int],
-        kind: Hashable,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+        kind: Hashable = None,
     ):
         self.x, self.g, self._arrange, self.kind = x, g, arrange, kind
         self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._arrange(self._matrices(samples))
+        x, g = self.x[samples], self.g[:, samples]
+        if x.shape[1] == 1:
+            return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
+        return self._arranged(torch.einsum("vnsgo,nsgi->vngoi", g, x))
+
+    def write(self, samples: slice, out: Tensor) -> None:
+        """Write the gradients of some samples, for the only vector, without a copy if possible."""
+        groups, inputs = self.x.shape[2:]
+        if self._arrange is not None or groups > 1 or out.dtype != self.g.dtype:
+            super().write(samples, out)
+            return
+        x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
+        out = out.unflatten(1, (-1, inputs))
+        if x.shape[1] == 1:
+            torch.mul(g.transpose(1, 2), x, out=out)
+        else:
+            torch.bmm(g.transpose(1, 2), x, out=out)
 
     def select(self, samples: Tensor) -> "Outer":
         """Return the gradients of some samples only."""
-        return Outer(self.x[samples], self.g[:, samples], self._arrange, self.shape, self.kind)
+        x = Selected(self.x, samples)
+        return Outer(x, self.g[:, samples], self.shape, self._arrange, self.kind)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
-        x = self.x * weights.to(self.x).reshape(-1, 1, 1, 1)
-        return self._arrange(torch.einsum("vnsgo,nsgi->vgoi", self.g, x).unsqueeze(1))[:, 0]
+        total: Tensor | float = 0.0
+        for part in self.parts(self.num_inputs):
+            g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
+            total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
+        return self._arranged(total.unsqueeze(1))[:, 0]
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of a sample's inputs."""
+        positions, groups, inputs = self.x.shape[1:]
+        return positions * groups * inputs
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
-        positions, _, inputs = self.x.shape[1:]
+        positions, groups, inputs = self.x.shape[1:]
         outputs = self.g.shape[-1]
         if positions == 1:
-            x = self.x[:, 0].square().sum(-1)
+            x = self.x[:][:, 0].square().sum(-1)
             return (self.g[:, :, 0].square().sum(-1) * x).sum(-1)
-        if positions * (inputs + outputs) >= inputs * outputs:
+        if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
             return super().squared_norms()
         norms = []
-        for part in self.parts(self.num_vectors * positions**2 * self.x.shape[2]):
+        for part in self.parts(self.num_vectors * positions**2 * groups + self.num_inputs):
             x, g = self.x[part], self.g[:, part]
-            inner = torch.einsum("nsgi,ntgi->nstg", x, x)
-            norms.append(torch.einsum("nstg,vnsgo,vntgo->vn", inner, g, g))
+            inner = torch.einsum("nsgi,ntgi->ngst", x, x)
+            norms.append((torch.einsum("vnsgo,vntgo->vngst", g, g) * inner).sum((2, 3, 4)))
         return torch.cat(norms, dim=1)
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of squares, as one matrix product if there is one position."""
         if self.x.shape[1] > 1:
             return super().sum_of_squares()
-        squares = torch.einsum("vngo,ngi->goi", self.g[:, :, 0].square(), self.x[:, 0].square())
-        return self._arrange(squares[None, None])[0, 0]
+        g = self.g[:, :, 0].square().sum(0)
+        squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
+        return self._arranged(squares[None, None])[0, 0]
 
     def inner(self, other: Form) -> Tensor:
         """Return all inner products, from those of inputs and of output gradients if cheaper."""
         if not isinstance(other, Outer) or not self._is_cheaper_by_positions(other):
             return super().inner(other)
-        blocks = []
-        size = self.g[:, 0].numel() // self.g.shape[-1] * other.g.numel() // other.g.shape[-1]
-        for part in self.parts(size):
-            left = torch.einsum("nsgi,mtgi->nsmtg", self.x[part], other.x)
-            right = torch.einsum("vnsgo,wmtgo->vnswmtg", self.g[:, part], other.g)
-            blocks.append(torch.einsum("nsmtg,vnswmtg->vnwm", left, right))
-        return torch.cat(blocks, dim=1)
+        rows = []
+        pairs = self.g[:, 0].numel() // self.g.shape[-1]
+        size = pairs * (other.g[:, 0].numel() // other.g.shape[-1])
+        columns = list(other.parts(other.num_inputs))
+        widest = max(across.stop - across.start for across in columns)
+        for part in self.parts(size * widest + self.num_inputs):
+            blocks = []
+            for across in columns:
+                left = torch.einsum("nsgi,mtgi->nsmtg", self.x[part], other.x[across])
+                g, h = self.g[:, part], other.g[:, across]
+                right = torch.einsum("vnsgo,wmtgo->vnswmtg", g, h)
+                blocks.append(torch.einsum("nsmtg,vnswmtg->vnwm", left, right))
+            rows.append(torch.cat(blocks, dim=3))
+        return torch.cat(rows, dim=1)
 
     def arranged(
         self, again: Callable[[Tensor], Tensor], shape: Sequence[int], kind: Hashable
     ) -> "Outer":
         """Return the same gradients with their entries permuted by a function of ``kind``."""
-        return Outer(self.x, self.g, lambda m: again(self._arrange(m)), shape, (self.kind, kind))
+        return Outer(self.x, self.g, shape, lambda m: again(self._arranged(m)), (self.kind, kind))
+
+    def reshaped(self, shape: Sequence[int]) -> "Outer":
+        """Return the same gradients in another shape."""
+        return Outer(self.x, self.g, shape, self._arrange, self.kind)
 
     @staticmethod
     def merge(forms: list["Outer"]) -> "Outer":
         """Return the sum of forms of one kind: their positions side by side."""
-        x = torch.cat([form.x for form in forms], dim=1)
+        x = torch.cat([form.x[:] for form in forms], dim=1)
         g = torch.cat([form.g for form in forms], dim=2)
-        return Outer(x, g, forms[0]._arrange, forms[0].shape, forms[0].kind)
+        return Outer(x, g, forms[0].shape, forms[0]._arrange, forms[0].kind)
+
+    def parts(self, size: int | None = None):
+        """Yield samples in parts whose gradients and inputs fit the memory."""
+        if size is None:
+            outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
+            size = self.num_vectors * outputs + self.num_inputs
+        return super().parts(size)
+
+    def _arranged(self, matrices: Tensor) -> Tensor:
+        """Turn ``[V, n, G, O, I]`` into gradients."""
+        if self._arrange is not None:
+            matrices = self._arrange(matrices)
+        return matrices.reshape(*matrices.shape[:2], *self.shape)
 
     def _is_cheaper_by_positions(self, other: "Outer") -> bool:
         pairs = self.num_samples * other.num_samples
@@ -99,12 +172,6 @@ class Outer(Form):
         by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
         formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
-
-    def _matrices(self, samples: slice) -> Tensor:
-        x, g = self.x[samples], self.g[:, samples]
-        if x.shape[1] == 1:
-            return g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2)
-        return torch.einsum("vnsgo,nsgi->vngoi", g, x)
 
 
 def add(forms: list[Form]) -> Form:

@@ -44,7 +44,15 @@ class SampleBackward:
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
         names = [name for name in bound.leaves() if name not in self.fallbacks]
-        batch = RecordedBatch(bound, names, self._enlarged) if names else None
+        try:
+            batch = RecordedBatch(bound, names, self._enlarged) if names else None
+        except Exception:
+            if not self._enlarged:
+                raise
+            # it was possible on an earlier batch
+            self._enlarged.clear()
+            self._layouts.clear()
+            batch = RecordedBatch(bound, names, self._enlarged)
         return SampleGradients(bound, None if batch is None else self._sort(bound, batch))
 
     # --- layouts

@@ -42,9 +42,7 @@ class Use:
         """Return the same for an argument with the same entries in another shape."""
 
         def form(g: Tensor, sort: Sort) -> Form:
-            return self.form(g, sort).arranged(
-                lambda rows: rows.reshape(*rows.shape[:2], *shape), shape, tuple(shape)
-            )
+            return self.form(g, sort).reshaped(shape)
 
         return Use(self.lead, self.split, form)
 
@@ -148,8 +146,14 @@ def contraction(
         return full.permute(0, 1, *(2 + order.index(axis) for axis in w_labels))
 
     def form(g: Tensor, sort: Sort) -> Form:
-        kind = tuple(order.index(axis) for axis in w_labels), len(groups), len(outer)
-        return Outer(wide(sort(inputs())), wide(g), arrange, w_shape, (kind, tuple(w_shape)))
+        kind = (
+            tuple(order.index(axis) for axis in w_labels),
+            len(groups),
+            len(outer),
+            tuple(w_shape),
+        )
+        in_order = None if order == list(w_labels) else arrange
+        return Outer(wide(sort(inputs())), wide(g), w_shape, in_order, kind)
 
     extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
     return Use(tuple(extent[axis] for axis in lead), rows, form)

@@ -117,15 +117,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         space, num_rows = self.domain, self.shape[0]
-        out = torch.zeros(num_rows, space.dim, dtype=space.dtype, device=space.device)
+        out = torch.empty(num_rows, space.dim, dtype=space.dtype, device=space.device)
 
         def visit(groups: list[Group], where: Tensor) -> None:
+            adjacent = int(where[-1] - where[0]) == len(where) - 1
             for names, form in groups:
                 for part in form.parts():
+                    if adjacent and len(names) == 1:
+                        place = slice(int(where[part][0]), int(where[part][-1]) + 1)
+                        form.write(part, out[place, space.slice(names[0])])
+                        continue
                     for name, rows in split(names, form.rows(part)[0], space).items():
-                        out[where[part], space.slice(name)] = rows.reshape(len(rows), -1).to(
-                            space.dtype
-                        )
+                        flat = rows.reshape(len(rows), -1).to(space.dtype)
+                        out[where[part], space.slice(name)] = flat
 
         self._visit(visit)
         self._check(out)
