@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops import GGNLinearOperator, HessianLinearOperator
+from curvlinops import (
+    GGNLinearOperator,
+    HessianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,3 +140,28 @@ def test_hessian_and_ggn(name: str, attention: str, checkpointing: bool):
         torch.testing.assert_close(
             cached @ V, A @ V, rtol=1e-6, atol=1e-6 * float((A @ V).norm()) / len(v) ** 0.5
         )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_of_single_samples(name: str):
+    torch.manual_seed(0)
+    model = Logits(SMALL[name]().double().eval())
+    data, params = batches(classify=name == "bert"), list(model.parameters())
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    operator = PerSampleGradientLinearOperator(model, loss, params, data)
+    rows = []
+    for X, y in data:
+        for n in range(len(y)):
+            one = {key: value[n : n + 1] for key, value in X.items()}
+            grads = torch.autograd.grad(
+                loss(model(one), y[n : n + 1]), params, allow_unused=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    rows = torch.stack(rows)
+    # Llama computes its norms in float32
+    close = {"rtol": 1e-8, "atol": (1e-5 if name == "llama" else 1e-10) * float(rows.norm())}
+    torch.testing.assert_close(operator.dense(), rows, **close)
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1), **close)
+    size = float(rows.norm())
+    torch.testing.assert_close(operator.gram(), rows @ rows.T, rtol=1e-8, atol=close["atol"] * size)
+    assert not operator.fallbacks

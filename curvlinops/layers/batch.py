@@ -128,6 +128,9 @@ class RecordedBatch:
         scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
         plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
         for key in keys:
+            if not bool(plain[key].any()):
+                del self.uses[key]  # no effect on the output, at least on this batch
+                continue
             use = self.uses[key].use
             g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
             layout = detect(g, h, len(use.lead), r, self._tolerance)

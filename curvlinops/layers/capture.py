@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.layers.recurrent import COMPOSED
 from curvlinops.layers.uses import RULES, Use
 
 
@@ -82,7 +83,7 @@ class Capture(TorchFunctionMode):
             return out
         if func in RULES:
             return self._record(func, args, kwargs)
-        inner = _unwrapped(func)
+        inner = COMPOSED.get(func) or _unwrapped(func)
         if inner is not func:
             with self:
                 return inner(*args, **kwargs)

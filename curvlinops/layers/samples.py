@@ -68,9 +68,10 @@ class SampleBackward:
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
+            batch.drop(self.fallbacks)
             return batch
         batch.detect(missing)
-        lost = [key for key in missing if key not in batch.layouts]
+        lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
         enlarged = {index for index, _ in lost if index not in self._enlarged}
         if enlarged:
             larger = self._retry(bound, batch, enlarged)

@@ -1,0 +1,409 @@
+"""Rules of all layers with all their options, against one sample at a time."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_real_models import resnet, unet, vit
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvlinops import GGNDiagonalLinearOperator, JacobianLinearOperator
+from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
+
+Data = list[tuple[Any, Tensor]]
+
+
+class Wrapped(nn.Module):
+    """A layer's output, flattened to ``[N, *]``."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[[nn.Module, Any], Tensor] | None = None):
+        super().__init__()
+        self.layer, self._forward = layer, forward
+
+    def forward(self, X: Any) -> Tensor:
+        out = self.layer(X) if self._forward is None else self._forward(self.layer, X)
+        return torch.tanh(out).flatten(1)
+
+
+def loop(model: nn.Module, params: list[Tensor], data: Data, loss: Callable) -> Tensor:
+    """Return the gradients of the samples' losses, one sample at a time."""
+    rows = []
+    for X, y in data:
+        for n in range(len(y)):
+            one = tree_map(lambda x, n=n: x[n : n + 1], X)
+            grads = torch.autograd.grad(
+                loss(model(one), y[n : n + 1]), params, allow_unused=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: Any) -> None:
+    """Compare everything that is computed of single gradients with the loop."""
+    model = model.double().eval()
+    data = []
+    for X in inputs:
+        X = tree_map(lambda x: x.double() if x.is_floating_point() else x, X)
+        with torch.no_grad():
+            data.append((X, torch.randn_like(model(X))))
+    params = list(model.parameters())
+    loss = nn.MSELoss(reduction="sum")
+    operator = PerSampleGradients(model, loss, params, data, **options)
+    rows = loop(model, params, data, loss)
+    close = {"rtol": 1e-8, "atol": 1e-10 * float(rows.norm())}
+    torch.testing.assert_close(operator.dense(), rows, **close)
+    assert not (covered and operator.fallbacks), operator.fallbacks
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1), **close)
+    torch.testing.assert_close(
+        operator.gram(), rows @ rows.T, rtol=1e-8, atol=1e-10 * float(rows.norm()) ** 2
+    )
+    moment = rows.square().mean(0)
+    torch.testing.assert_close(
+        operator.second_moment(), moment, rtol=1e-8, atol=1e-10 * float(moment.norm())
+    )
+    v, u = torch.randn(rows.shape[1]).double(), torch.randn(rows.shape[0]).double()
+    torch.testing.assert_close(operator @ v, rows @ v, rtol=1e-8, atol=1e-9 * float(rows.norm()))
+    torch.testing.assert_close(
+        operator.T @ u, rows.T @ u, rtol=1e-8, atol=1e-9 * float(rows.norm())
+    )
+    if data[0][1][0].numel() > 200:  # too many for a matrix of all outputs
+        return
+    J = JacobianLinearOperator(model, params, data)
+    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    size = float(dense.norm())
+    torch.testing.assert_close(J.gram(), dense @ dense.T, rtol=1e-8, atol=1e-10 * size**2)
+    diagonal = GGNDiagonalLinearOperator(model, loss, params, data).diagonal()
+    expected = 2 * dense.square().sum(0)
+    torch.testing.assert_close(diagonal, expected, rtol=1e-8, atol=1e-10 * size**2)
+
+
+def images(dims: int, channels: int, length: int = 6) -> list[Tensor]:
+    """Two batches of unequal size."""
+    return [torch.randn(n, channels, *[length + i for i in range(dims)]) for n in (2, 3)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dims=st.integers(1, 3),
+    transposed=st.booleans(),
+    groups=st.sampled_from([1, 2, 4]),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    extra=st.integers(0, 1),
+    mode=st.sampled_from(["zeros", "circular", "reflect", "replicate"]),
+    bias=st.booleans(),
+)
+def test_convolutions(
+    dims, transposed, groups, kernel, stride, padding, dilation, extra, mode, bias
+):
+    torch.manual_seed(0)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "bias": bias}
+    if transposed:
+        kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+        options["output_padding"] = min(extra, max(stride, dilation) - 1)
+    else:
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        options["padding_mode"] = mode
+    layer = kind(4, 4, kernel, groups=groups, **options)
+    length = 4 if dims == 3 else 5
+    try:
+        layer(images(dims, 4, length)[0])
+    except RuntimeError:  # an output of no size
+        return
+    check(Wrapped(layer), images(dims, 4, length))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("kernel, dilation", [(2, 1), (3, 2), (4, 1)])
+def test_same_padding(kernel: int, dilation: int):
+    layer = nn.Conv2d(2, 3, kernel, padding="same", dilation=dilation)
+    check(Wrapped(layer), images(2, 2))
+
+
+def _first(layer: nn.Module, X: Any) -> Tensor:
+    return layer(X)[0]
+
+
+def _time_first(layer: nn.Module, X: Tensor) -> Tensor:
+    return layer(X.transpose(0, 1))[0].transpose(0, 1)
+
+
+def _self_attention(layer: nn.Module, X: Tensor) -> Tensor:
+    return layer(X, X, X)[0]
+
+
+def _time_first_attention(layer: nn.Module, X: Tensor) -> Tensor:
+    X = X.transpose(0, 1)
+    return layer(X, X, X)[0].transpose(0, 1)
+
+
+def sequences(width: int = 4) -> list[Tensor]:
+    """Batches of unequal size and length; the first has as many samples as positions."""
+    return [torch.randn(3, 3, width), torch.randn(2, 5, width), torch.randn(4, 2, width)]
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable | None, Callable[[], list]]] = {
+    "linear": (lambda: nn.Linear(4, 3), None, sequences),
+    "linear, no bias": (lambda: nn.Linear(4, 3, bias=False), None, sequences),
+    "linear, time first": (
+        lambda: nn.Linear(4, 3),
+        lambda layer, X: layer(X.transpose(0, 1)).transpose(0, 1),
+        sequences,
+    ),
+    "linear, flattened": (
+        lambda: nn.Linear(4, 3),
+        lambda layer, X: layer(X.reshape(-1, 4)).reshape(*X.shape[:2], 3),
+        sequences,
+    ),
+    "linear, flattened, time first": (
+        lambda: nn.Linear(4, 3),
+        lambda layer, X: (
+            layer(X.transpose(0, 1).reshape(-1, 4))
+            .reshape(X.shape[1], X.shape[0], 3)
+            .transpose(0, 1)
+        ),
+        sequences,
+    ),
+    "linear twice": (lambda: nn.Linear(4, 4), lambda f, X: f(torch.tanh(f(X))), sequences),
+    "bilinear": (
+        lambda: nn.Bilinear(4, 2, 3),
+        lambda layer, X: layer(X, X[..., :2]),
+        sequences,
+    ),
+    "layer norm": (lambda: nn.LayerNorm(4), None, sequences),
+    "rms norm": (lambda: nn.RMSNorm(4), None, sequences),
+    "group norm": (lambda: nn.GroupNorm(2, 4), None, lambda: images(2, 4)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), None, lambda: images(2, 4)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), None, lambda: images(2, 4)),
+    "batch norm of vectors": (
+        lambda: nn.BatchNorm1d(4),
+        None,
+        lambda: [torch.randn(3, 4), torch.randn(2, 4)],
+    ),
+    "PReLU": (lambda: nn.PReLU(), None, lambda: images(2, 4)),
+    "PReLU of channels": (lambda: nn.PReLU(4), None, lambda: images(2, 4)),
+    "embedding": (
+        lambda: nn.Embedding(7, 4, padding_idx=2),
+        None,
+        lambda: [torch.randint(7, (3, 3)), torch.randint(7, (2, 5))],
+    ),
+    "embedding bag": (
+        lambda: nn.EmbeddingBag(7, 4, mode="mean", padding_idx=1),
+        None,
+        lambda: [torch.randint(7, (3, 3)), torch.randint(7, (2, 5))],
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        _self_attention,
+        sequences,
+    ),
+    "attention, time first": (
+        lambda: nn.MultiheadAttention(4, 2),
+        _time_first_attention,
+        sequences,
+    ),
+    "transformer encoder": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+        None,
+        sequences,
+    ),
+    "transformer decoder": (
+        lambda: nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+        lambda layer, X: layer(X, X.flip(1)),
+        sequences,
+    ),
+    "RNN cell": (lambda: nn.RNNCell(4, 3), lambda f, X: f(X[:, 0], f(X[:, 1])), sequences),
+    "ReLU RNN cell": (
+        lambda: nn.RNNCell(4, 3, nonlinearity="relu"),
+        lambda f, X: f(X[:, 0], f(X[:, 1])),
+        sequences,
+    ),
+    "GRU cell": (lambda: nn.GRUCell(4, 3), lambda f, X: f(X[:, 0], f(X[:, 1])), sequences),
+    "LSTM cell": (
+        lambda: nn.LSTMCell(4, 3),
+        lambda layer, X: layer(X[:, 0], layer(X[:, 1]))[0],
+        sequences,
+    ),
+} | {
+    f"{kind.__name__}, {layers} layers, bidirectional={both}, batch_first={first}": (
+        lambda kind=kind, layers=layers, both=both, first=first: kind(
+            4, 3, layers, bidirectional=both, batch_first=first
+        ),
+        _first if first else _time_first,
+        sequences,
+    )
+    for kind, layers, both, first in product(
+        (nn.RNN, nn.LSTM, nn.GRU), (1, 2), (False, True), (False, True)
+    )
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str):
+    torch.manual_seed(0)
+    build, forward, inputs = LAYERS[name]
+    layer = build()
+    with torch.no_grad():  # norms begin with ones and zeros
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    check(Wrapped(layer, forward), inputs())
+
+
+class Bare(nn.Module):
+    """Parameters used directly, in parts, transposed, and through functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 5, 4))
+        self.fused, self.left = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(3, 2))
+        self.token, self.low = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4, 1))
+        self.register_buffer("mask", (torch.randn(4, 4) > 0).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.shift[:, : x.shape[1]]
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        x = x - torch.exp(self.low).T / 3
+        first, second = self.fused.chunk(2)
+        h = torch.einsum("ntd,ed->nte", x, first) + x @ second.mT
+        h = h @ (self.left @ self.left.T)
+        return torch.addmm(h.new_zeros(2), h.reshape(-1, 3), self.left).reshape(len(x), -1)
+
+
+def test_bare_parameters():
+    torch.manual_seed(0)
+    operator = PerSampleGradients
+    model = Bare().double()
+    inputs = [x.double() for x in sequences()]
+    data = [(x, torch.randn_like(model(x)).detach()) for x in inputs]
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    gradients = operator(model, loss, params, data)
+    rows = loop(model, params, data, loss)
+    torch.testing.assert_close(gradients.dense(), rows)
+    torch.testing.assert_close(gradients.norms(), rows.norm(dim=1))
+    torch.testing.assert_close(gradients.gram(), rows @ rows.T)
+    assert not gradients.fallbacks
+
+
+@pytest.mark.parametrize("build", [resnet, unet, vit])
+def test_real_models(build: Callable):
+    torch.manual_seed(0)
+    model, X, y = build()
+    model, X = model.double().eval(), X.double()
+    params = list(model.parameters())
+    data = [(X[:2], y[:2]), (X[2:], y[2:])] if len(X) > 2 else [(X, y)]
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    operator = PerSampleGradients(model, loss, params, data)
+    rows = loop(model, params, data, loss)
+    torch.testing.assert_close(operator.dense(), rows, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
+    torch.testing.assert_close(operator.gram(), rows @ rows.T)
+    assert not operator.fallbacks
+    before = [p.clone() for p in params]
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(params, before, strict=True))
+
+
+class Tagger(nn.Module):
+    """Packs sequences of different lengths, and scores each of their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 3), nn.Linear(4, 3)
+        self.lstm = nn.LSTM(3, 2, bidirectional=True, batch_first=True)
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(X["ids"]), X["lengths"], batch_first=True, enforce_sorted=False
+        )
+        out = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+        return self.head(out).transpose(1, 2)
+
+
+def test_packed_tagger():
+    torch.manual_seed(0)
+    model = Tagger().double()
+    data = []
+    # the first batch looks regular, the others do not
+    for lengths in ([3, 3], [1, 4, 2], [4, 2, 1, 3]):
+        lengths = torch.tensor(lengths)
+        y = torch.randint(3, (len(lengths), int(lengths.max())))
+        y[torch.arange(y.shape[1]) >= lengths[:, None]] = -100
+        data.append(({"ids": torch.randint(9, y.shape), "lengths": lengths}, y))
+    params, loss = list(model.parameters()), nn.CrossEntropyLoss(reduction="sum")
+    operator = PerSampleGradients(model, loss, params, data)
+
+    def cut(output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output, y[:, : output.shape[2]], reduction="sum")
+
+    rows = loop(model, params, data, cut)
+    torch.testing.assert_close(operator.dense(), rows)
+    torch.testing.assert_close(operator.gram(), rows @ rows.T)
+
+
+def test_batch_of_one_first():
+    """Its layout says nothing about that of others."""
+    model = Wrapped(nn.Linear(4, 3), lambda layer, X: layer(X.transpose(0, 1)).transpose(0, 1))
+    check(model, [torch.randn(1, 3, 4), torch.randn(3, 2, 4), torch.randn(2, 2, 4)])
+
+
+class Routing(nn.Module):
+    """Each token goes to the expert that its sign says."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(*x.shape[:2], 3)
+        for chosen, expert in zip((x[..., 0] > 0, x[..., 0] <= 0), self.experts, strict=True):
+            out[chosen] = expert(x[chosen])
+        return out.flatten(1)
+
+
+def test_routing():
+    torch.manual_seed(0)
+    first = torch.randn(2, 3, 4)
+    first[..., 0] = first[..., 0].abs()  # all to one expert, and in order
+    check(Routing(), [first, torch.randn(2, 3, 4), torch.randn(3, 2, 4)])
+
+
+def test_dead_units_on_the_first_batch():
+    """A zero gradient says nothing about the layout."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    first = torch.randn(3, 3)
+    with torch.no_grad():
+        model[0].weight.abs_()
+        model[0].bias.zero_()
+    check(model, [-first.abs(), first, torch.randn(2, 3)])
+
+
+def test_unused_parameters_have_zero_gradients():
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("unused", nn.Parameter(torch.randn(2)))
+    operator = PerSampleGradients(
+        model, nn.MSELoss(), list(model.parameters()), [(torch.randn(4, 3), torch.randn(4, 2))]
+    )
+    place = operator.domain.slice("unused")
+    assert bool((operator.dense()[:, place] == 0).all()) and not operator.fallbacks
+
+
+def test_functional_models_and_closures():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (3, 2)]
+    params, loss = dict(model.named_parameters()), nn.MSELoss(reduction="sum")
+    rows = loop(model, list(params.values()), data, loss)
+    by_name = PerSampleGradients(
+        lambda p, x: torch.func.functional_call(model, p, (x,)), loss, params, data
+    )
+    closure = PerSampleGradients(lambda x: model(x), loss, list(params.values()), data)
+    for operator in (by_name, closure):
+        torch.testing.assert_close(operator.dense(), rows)
+        assert not operator.fallbacks
