@@ -20,7 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "layers.md"]
 
 # -- pages
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "tasklist"]

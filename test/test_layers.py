@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 from curvlinops import GGNDiagonalLinearOperator, JacobianLinearOperator
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
+from curvlinops.layers.embedding import Lookup
+from curvlinops.layers.outer import Outer
 
 Data = list[tuple[Any, Tensor]]
 
@@ -407,3 +410,63 @@ def test_functional_models_and_closures():
     for operator in (by_name, closure):
         torch.testing.assert_close(operator.dense(), rows)
         assert not operator.fallbacks
+
+
+TABLE = Path(__file__).parent.parent / "docs" / "layers.md"
+
+
+def table() -> str:
+    """Return how the gradients of each layer's parameters are computed, as Markdown."""
+    lines = [
+        "<!-- written by `python test/test_layers.py`, compared with the code by its tests -->",
+        "",
+        "| layer | one pass for all samples | norms and Gram matrix without rows "
+        "| a pass for each sample |",
+        "|---|---|---|---|",
+    ]
+    convolutions = {
+        f"{'transposed ' * transposed}convolution": (
+            lambda transposed=transposed: (nn.ConvTranspose2d if transposed else nn.Conv2d)(
+                4, 3, 2
+            ),
+            None,
+            lambda: images(2, 4),
+        )
+        for transposed in (False, True)
+    }
+    attention = {
+        "attention with added key and value": (
+            lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+            _self_attention,
+            sequences,
+        )
+    }
+    for name, (build, forward, inputs) in (LAYERS | convolutions | attention).items():
+        if any(word in name for word in ("flattened", "time first", "layers", "twice")):
+            if "1 layers, bidirectional=False, batch_first=True" not in name:
+                continue
+            name = name.split(",")[0]
+        model = Wrapped(build(), forward).double().eval()
+        X = tree_map(lambda x: x.double() if x.is_floating_point() else x, inputs()[0])
+        data = [(X, torch.randn_like(model(X)).detach())]
+        operator = PerSampleGradients(model, nn.MSELoss(), list(model.parameters()), data)
+        without_rows: list[str] = []
+
+        def note(groups: list, where: Tensor, names: list[str] = without_rows) -> None:
+            names += [group[0] for group, form in groups if isinstance(form, Outer | Lookup)]
+
+        operator._visit(note)
+        names = [n for n, _ in model.named_parameters()]
+        single = [n for n in names if n in operator.fallbacks]
+        cells = ([n for n in names if n not in single], without_rows, single)
+        shown = (", ".join(f"`{n.removeprefix('layer.')}`" for n in cell) for cell in cells)
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_table_is_up_to_date():
+    assert TABLE.read_text() == table()
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table())

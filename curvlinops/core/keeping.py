@@ -62,7 +62,8 @@ class Keeper:
         if change is not Change.NOTHING:
             self.clear()
             self._snapshot = Snapshot(root, numbers=self.cache != "none")
-            self._budget = _automatic_budget(device) if self.cache == "auto" else self.cache
+            self._most = _automatic_budget(device)
+            self._budget = self._most if self.cache == "auto" else self.cache
         unchanged = change is Change.NOTHING
         self.active = self.cache != "none" and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE
@@ -70,6 +71,13 @@ class Keeper:
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""
         return self.active and key not in self._too_large
+
+    def has_room(self, key: Any, num_bytes: int) -> bool:
+        """Return whether something is kept, or is known to fit."""
+        if key in self._entries:
+            return True
+        budget = self._budget if isinstance(self._budget, int) else self._most
+        return self._used + num_bytes <= budget
 
     def prepare(self, key: Any, batch: Batch, build: Callable[[Batch], Callable]) -> Callable:
         """Return a prepared product, kept or newly built.

@@ -47,6 +47,11 @@ class BatchRisk:
         self.loss = risk.loss
         self.leaves = risk.model.leaves
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the batch."""
+        return self._risk.batches.size(self.batch)
+
     def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
         return Scope(self._risk.model, values, purpose)

@@ -28,6 +28,13 @@ class Form(ABC):
     num_vectors: int
     num_samples: int
     shape: tuple[int, ...]
+    #: At how many positions of a sample the parameter is used.
+    num_positions: int = 1
+
+    @property
+    def num_entries(self) -> int:
+        """The number of the parameter's entries."""
+        return prod(self.shape)
 
     @abstractmethod
     def rows(self, samples: slice) -> Tensor:

@@ -51,6 +51,7 @@ class Outer(Form):
     ):
         self.x, self.g, self._arrange, self.kind = x, g, arrange, kind
         self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)
+        self.num_positions = x.shape[1]
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""

@@ -181,6 +181,20 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
     return space.names, Direct(rows, len(u), num_samples, (space.dim,))
 
 
+def write_rows(groups: list[Group], space: ParameterSpace) -> Tensor:
+    """Return the gradients of all samples, for the only vector, ``[N, D]``."""
+    num_samples = groups[0][1].num_samples
+    out = torch.empty(num_samples, space.dim, dtype=space.dtype, device=space.device)
+    for names, form in groups:
+        for part in form.parts():
+            if len(names) == 1:
+                form.write(part, out[part, space.slice(names[0])])
+                continue
+            for name, rows in split(names, form.rows(part)[0], space).items():
+                out[part, space.slice(name)] = rows.reshape(len(rows), -1).to(space.dtype)
+    return out
+
+
 def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:
     """Return all inner products of two batches' gradients, ``[V, N, W, M]``."""
     forms = {tuple(names): form for names, form in second}

@@ -10,7 +10,7 @@ from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.samples import Group, SampleBackward, inner, one_by_one, split
+from curvlinops.layers.samples import Group, SampleBackward, inner, one_by_one, split, write_rows
 from curvlinops.losses.base import wide
 from curvlinops.operators.rows import RowMaps, RowsLinearOperator
 
@@ -120,16 +120,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = torch.empty(num_rows, space.dim, dtype=space.dtype, device=space.device)
 
         def visit(groups: list[Group], where: Tensor) -> None:
-            adjacent = int(where[-1] - where[0]) == len(where) - 1
-            for names, form in groups:
-                for part in form.parts():
-                    if adjacent and len(names) == 1:
-                        place = slice(int(where[part][0]), int(where[part][-1]) + 1)
-                        form.write(part, out[place, space.slice(names[0])])
-                        continue
-                    for name, rows in split(names, form.rows(part)[0], space).items():
-                        flat = rows.reshape(len(rows), -1).to(space.dtype)
-                        out[where[part], space.slice(name)] = flat
+            out[where] = write_rows(groups, space)
 
         self._visit(visit)
         self._check(out)
