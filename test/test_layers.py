@@ -412,6 +412,196 @@ def test_functional_models_and_closures():
         assert not operator.fallbacks
 
 
+# --- batches that are not like the first one
+
+
+class Changing(nn.Module):
+    """Layers ``a``, ``b``, ``c``, used as a function says."""
+
+    def __init__(self, forward: Callable[[Any, Any], Tensor], bias: bool = False):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3, bias=bias) for _ in range(3))
+        self.table = nn.Embedding(5, 3)
+        self._forward = forward
+
+    def forward(self, x: Any) -> Tensor:
+        return self._forward(self, x)
+
+
+def _ragged(s: Changing, X: dict[str, Tensor]) -> Tensor:
+    h = torch.tanh(s.a(X["tokens"]))
+    return torch.stack([part.mean(0) for part in h.split(X["lengths"].tolist())])
+
+
+def _membership(s: Changing, X: dict[str, Tensor]) -> Tensor:
+    owner = torch.arange(len(X["lengths"])).repeat_interleave(X["lengths"])
+    members = (owner == torch.arange(len(X["lengths"]))[:, None]).double()
+    return members @ torch.tanh(s.a(X["tokens"]))
+
+
+def _shifted_calls(s: Changing, x: Tensor) -> Tensor:
+    N, T, d = x.shape
+    h = s.a(x.reshape(N * T, d)).view(N, T, d)
+    h = torch.tanh(h + torch.atan2(s.a.weight[0], x))  # no rule
+    h = s.b(h.transpose(0, 1).reshape(N * T, d)).view(T, N, d).transpose(0, 1)
+    return s.c(torch.tanh(h).sum(1))
+
+
+def _other_order(s: Changing, x: Tensor) -> Tensor:
+    N, T, d = x.shape
+
+    def batch_first(layer: nn.Module, h: Tensor) -> Tensor:
+        return torch.tanh(layer(h.reshape(N * T, d)).view(N, T, d))
+
+    def time_first(layer: nn.Module, h: Tensor) -> Tensor:
+        h = layer(h.transpose(0, 1).reshape(N * T, d))
+        return torch.tanh(h.view(T, N, d).transpose(0, 1))
+
+    if x[0, 0, 0] > 0:
+        return time_first(s.b, batch_first(s.a, x)).sum(1)
+    return batch_first(s.a, time_first(s.b, x)).sum(1)
+
+
+def _positions(s: Changing, x: Tensor) -> Tensor:
+    return s.c(torch.tanh(s.a(x) + s.table(torch.arange(x.shape[1])))[:, 0])
+
+
+def _later_unknown(s: Changing, x: Tensor) -> Tensor:
+    y = s.a(x)
+    if x[0, 0, 0] > 5:
+        y = y + torch.atan2(s.a.weight.sum(0), x).cumsum(-1)
+    return y.sum(1)
+
+
+def _mostly_dead(s: Changing, x: Tensor) -> Tensor:
+    N, T, d = x.shape
+    return F.relu(s.a(x.transpose(0, 1).reshape(N * T, d))).view(T, N, d).sum(0)
+
+
+def _in_two_ways(s: Changing, x: Tensor) -> Tensor:
+    return x[:, 0] @ s.a.weight if x[0, 0, 0] > 0 else s.a(x[:, 0])
+
+
+def _rest(s: Changing, x: Tensor) -> Tensor:
+    return s.a(x[:, 1:]).sum(1) + s.c(x[:, 0])
+
+
+def _cells(s: Changing, x: Tensor) -> Tensor:
+    """No parameter enters by a call that is known."""
+    return torch.atan2(s.a.weight[0], x).sum(1)
+
+
+def _signed(sign: float, *shape: int) -> Tensor:
+    x = torch.randn(*shape).double()
+    x[0, 0, 0] = sign * x[0, 0, 0].abs()
+    return x
+
+
+def _lengths(*lengths: int) -> dict[str, Tensor]:
+    return {"tokens": torch.randn(sum(lengths), 3).double(), "lengths": torch.tensor(lengths)}
+
+
+def _dead(*shape: int) -> Tensor:
+    x = -torch.ones(*shape).double()
+    x[0, 0] = 1.0
+    return x
+
+
+IRREGULAR: dict[str, tuple[Callable, Callable[[], list]]] = {
+    "ragged": (_ragged, lambda: [_lengths(3, 3, 3), _lengths(4, 1, 4), _lengths(1, 2, 3)]),
+    "membership": (_membership, lambda: [_lengths(3, 3, 3), _lengths(4, 1, 4)]),
+    "calls are numbered anew": (
+        _shifted_calls,
+        lambda: [_signed(1, 4, 3, 3), _signed(1, 4, 3, 3), _signed(1, 2, 5, 3)],
+    ),
+    "another order": (_other_order, lambda: [_signed(1, 4, 3, 3), _signed(-1, 4, 3, 3)]),
+    "one position later": (_positions, lambda: [_signed(1, 4, 3, 3), _signed(1, 4, 1, 3)]),
+    "one position first": (_positions, lambda: [_signed(1, 4, 1, 3), _signed(1, 4, 3, 3)]),
+    "unknown later": (_later_unknown, lambda: [_signed(1, 2, 3, 3), _signed(1, 2, 3, 3) + 10]),
+    "mostly dead": (_mostly_dead, lambda: [_dead(2, 3, 3), _signed(1, 2, 3, 3)]),
+    "two ways": (_in_two_ways, lambda: [_signed(1, 4, 1, 3), _signed(-1, 3, 1, 3)]),
+    "nothing left": (_rest, lambda: [_signed(1, 4, 3, 3), _signed(1, 2, 1, 3)]),
+    "nothing known": (_cells, lambda: [_signed(1, 4, 3, 3), _signed(1, 2, 2, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_batches_unlike_the_first(name: str):
+    torch.manual_seed(0)
+    forward, inputs = IRREGULAR[name]
+    model = Changing(forward).double()
+    if name == "mostly dead":
+        with torch.no_grad():
+            model.a.weight.abs_()
+    data = [(X, torch.randn_like(model(X)).detach()) for X in inputs()]
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    rows = []
+    for X, y in data:  # not one by one: what a sample is, the model itself says
+        output = model(X)
+        for n in range(len(y)):
+            grads = torch.autograd.grad(
+                loss(output[n], y[n]),
+                params,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    rows = torch.stack(rows)
+    operator = PerSampleGradients(model, loss, params, data, batch_size_fn=lambda X: 0)
+    close = {"rtol": 1e-8, "atol": 1e-10 * float(rows.norm())}
+    for _ in range(2):
+        torch.testing.assert_close(operator.dense(), rows, **close)
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1), **close)
+    torch.testing.assert_close(operator.gram(), rows @ rows.T)
+    torch.testing.assert_close(operator.second_moment(), rows.square().mean(0))
+
+
+@pytest.mark.parametrize("dtype, gate", [(torch.float64, 1e-7), (torch.float32, 2e-4)])
+def test_samples_of_unequal_size(dtype: torch.dtype, gate: float):
+    """A small sample's rows are not lost in the norm of a large one."""
+    torch.manual_seed(0)
+
+    def forward(s: Changing, x: Tensor) -> Tensor:
+        N, T, _ = x.shape
+        h = s.a(x[..., :3].transpose(0, 1).reshape(N * T, 3)).view(T, N, 3).transpose(0, 1)
+        return (h * x[..., 3:]).sum(1)
+
+    model, x = Changing(forward).to(dtype), torch.randn(2, 3, 4, dtype=dtype)
+    x[..., 3] = gate
+    x[0, 0, 3] = 1.0
+    params = [model.a.weight]
+    data = [(x, torch.randn(2, 3, dtype=dtype))]
+    operator = PerSampleGradients(model, nn.MSELoss(reduction="sum"), params, data)
+    rows = loop(model, params, data, nn.MSELoss(reduction="sum"))
+    for found, expected in zip(operator.dense(), rows, strict=True):
+        assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_samples_that_interact():
+    model = Wrapped(nn.Linear(3, 2), lambda f, X: f(X) - 0.5 * f(X).mean(0)).double()
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
+    params = list(model.parameters())
+    operator = PerSampleGradients(model, nn.MSELoss(), params, data)
+    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
+        operator.dense()
+    J = JacobianLinearOperator(model, params, data)
+    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(J.gram(), dense @ dense.T)
+
+
+def test_trusting():
+    """Without checks the first batch's layout serves for others of any size."""
+    torch.manual_seed(0)
+    model = Wrapped(nn.MultiheadAttention(4, 2), _time_first_attention).double()
+    data = [(x.double(), torch.randn(len(x), x[0].numel()).double()) for x in sequences()]
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    operator = PerSampleGradients(model, loss, params, data, check_deterministic=False)
+    rows = loop(model, params, data, loss)
+    torch.testing.assert_close(operator.dense(), rows)
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
+
+
 TABLE = Path(__file__).parent.parent / "docs" / "layers.md"
 
 

@@ -1,7 +1,7 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,22 @@ _ANY_NUMBER = 2**31
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
 
 
+class Key(NamedTuple):
+    """Identifies a use from one batch to the next.
+
+    Attributes:
+        index: The number of the call.
+        place: The argument.
+        call: The function.
+        names: The parameters.
+    """
+
+    index: int
+    place: int | str
+    call: Callable
+    names: tuple[str, ...]
+
+
 class RecordedBatch:
     """One captured forward pass."""
 
@@ -36,18 +52,25 @@ class RecordedBatch:
         self._capture = Capture(tracked)
         self.output = self._run()
         if enlarged:
-            shape = self.output.shape
-            self._capture = Capture(tracked, enlarged, shape[0])
+            before = self.output.detach()
+            self._capture = Capture(tracked, enlarged, before.shape[0])
             self.output = self._run()
-            if self.output.shape != shape:
-                raise ValueError(f"The output has shape {list(self.output.shape)} then.")
-        self.uses: dict[Any, Recorded] = dict(self._capture.uses)
-        self.layouts: dict[Any, Layout] = {}
+            tolerance = 0.1 * TOLERANCES.get(before.dtype, 0.15) * float(before.norm())
+            if (
+                self.output.shape != before.shape
+                or float((self.output.detach() - before).norm()) > tolerance
+            ):
+                raise ValueError("The model returns something else then.")
+        self._probe = self._random()
+        self.uses: dict[Key, Recorded] = {}
+        self.layouts: dict[Key, Layout] = {}
         self._chunks = in_chunks(self._pull, _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
-        self._origins = {
-            key: _origins(recorded.tensor, by_id) for key, recorded in self.uses.items()
-        }
+        self._origins: dict[Key, dict[str, Tensor]] = {}
+        for (index, place), recorded in self._capture.uses.items():
+            origins = _origins(recorded.tensor, by_id)
+            key = Key(index, place, recorded.call, tuple(origins))
+            self.uses[key], self._origins[key] = recorded, origins
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
@@ -68,7 +91,7 @@ class RecordedBatch:
         """Whether the order of rows may be another one on the next batch."""
         return any(node.name().startswith(_DATA_DEPENDENT) for node in graph_nodes(self.output))
 
-    def names_of(self, key: Any) -> list[str]:
+    def names_of(self, key: Key) -> list[str]:
         """Return the parameters that enter a use."""
         return list(self._origins[key])
 
@@ -92,22 +115,22 @@ class RecordedBatch:
         }
         self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
 
-    def fits(self, key: Any, layout: Along) -> bool:
+    def fits(self, key: Key, layout: Along) -> bool:
         """Return whether a use can have a layout."""
         recorded = self.uses[key]
         return layout.fits(recorded.use.lead, self.num_samples)
 
-    def gradients(self, u: Tensor) -> dict[Any, Tensor]:
+    def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
         edges = {key: recorded.edge for key, recorded in self.uses.items()}
-        found: dict[Any, list[Tensor]] = {key: [] for key in self.uses}
+        found: dict[Key, list[Tensor]] = {key: [] for key in self.uses}
         with self._scope.active():
             for _, part in self._chunks({"": u}, {"": u.dtype}, edges):
                 for key, g in part.items():
                     found[key].append(g)
         return {key: p[0] if len(p) == 1 else torch.cat(p) for key, p in found.items()}
 
-    def _pull(self, u: Columns, edges: dict[Any, GradientEdge]) -> Columns:
+    def _pull(self, u: Columns, edges: dict[Key, GradientEdge]) -> Columns:
         vectors = u[""]
         if len(vectors) == 1:
             found = pull({"": self.output}, {"": vectors[0]}, edges)
@@ -121,9 +144,8 @@ class RecordedBatch:
             for key, recorded in self.uses.items()
         }
 
-    def detect(self, keys: list[Any]) -> None:
+    def detect(self, keys: list[Key]) -> None:
         """Find the layouts of some uses, by a random vector with and without weights."""
-        self._probe = self._random()
         r = weights(self.num_samples, self._probe)
         scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
         plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
@@ -181,8 +203,9 @@ class RecordedBatch:
             for name, leaf in self._origins[key].items():
                 found.setdefault(name, []).append(_on_parameter(form, recorded.tensor, leaf))
         # parameters that are not used at all have zero gradients
+        unrecorded = set(self.unrecorded())
         for name in self.names:
-            if name not in found and name not in self.unrecorded():
+            if name not in found and name not in unrecorded:
                 leaf = self._leaves[name]
                 found[name] = [Direct.of(leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape))]
         return {name: add(forms) for name, forms in found.items() if name not in lost}

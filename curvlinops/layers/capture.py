@@ -18,14 +18,22 @@ class Recorded:
 
     Attributes:
         use: How it enters the output.
+        call: The function.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
         edge: Where the output's gradient passes.
         shape: The output's shape.
         inputs: The call's other tensors, with their versions.
     """
 
-    def __init__(self, use: Use, tensor: Tensor, output: Tensor, inputs: Iterable[Tensor]):
-        self.use, self.tensor = use, tensor
+    def __init__(
+        self,
+        use: Use,
+        call: Callable,
+        tensor: Tensor,
+        output: Tensor,
+        inputs: Iterable[Tensor],
+    ):
+        self.use, self.call, self.tensor = use, call, tensor
         self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.dtype = output.shape, output.dtype
         self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
@@ -115,27 +123,24 @@ class Capture(TorchFunctionMode):
         kwargs = {key: leaves.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(known[key], tensor, out, constant.values())
+            self.uses[index, key] = Recorded(known[key], func, tensor, out, constant.values())
         return out
 
     def _enlarge(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the call's first tensor that is not tracked a row for each sample."""
 
-        def enlarged(x: Tensor) -> Tensor:
-            axis = next((axis for axis, length in enumerate(x.shape) if length == 1), None)
-            shape = list(x.shape)
-            if axis is None:
-                return x.expand(self._num_samples, *shape)
-            shape[axis] = self._num_samples
-            return x.expand(shape)
+        def enlarged(x: Any) -> Any:
+            if not done and isinstance(x, Tensor) and id(x) not in self._tracked:
+                done.append(x)
+                axis = x.shape.index(1) if x.ndim > 1 and 1 in x.shape else None
+                if axis is None:
+                    return x.expand(self._num_samples, *x.shape)
+                return x.expand(*x.shape[:axis], self._num_samples, *x.shape[axis + 1 :])
+            return x
 
-        for place, x in enumerate(args):
-            if isinstance(x, Tensor) and id(x) not in self._tracked:
-                return (*args[:place], enlarged(x), *args[place + 1 :]), kwargs
-        for key, x in kwargs.items():
-            if isinstance(x, Tensor) and id(x) not in self._tracked:
-                return args, {**kwargs, key: enlarged(x)}
-        return args, kwargs
+        done: list[Tensor] = []
+        args = tuple(enlarged(x) for x in args)
+        return args, {key: enlarged(x) for key, x in kwargs.items()}
 
     def _follow(self, out: Any) -> None:
         """Track what is computed from tracked tensors alone."""

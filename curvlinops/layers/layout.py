@@ -141,12 +141,14 @@ def detect(
     if size == 0.0 or num_lead == 0:
         return None
 
+    # rounding errors are relative to the largest numbers
+    noise = 100 * torch.finfo(plain.dtype).eps * size
+
     def explains(layout: Layout) -> bool:
-        rows, found = (
-            layout.by_sample(g.double(), 0, num_lead, num_samples) for g in (plain, weighted)
-        )
-        scale = r.double().reshape(-1, *(1,) * (rows.ndim - 1))
-        return float((found - scale * rows).norm()) <= tolerance * size
+        rows, found = (layout.by_sample(g, 0, num_lead, num_samples) for g in (plain, weighted))
+        rows, found = (g.double().reshape(*g.shape[:2], -1) for g in (rows, found))
+        error = (found - r.double().reshape(-1, 1, 1) * rows).norm(dim=2)
+        return bool((error <= tolerance * rows.norm(dim=2) + noise).all())
 
     for layout in _regular(lead, num_samples):
         if explains(layout):

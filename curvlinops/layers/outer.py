@@ -110,7 +110,7 @@ class Outer(Form):
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of squares, as one matrix product if there is one position."""
-        if self.x.shape[1] > 1:
+        if self.x.shape[1] != 1:
             return super().sum_of_squares()
         g = self.g[:, :, 0].square().sum(0)
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
@@ -118,7 +118,8 @@ class Outer(Form):
 
     def inner(self, other: Form) -> Tensor:
         """Return all inner products, from those of inputs and of output gradients if cheaper."""
-        if not isinstance(other, Outer) or not self._is_cheaper_by_positions(other):
+        alike = isinstance(other, Outer) and self.kind == other.kind
+        if not alike or not self._is_cheaper_by_positions(other):
             return super().inner(other)
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]

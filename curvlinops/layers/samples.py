@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.forms import BYTES, Direct, Form
-from curvlinops.layers.layout import Along
+from curvlinops.layers.layout import TOLERANCES, Along
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -24,67 +25,79 @@ Group = tuple[list[str], Form]
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    The first batch shows which rows of each layer belong to which sample, and whether what the
-    rules say of a parameter agrees with autograd. Other parameters get one backward pass for each
-    sample, several at once.
+    Each batch shows which rows of each layer belong to which sample; the first one, whether what
+    the rules say of a parameter agrees with autograd. Other parameters get one backward pass for
+    each sample, several at once.
 
     Args:
         name: Names the operator in messages.
+        trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
+            batch only, which saves two backward passes on the others.
+        independent: Whether samples that interact are refused.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, trusting: bool = False, independent: bool = True):
         self.name = name
         self.fallbacks: dict[str, str] = {}
+        self._trusting, self._independent = trusting, independent
         self._layouts: dict[Any, Along] = {}
+        self._checked: set[Any] = set()
         self._enlarged: set[int] = set()
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
         names = [name for name in bound.leaves() if name not in self.fallbacks]
+        if not names:
+            return SampleGradients(bound, None)
         try:
-            batch = RecordedBatch(bound, names, self._enlarged) if names else None
+            batch = RecordedBatch(bound, names, self._enlarged)
         except Exception:
             if not self._enlarged:
                 raise
-            # it was possible on an earlier batch
-            self._enlarged.clear()
-            self._layouts.clear()
+            self._enlarged.clear()  # it was possible on an earlier batch
             batch = RecordedBatch(bound, names, self._enlarged)
-        return SampleGradients(bound, None if batch is None else self._sort(bound, batch))
+        batch = self._sort(bound, batch)
+        before = len(self.fallbacks)
+        self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
+        fresh = set(batch.layouts) - self._checked
+        if fresh:
+            self._refuse(batch.check(), "its rule does not agree with autograd")
+            self._checked |= fresh
+        if len(self.fallbacks) > before:
+            self._layouts.clear()  # the calls are numbered anew
+        batch.drop(self.fallbacks)
+        return SampleGradients(bound, batch)
 
     # --- layouts
 
-    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch | None:
+    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch:
         """Find each use's layout, and the parameters for which that is impossible."""
-        regular = not batch.depends_on_data
-        batch.layouts = {
-            key: layout
-            for key, layout in self._layouts.items()
-            if regular and key in batch.uses and batch.fits(key, layout)
-        }
+        if self._trusting and not batch.depends_on_data:
+            batch.layouts = {
+                key: layout
+                for key, layout in self._layouts.items()
+                if key in batch.uses and batch.fits(key, layout)
+            }
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
-            self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-            batch.drop(self.fallbacks)
             return batch
         batch.detect(missing)
         lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
-        enlarged = {index for index, _ in lost if index not in self._enlarged}
-        if enlarged:
-            larger = self._retry(bound, batch, enlarged)
-            if larger is not None:
-                return self._sort(bound, larger)
+        enlarged = {key.index for key in lost} - self._enlarged
+        larger = self._retry(bound, batch, enlarged) if enlarged else None
+        if larger is not None:
+            return self._sort(bound, larger)
+        if lost and self._independent:
+            check_independent(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
-        self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        self._refuse(batch.check(), "its rule does not agree with autograd on the first batch")
-        for key, layout in batch.layouts.items():
-            if isinstance(layout, Along) and regular:
-                self._layouts[key] = layout
-        batch.drop(self.fallbacks)
+        if self._trusting:
+            self._layouts |= {
+                key: layout for key, layout in batch.layouts.items() if isinstance(layout, Along)
+            }
         return batch
 
     def _retry(
@@ -98,10 +111,6 @@ class SampleBackward:
         except Exception as error:
             _LOGGER.info("%s: no row for each sample: %s", self.name, error)
             self._enlarged = before
-            for index in enlarged:
-                for key in batch.uses:
-                    if key[0] == index:
-                        self._refuse(batch.names_of(key), "all samples share its rows")
             return None
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
@@ -114,6 +123,41 @@ class SampleBackward:
                     name,
                     reason,
                 )
+
+
+def check_independent(bound: BoundModel, output: Tensor) -> None:
+    """Refuse a model whose output for a sample depends on the other samples of the batch.
+
+    Raises:
+        ValueError: If the first sample alone has another output. Nothing is said of inputs that
+            cannot be cut.
+    """
+    num_samples = len(output)
+
+    def first(leaf: Any) -> Any:
+        cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
+        return leaf[:1] if cut else leaf
+
+    X, y = map_leaves((bound.batch.X, None), first)
+    alone = bound.on(Batch(bound.batch.index, X, y))
+    scope = alone.scope(alone.leaves(), "gradient")
+    try:
+        with scope.active():
+            found = alone.output(scope)[0].detach()
+    except Exception as error:
+        _LOGGER.info("Whether samples interact could not be checked: %s", error)
+        return
+    expected = output[0].detach()
+    if found.shape != expected.shape:
+        return
+    tolerance = 0.1 * TOLERANCES.get(output.dtype, 0.15)
+    if float((found - expected).double().norm()) > tolerance * float(
+        output.detach().double().norm()
+    ):
+        raise ValueError(
+            "The model's output for a sample depends on the other samples of its batch, so that "
+            "gradients of single samples are not defined. Let the model treat samples one by one."
+        )
 
 
 class SampleGradients:

@@ -175,8 +175,10 @@ def broadcast(
     kept = [axis for axis, length in enumerate(full) if length != 1]
 
     def split(g: Tensor) -> Tensor:
-        value = slope() if callable(slope) else slope
-        return (wide(g) * value).permute(0, *(1 + axis for axis in (*lead, *kept)))
+        g = wide(g)
+        if callable(slope) or slope != 1.0:
+            g = g * (slope() if callable(slope) else slope)
+        return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
 
     def form(g: Tensor, sort: Sort) -> Form:
         total = g.sum(2)

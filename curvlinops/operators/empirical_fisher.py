@@ -46,7 +46,7 @@ class EFLinearOperator(DataLinearOperator):
         self._forget_choice()
 
     def _forget_choice(self) -> None:
-        self._samples = SampleBackward(type(self).__name__)
+        self._samples = SampleBackward(type(self).__name__, self._trusting, False)
         self._choice: dict[str, bool] = {}
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:

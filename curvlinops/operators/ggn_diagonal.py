@@ -38,11 +38,11 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         super().__init__(*args, **kwargs)
         self.mc_samples, self.seed = mc_samples, seed
         check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
-        self._samples = SampleBackward(type(self).__name__)
+        self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     def _reconsider(self) -> None:
         super()._reconsider()
-        self._samples = SampleBackward(type(self).__name__)
+        self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     def _apply(self, columns: Columns) -> Columns:
         diagonal = self._columns()

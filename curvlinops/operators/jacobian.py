@@ -80,7 +80,7 @@ class JacobianLinearOperator(OutputsLinearOperator):
         (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
         gradients, without the Jacobian, where that is cheaper.
         """
-        samples = SampleBackward(type(self).__name__)
+        samples = SampleBackward(type(self).__name__, self._trusting, False)
         batches: list[tuple[list[Group], int]] = []
 
         def step(bound: BatchRisk) -> None:

@@ -54,11 +54,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
-        self._samples = SampleBackward(type(self).__name__)
+        self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     def _reconsider(self) -> None:
         super()._reconsider()
-        self._samples = SampleBackward(type(self).__name__)
+        self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     @property
     def fallbacks(self) -> dict[str, str]:
