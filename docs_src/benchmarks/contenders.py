@@ -6,6 +6,7 @@ import name `curvlinops`.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Quantities = dict[str, Callable[[], object]]
 
 HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
+FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
+ROWS, NORMS = "Gradients of samples", "Norms of gradients"
 HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 
 
@@ -33,22 +36,32 @@ def _vectors(problem: Problem, columns: int) -> tuple[Tensor, Tensor]:
 
 def ours(problem: Problem, columns: int, cache: str) -> Quantities:
     """Return this package's products, with kept or with fresh graphs."""
-    from curvlinops import GGNLinearOperator, HessianLinearOperator, JacobianLinearOperator
+    import curvlinops
 
     model, X, y = problem
     options = {"check_deterministic": False, "cache": cache}
     arguments = (list(model.parameters()), [(X, y)])
-    H = HessianLinearOperator(model, nn.CrossEntropyLoss(), *arguments, **options)
-    G = GGNLinearOperator(model, nn.CrossEntropyLoss(), *arguments, **options)
-    J = JacobianLinearOperator(model, *arguments, **options)
+    with_loss = (model, nn.CrossEntropyLoss(), *arguments)
+    H = curvlinops.HessianLinearOperator(*with_loss, **options)
+    G = curvlinops.GGNLinearOperator(*with_loss, **options)
+    E = curvlinops.EFLinearOperator(*with_loss, terms="sample", **options)
+    J = curvlinops.JacobianLinearOperator(model, *arguments, **options)
+    rows = curvlinops.PerSampleGradientLinearOperator(*with_loss, **options)
     v, V = _vectors(problem, columns)
-    return {
+    quantities = {
         HESSIAN: lambda: H @ v,
         GGN: lambda: G @ v,
         JACOBIAN: lambda: J @ v,
+        FISHER: lambda: E @ v,
         HESSIAN_COLUMNS: lambda: H @ V,
         GGN_COLUMNS: lambda: G @ V,
     }
+    if cache == "none":  # nothing of these is kept
+        quantities |= {ROWS: rows.dense, NORMS: rows.norms}
+        if y.ndim == 1:
+            D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
+            quantities[DIAGONAL] = D.diagonal
+    return quantities
 
 
 def first(problem: Problem, columns: int) -> Quantities:
@@ -94,6 +107,25 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
         with sdpa_kernel(SDPBackend.MATH):
             return vjp(output, theta)[1](HJv)[0]
 
+    def losses(values: dict[str, Tensor]) -> Tensor:
+        terms = F.cross_entropy(output(values), y, reduction="none")
+        return terms.flatten(1).sum(1) if terms.ndim > 1 else terms
+
+    def fisher(flat: Tensor) -> dict[str, Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            inner = jvp(losses, (theta,), (split(flat),))[1]
+            return vjp(losses, theta)[1](inner)[0]
+
+    def loss_of_one(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+        z = functional_call(model, values, x.unsqueeze(0))
+        return F.cross_entropy(z, target.unsqueeze(0), reduction="sum")
+
+    def rows() -> dict[str, Tensor]:
+        return vmap(grad(loss_of_one), (None, 0, 0))(theta, X, y)
+
+    def norms() -> Tensor:
+        return sum(row.flatten(1).square().sum(1) for row in rows().values()).sqrt()
+
     def for_columns(product: Callable) -> Callable:
         return vmap(product, in_dims=1, out_dims=-1, chunk_size=4)
 
@@ -101,6 +133,9 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
         HESSIAN: lambda: hessian(v),
         GGN: lambda: ggn(v),
         JACOBIAN: lambda: jacobian(v),
+        FISHER: lambda: fisher(v),
+        ROWS: rows,
+        NORMS: norms,
         HESSIAN_COLUMNS: lambda: for_columns(hessian)(V),
         GGN_COLUMNS: lambda: for_columns(ggn)(V),
     }
@@ -144,7 +179,10 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
 
 
 def backpack(problem: Problem, columns: int) -> Quantities:
-    """Return the matrix-free products of backpack-for-pytorch; it has no columns."""
+    """Return the products and extensions of backpack-for-pytorch; it has no columns."""
+    from backpack import backpack as extensions
+    from backpack import extend
+    from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
     from backpack.hessianfree.ggnvp import ggn_vector_product
     from backpack.hessianfree.hvp import hessian_vector_product
 
@@ -161,7 +199,20 @@ def backpack(problem: Problem, columns: int) -> Quantities:
             output = model(X)
             return ggn_vector_product(F.cross_entropy(output, y), output, model, v)
 
-    return {HESSIAN: hessian, GGN: ggn}
+    quantities = {HESSIAN: hessian, GGN: ggn}
+    if isinstance(model, nn.Sequential):
+        extended, loss = extend(deepcopy(model)), extend(nn.CrossEntropyLoss())
+
+        def run(extension: object) -> None:
+            with extensions(extension):
+                loss(extended(X), y).backward()
+
+        quantities |= {
+            ROWS: lambda: run(BatchGrad()),
+            NORMS: lambda: run(BatchL2Grad()),
+            DIAGONAL: lambda: run(DiagGGNExact()),
+        }
+    return quantities
 
 
 #: Name in the table -> how to build it. The first three run in this environment.

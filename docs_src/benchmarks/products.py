@@ -131,7 +131,7 @@ def table(results: dict) -> str:
         ]
         for quantity, row in result["rows"].items():
             cells = [_cell(row.get(name)) for name in contenders]
-            flops = f"{result['flops'][quantity]:.2f}"
+            flops = f"{result['flops'][quantity]:.2f}" if quantity in result["flops"] else ""
             lines.append(f"| {quantity} | {' | '.join(cells)} | {flops} |")
         lines.append("")
     return "\n".join(lines)
