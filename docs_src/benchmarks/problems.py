@@ -66,7 +66,7 @@ def transformer() -> Problem:
 
 def tiny() -> Problem:
     """Nothing to measure."""
-    return nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    return nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
 
 
 PROBLEMS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "tiny": tiny}
