@@ -45,3 +45,8 @@ class WithDerivative(torch.autograd.Function):
     def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
         """Multiply with the derivative."""
         return ctx.multiply(v.unsqueeze(0)).squeeze(0)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32 or wider."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import Outer
-from curvlinops.layers.uses import Sort, Use, broadcast, contraction, handles, wide
+from curvlinops.layers.uses import Sort, Use, broadcast, contraction, handles
 
 Lengths = int | Sequence[int]
 

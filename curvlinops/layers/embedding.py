@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.functions import wide
 from curvlinops.layers.forms import BYTES, Form
-from curvlinops.layers.uses import Sort, Use, handles, wide
+from curvlinops.layers.uses import Sort, Use, handles
 
 
 @handles(torch.embedding)

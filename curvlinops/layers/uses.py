@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
+from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.outer import Outer
 
@@ -84,11 +84,6 @@ def handles(*functions: Callable) -> Callable[[Callable], Callable]:
         return uses
 
     return register
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 or wider."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def contraction(

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.functions import WithDerivative
+from curvlinops.core.functions import WithDerivative, wide
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -197,11 +197,6 @@ def constant(option: Tensor | None, like: Tensor) -> Tensor | None:
     option = option.detach().to(like)
     # autograd refuses tensors that were made in inference mode
     return option.clone() if option.is_inference() else option
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 or wider."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class LastAxisLoss(Loss):

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.losses.base import Loss, wide
+from curvlinops.core.functions import wide
+from curvlinops.losses.base import Loss
 
 
 class AdditiveLoss(Loss):

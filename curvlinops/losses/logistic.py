@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.losses.base import LastAxisLoss, constant, wide
+from curvlinops.core.functions import wide
+from curvlinops.losses.base import LastAxisLoss, constant
 
 
 class BinaryCrossEntropy(LastAxisLoss):

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.losses.base import LastAxisLoss, wide
+from curvlinops.core.functions import wide
+from curvlinops.losses.base import LastAxisLoss
 
 
 class SquaredError(LastAxisLoss):

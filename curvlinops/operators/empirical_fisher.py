@@ -6,10 +6,11 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
+from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.samples import SampleBackward, write_rows
-from curvlinops.losses.base import OutputMatrix, outer, wide
+from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
 
 

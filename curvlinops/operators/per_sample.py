@@ -8,10 +8,10 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
+from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.samples import Group, SampleBackward, inner, one_by_one, split, write_rows
-from curvlinops.losses.base import wide
 from curvlinops.operators.rows import RowMaps, RowsLinearOperator
 
 #: Takes gradients of some samples, and their places among the rows.
@@ -120,7 +120,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = torch.empty(num_rows, space.dim, dtype=space.dtype, device=space.device)
 
         def visit(groups: list[Group], where: Tensor) -> None:
-            out[where] = write_rows(groups, space)
+            place = slice(int(where[0]), int(where[-1]) + 1)
+            if place.stop - place.start == len(where):
+                write_rows(groups, space, out[place])
+            else:
+                out[where] = write_rows(groups, space)
 
         self._visit(visit)
         self._check(out)
