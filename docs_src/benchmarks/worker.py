@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from contenders import CONTENDERS, gradient
 from problems import make
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -59,15 +61,31 @@ def peak_memory(run: Callable[[], object], device: str) -> int | None:
     return resident("VmHWM") - before
 
 
-def flops(run: Callable[[], object]) -> int:
-    """Count floating-point operations."""
-    from torch.utils.flop_counter import FlopCounterMode
+class Counter(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and convolutions.
 
-    with FlopCounterMode(display=False) as counter:
-        run()  # what is kept from before is not used in a counter's presence
-        before = counter.get_total_flops()
+    PyTorch's own mode hooks all modules, in whose presence no graph from before is used.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and count its own."""
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
+        return out
+
+
+def flops(run: Callable[[], object]) -> int:
+    """Count floating-point operations of the second of two calls, which finds what is kept."""
+    with Counter() as counter:
         run()
-        return counter.get_total_flops() - before
+        before = counter.total
+        run()
+    return counter.total - before
 
 
 def main() -> None:
