@@ -142,6 +142,6 @@ def _is_installed(module: str | None) -> bool:
     if module is None or module.split(".")[0] == "curvlinops":
         return module is not None
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # built into Python, or typed into a session
+    if file is None:  # built into Python, or typed interactively
         return module in sys.builtin_module_names
     return str(Path(file).resolve()).startswith(_INSTALLED)

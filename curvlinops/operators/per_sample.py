@@ -179,25 +179,20 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _visit(self, visit: Visit) -> None:
         """Call ``visit`` with each batch's gradients."""
-        done = 0
 
-        def step(bound: BatchRisk) -> None:
-            nonlocal done
-            expected = self._expected(bound, done)
-            if self._skips(expected):
-                done = expected.stop
-                return
+        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
             groups = self._groups(bound)
-            place = self._place(groups[0][1].num_samples, done, expected, self._all.dim)
-            where = self._within(place).nonzero().flatten()
-            if self._selective:
-                local = self._indices[where] - place.start
-                groups = [(names, form.select(local)) for names, form in groups]
-            visit(groups, where)
-            done = place.stop
 
-        self._run(step)
-        self._check_complete(done, self._all)
+            def use(place: slice) -> None:
+                chosen, where = groups, self._within(place).nonzero().flatten()
+                if self._selective:
+                    local = self._indices[where] - place.start
+                    chosen = [(names, form.select(local)) for names, form in groups]
+                visit(chosen, where)
+
+            return groups[0][1].num_samples, use
+
+        self._place_rows(self._all.dim, compute)
 
     def _groups(self, bound: BatchRisk) -> list[Group]:
         if self.terms == "term":

@@ -15,6 +15,9 @@ from curvlinops.operators.base import DataLinearOperator
 #: and back.
 RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
+#: Takes a batch; returns the number of its rows, and what to do with them, given their place.
+Compute = Callable[[BatchRisk], tuple[int, Callable[[slice], object]]]
+
 
 class RowsLinearOperator(DataLinearOperator):
     """A linear function of each batch's outputs, times the outputs' Jacobian.
@@ -66,12 +69,14 @@ class RowsLinearOperator(DataLinearOperator):
             )
         return place
 
-    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
-        """Multiply parameter vectors."""
-        num_columns = next(iter(columns.values())).shape[0]
-        out = rows.zeros(num_columns)
-        if num_columns == 0:
-            return out
+    def _place_rows(self, dim: int, compute: Compute) -> None:
+        """Compute the rows of all batches, except for those nobody asks for.
+
+        Args:
+            dim: How many rows there are.
+            compute: Takes a batch; returns the number of its rows, and a function that does with
+                them what is to be done, given their place.
+        """
         done = 0
 
         def step(bound: BatchRisk) -> None:
@@ -80,13 +85,30 @@ class RowsLinearOperator(DataLinearOperator):
             if self._skips(expected):
                 done = expected.stop
                 return
-            part = self._prepare(bound, num_columns)(columns)
-            place = self._place(part.shape[1], done, expected, rows.dim)
-            out[""][:, place] = part
+            found, use = compute(bound)
+            place = self._place(found, done, expected, dim)
+            use(place)
             done = place.stop
 
         self._run(step)
-        self._check_complete(done, rows)
+        if done != dim:
+            raise RuntimeError(
+                f"The data has {done} rows, at construction it had {dim}. Data or model have "
+                "changed; build a new operator."
+            )
+
+    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
+        """Multiply parameter vectors."""
+        num_columns = next(iter(columns.values())).shape[0]
+        out = rows.zeros(num_columns)
+        if num_columns == 0:
+            return out
+
+        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
+            part = self._prepare(bound, num_columns)(columns)
+            return part.shape[1], lambda place: out[""][:, place].copy_(part)
+
+        self._place_rows(rows.dim, compute)
         self._check_finite(out, rows)
         return out
 
@@ -96,36 +118,19 @@ class RowsLinearOperator(DataLinearOperator):
         out = self.risk.space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out
-        done = 0
 
         def build(bound: BatchRisk) -> tuple[Callable, Callable, int]:
             apply, output = autodiff.transposed_jacobian(bound, self._chunk_size)
             up = self._row_maps(bound, output)[1]
             return apply, up, self._num_rows(output)
 
-        def step(bound: BatchRisk) -> None:
-            nonlocal done
-            expected = self._expected(bound, done)
-            if self._skips(expected):
-                done = expected.stop
-                return
+        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
             apply, up, length = self._keep(bound, build, "transposed")
-            place = self._place(length, done, expected, rows.dim)
-            apply(up(U[:, place]), out)
-            done = place.stop
+            return length, lambda place: apply(up(U[:, place]), out)
 
-        self._run(step)
-        self._check_complete(done, rows)
+        self._place_rows(rows.dim, compute)
         self._check_finite(out, self.risk.space)
         return out
-
-    @staticmethod
-    def _check_complete(done: int, rows: ParameterSpace) -> None:
-        if done != rows.dim:
-            raise RuntimeError(
-                f"The data has {done} rows, at construction it had {rows.dim}. Data or model have "
-                "changed; build a new operator."
-            )
 
 
 def flat(output: Tensor) -> RowMaps:
