@@ -590,6 +590,30 @@ def test_samples_that_interact():
     torch.testing.assert_close(J.gram(), dense @ dense.T)
 
 
+def test_batch_without_samples():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (0, 3, 0, 2)]
+    operator, rows = PerSampleGradients(model, loss, params, data), loop(model, params, data, loss)
+    torch.testing.assert_close(operator.dense(), rows)
+    torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
+    torch.testing.assert_close(operator.gram(), rows @ rows.T)
+    torch.testing.assert_close(operator.second_moment(), rows.square().mean(0))
+    with_empty, without = (
+        GGNDiagonalLinearOperator(model, loss, params, d) for d in (data, data[1::2])
+    )
+    torch.testing.assert_close(with_empty.diagonal(), without.diagonal())
+    torch.testing.assert_close(with_empty.trace(), without.diagonal().sum())
+
+
+@pytest.mark.parametrize("indices", [3, "ab", [0.5], [True], [9], [-1], [[0]]])
+def test_refused_indices(indices: Any):
+    model = nn.Linear(3, 2)
+    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    with pytest.raises(ValueError, match="subsampling (must be|has indices)"):
+        PerSampleGradients(model, nn.MSELoss(), list(model.parameters()), data, subsampling=indices)
+
+
 def test_trusting():
     """Without checks the first batch's layout serves for others of any size."""
     torch.manual_seed(0)

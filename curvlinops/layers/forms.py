@@ -80,7 +80,7 @@ class Form(ABC):
         """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""
         size = self.num_vectors * prod(self.shape) * 4 if size is None else size * 4
         step = max(BYTES // max(size, 1), 1)
-        for start in range(0, self.num_samples, step):
+        for start in range(0, max(self.num_samples, 1), step):
             yield slice(start, min(start + step, self.num_samples))
 
 
@@ -161,4 +161,4 @@ class Mapped(Form):
 
 
 def _flat(rows: Tensor) -> Tensor:
-    return rows.reshape(*rows.shape[:2], -1)
+    return rows.reshape(*rows.shape[:2], prod(rows.shape[2:]))

@@ -59,15 +59,19 @@ class SampleBackward:
                 raise
             self._enlarged.clear()  # it was possible on an earlier batch
             batch = RecordedBatch(bound, names, self._enlarged)
-        batch = self._sort(bound, batch)
+        if batch.num_samples == 0:
+            return SampleGradients(bound, None)
         before = len(self.fallbacks)
+        batch = self._sort(bound, batch)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         fresh = set(batch.layouts) - self._checked
         if fresh:
             self._refuse(batch.check(), "its rule does not agree with autograd")
             self._checked |= fresh
         if len(self.fallbacks) > before:
-            self._layouts.clear()  # the calls are numbered anew
+            # the calls are numbered anew
+            self._layouts.clear()
+            self._enlarged.clear()
         batch.drop(self.fallbacks)
         return SampleGradients(bound, batch)
 
@@ -251,7 +255,7 @@ def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Ten
 def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
     sizes = [prod(space.shapes[name]) for name in names]
-    parts = rows.reshape(rows.shape[0], -1).split(sizes, dim=1)
+    parts = rows.reshape(rows.shape[0], sum(sizes)).split(sizes, dim=1)
     return {
         name: part.reshape(-1, *space.shapes[name]) for name, part in zip(names, parts, strict=True)
     }

@@ -97,6 +97,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     def _vectors(self, bound: BatchRisk, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
         output, loss = gradients.output, bound.loss
+        if len(output) == 0:  # a batch without samples
+            return
         if self.mc_samples:
             vectors = would_be_gradients(bound, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)

@@ -120,6 +120,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = torch.empty(num_rows, space.dim, dtype=space.dtype, device=space.device)
 
         def visit(groups: list[Group], where: Tensor) -> None:
+            if not len(where):  # a batch without samples
+                return
             place = slice(int(where[0]), int(where[-1]) + 1)
             if place.stop - place.start == len(where):
                 write_rows(groups, space, out[place])
@@ -213,7 +215,13 @@ def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:
     """Return the indices of the rows to keep, after checking them."""
     if subsampling is None:
         return torch.arange(rows.dim, device=rows.device)
-    indices = subsampling if isinstance(subsampling, Tensor) else torch.tensor(list(subsampling))
+    try:
+        given = subsampling if isinstance(subsampling, Tensor) else list(subsampling)
+        indices = torch.as_tensor(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"subsampling must be a list of indices of samples, got {subsampling!r}."
+        ) from error
     if not len(indices):
         return indices.to(rows.device, torch.int64)
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
