@@ -14,7 +14,7 @@ from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Capture, Recorded
 from curvlinops.layers.forms import Direct, Form, Mapped
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
-from curvlinops.layers.outer import Outer, add
+from curvlinops.layers.outer import Arrangement, Outer, add
 
 #: Those who ask know how many vectors the memory allows.
 _ANY_NUMBER = 2**31
@@ -229,15 +229,14 @@ def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
     if tensor is leaf:
         return form
     if _is_permutation(tensor, leaf):
+        order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+        arrangement = Arrangement.of(tensor.shape, order)
+        if isinstance(form, Outer):
+            return form.arranged(arrangement, leaf.shape)
 
         def arrange(rows: Tensor) -> Tensor:
-            flat = rows.new_empty(*rows.shape[:2], leaf.numel())
-            strides = (*flat.stride()[:2], *tensor.stride())
-            flat.as_strided(rows.shape, strides).copy_(rows)
-            return flat.reshape(*rows.shape[:2], *leaf.shape)
+            return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
 
-        if isinstance(form, Outer):
-            return form.arranged(arrange, leaf.shape, (tensor.shape, tensor.stride()))
         return Mapped(form, arrange, leaf.shape)
 
     def pull_back(rows: Tensor) -> Tensor:

@@ -41,10 +41,9 @@ def _convolution(
         return g.unflatten(2, (groups, -1)).flatten(4)
 
     def form(g: Tensor, sort: Sort) -> Form:
-        kind = "convolution", groups, tuple(weight.shape)
         patches = _Patches(wide(sort(x)), pads, kernel, stride, dilation, size, groups)
         # [V, N, S, G, O, P]: images of one sample, and positions in them
-        return Outer(patches, wide(g).movedim(-1, 3).flatten(2, 3), weight.shape, kind=kind)
+        return Outer(patches, wide(g).movedim(-1, 3).flatten(2, 3), weight.shape)
 
     return {"weight": Use((x.shape[0],), split, form), **_bias(bias, x, size, batched)}
 

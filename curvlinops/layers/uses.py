@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.outer import Arrangement, Outer
 
 #: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
 Sort = Callable[[Tensor], Tensor]
@@ -136,19 +136,12 @@ def contraction(
         shape = value.shape[: len(lead)]
         return value.reshape(*shape, _length(groups, lengths), _length(inner, lengths))
 
-    def arrange(matrices: Tensor) -> Tensor:
-        full = matrices.reshape(*matrices.shape[:2], *(lengths[axis] for axis in order))
-        return full.permute(0, 1, *(2 + order.index(axis) for axis in w_labels))
+    arrangement = Arrangement.of(
+        [lengths[axis] for axis in order], [order.index(axis) for axis in w_labels]
+    )
 
     def form(g: Tensor, sort: Sort) -> Form:
-        kind = (
-            tuple(order.index(axis) for axis in w_labels),
-            len(groups),
-            len(outer),
-            tuple(w_shape),
-        )
-        in_order = None if order == list(w_labels) else arrange
-        return Outer(wide(sort(inputs())), wide(g), w_shape, in_order, kind)
+        return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
     extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
     return Use(tuple(extent[axis] for axis in lead), rows, form)
