@@ -1,6 +1,6 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,8 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Capture, Recorded
-from curvlinops.layers.forms import Direct, Form, Mapped
-from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
+from curvlinops.layers.forms import Direct, Form, Mapped, Place, Within
+from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, weights
 from curvlinops.layers.outer import Arrangement, Outer, add
 
 #: Those who ask know how many vectors the memory allows.
@@ -37,6 +37,23 @@ class Key(NamedTuple):
     place: int | str
     call: Callable
     names: tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """The gradients that a use contributes to a parameter.
+
+    Attributes:
+        key: The use.
+        name: The parameter.
+        form: The gradients.
+        share: How many of the rows of ``form`` each sample has, compared with the others,
+            ``[N]``; ``None`` if all have as many.
+    """
+
+    key: Key
+    name: str
+    form: Form
+    share: Tensor | None
 
 
 class RecordedBatch:
@@ -185,23 +202,34 @@ class RecordedBatch:
                 wrong.append(name)
         return wrong
 
-    def forms(self, u: Tensor) -> dict[str, Form]:
-        """Return the gradients of all parameters whose uses can be sorted by samples."""
-        found: dict[str, list[Form]] = {}
+    def parts(self, u: Tensor, by_position: bool = False) -> Iterator[Part]:
+        """Yield the gradients of the uses that can be sorted by samples, one by one.
+
+        Args:
+            u: What is backpropagated, ``[V, *output]``.
+            by_position: Whether biases, too, get a summand for each position.
+        """
         gradients = self.gradients(u)
-        lost: set[str] = set()
         for key, recorded in self.uses.items():
             if key not in self.layouts:
-                lost |= set(self.names_of(key))
                 continue
             use, layout = recorded.use, self.layouts[key]
 
             def sort(x: Tensor, start: int = 0, use: Any = use, layout: Any = layout) -> Tensor:
                 return layout.by_sample(x, start, len(use.lead), self.num_samples)
 
-            form = use.form(sort(use.split(gradients[key]), 1), sort)
+            make = use.by_position if by_position and use.by_position is not None else use.form
+            form = make(sort(use.split(gradients.pop(key)), 1), sort)
+            share = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
-                found.setdefault(name, []).append(_on_parameter(form, recorded.tensor, leaf))
+                yield Part(key, name, _on_parameter(form, recorded.tensor, leaf), share)
+
+    def forms(self, u: Tensor) -> dict[str, Form]:
+        """Return the gradients of all parameters whose uses can be sorted by samples."""
+        found: dict[str, list[Form]] = {}
+        for part in self.parts(u):
+            found.setdefault(part.name, []).append(part.form)
+        lost = {name for key in self.uses if key not in self.layouts for name in self.names_of(key)}
         # parameters that are not used at all have zero gradients
         unrecorded = set(self.unrecorded())
         for name in self.names:
@@ -238,6 +266,10 @@ def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
             return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
 
         return Mapped(form, arrange, leaf.shape)
+
+    place = Place.of(tensor, leaf)
+    if place is not None:
+        return Within(form, place, leaf.shape)
 
     def pull_back(rows: Tensor) -> Tensor:
         cotangents = rows.flatten(0, 1).to(tensor.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import Outer
-from curvlinops.layers.uses import Sort, Use, broadcast, contraction, handles
+from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
 
 Lengths = int | Sequence[int]
 
@@ -107,7 +107,7 @@ def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) ->
     if bias is None:
         return {}
     batch = [x.shape[0]] if batched else []
-    return {"bias": broadcast(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
+    return {"bias": shift(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
 
 
 def _tuple(lengths: Lengths, dims: int) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class Layout(Protocol):
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Turn ``[*, *lead, *features]`` into ``[*, N, S, *features]``.
 
+        Samples with fewer rows than others are filled up with zeros.
+
         Args:
             x: Rows, behind ``start`` other axes, along ``num_lead`` axes.
             start: Number of other axes.

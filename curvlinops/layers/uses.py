@@ -32,11 +32,13 @@ class Use:
             each row belongs to one sample.
         form: Takes the rows sorted by samples, ``[V, N, S, *features]``, and a function that
             sorts others in the same way, and returns the gradients with respect to the argument.
+        by_position: The same with one summand for each position, if ``form`` adds them up.
     """
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
     form: Callable[[Tensor, Sort], Form]
+    by_position: Callable[[Tensor, Sort], Form] | None = None
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
@@ -173,6 +175,17 @@ def broadcast(
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
     return Use(tuple(output[axis] for axis in lead), split, form)
+
+
+def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
+    """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
+    use = broadcast(shape, output, scale, aligned)
+
+    def by_position(g: Tensor, sort: Sort) -> Form:
+        ones = sort(g.new_ones(use.lead))
+        return Outer(ones.reshape(*ones.shape, 1, 1), g.flatten(3).unsqueeze(3), shape)
+
+    return Use(use.lead, use.split, use.form, by_position)
 
 
 def _length(axes: Sequence[Hashable], lengths: dict[Hashable, int]) -> int:
