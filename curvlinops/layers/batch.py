@@ -1,6 +1,6 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,10 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Capture, Recorded
-from curvlinops.layers.forms import Direct, Form, Mapped, Place, Within
+from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, weights
-from curvlinops.layers.outer import Arrangement, Outer, add
+from curvlinops.layers.origins import on_parameter, origins
+from curvlinops.layers.outer import Outer, add
 
 #: Those who ask know how many vectors the memory allows.
 _ANY_NUMBER = 2**31
@@ -46,14 +47,16 @@ class Part(NamedTuple):
         key: The use.
         name: The parameter.
         form: The gradients.
-        share: How many of the rows of ``form`` each sample has, compared with the others,
-            ``[N]``; ``None`` if all have as many.
+        rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
+            samples have as many.
+        shift: See ``Use``.
     """
 
     key: Key
     name: str
     form: Form
-    share: Tensor | None
+    rows: Tensor | None
+    shift: float | None
 
 
 class RecordedBatch:
@@ -85,9 +88,9 @@ class RecordedBatch:
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         for (index, place), recorded in self._capture.uses.items():
-            origins = _origins(recorded.tensor, by_id)
-            key = Key(index, place, recorded.call, tuple(origins))
-            self.uses[key], self._origins[key] = recorded, origins
+            found = origins(recorded.tensor, by_id)
+            key = Key(index, place, recorded.call, tuple(found))
+            self.uses[key], self._origins[key] = recorded, found
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
@@ -127,8 +130,8 @@ class RecordedBatch:
         names = set(names)
         self.names = [name for name in self.names if name not in names]
         self._origins = {
-            key: {name: leaf for name, leaf in origins.items() if name not in names}
-            for key, origins in self._origins.items()
+            key: {name: leaf for name, leaf in found.items() if name not in names}
+            for key, found in self._origins.items()
         }
         self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
 
@@ -139,6 +142,8 @@ class RecordedBatch:
 
     def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
+        if len(u) == 0:
+            return {key: u.new_zeros(0, *recorded.shape) for key, recorded in self.uses.items()}
         edges = {key: recorded.edge for key, recorded in self.uses.items()}
         found: dict[Key, list[Tensor]] = {key: [] for key in self.uses}
         with self._scope.active():
@@ -207,7 +212,8 @@ class RecordedBatch:
 
         Args:
             u: What is backpropagated, ``[V, *output]``.
-            by_position: Whether biases, too, get a summand for each position.
+            by_position: Whether gradients of biases are sums over positions, with inputs of one,
+                instead of written down.
         """
         gradients = self.gradients(u)
         for key, recorded in self.uses.items():
@@ -218,11 +224,17 @@ class RecordedBatch:
             def sort(x: Tensor, start: int = 0, use: Any = use, layout: Any = layout) -> Tensor:
                 return layout.by_sample(x, start, len(use.lead), self.num_samples)
 
-            make = use.by_position if by_position and use.by_position is not None else use.form
-            form = make(sort(use.split(gradients.pop(key)), 1), sort)
-            share = layout.valid.sum(1) if isinstance(layout, Scattered) else None
+            g = sort(use.split(gradients.pop(key)), 1)
+            if by_position and use.shift is not None:
+                ones = sort(g.new_ones(use.lead))
+                x = ones.reshape(*ones.shape, 1, 1)
+                form = Outer(x, g.flatten(3).unsqueeze(3), recorded.tensor.shape)
+            else:
+                form = use.form(g, sort)
+            rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
-                yield Part(key, name, _on_parameter(form, recorded.tensor, leaf), share)
+                own = on_parameter(form, recorded.tensor, leaf)
+                yield Part(key, name, own, rows, use.shift)
 
     def forms(self, u: Tensor) -> dict[str, Form]:
         """Return the gradients of all parameters whose uses can be sorted by samples."""
@@ -242,49 +254,3 @@ class RecordedBatch:
         generator = torch.Generator().manual_seed(0)
         random = torch.randn(self.output.shape, generator=generator, dtype=torch.float64)
         return random.to(self.output.device, self.output.dtype)
-
-
-def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the parameters of which a tensor is a function."""
-    if id(tensor) in by_id:
-        return {by_id[id(tensor)]: tensor}
-    found = (getattr(node, "variable", None) for node in graph_nodes(tensor))
-    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
-
-
-def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
-    """Return gradients with respect to a parameter of which a layer used a function."""
-    if tensor is leaf:
-        return form
-    if _is_permutation(tensor, leaf):
-        order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
-        arrangement = Arrangement.of(tensor.shape, order)
-        if isinstance(form, Outer):
-            return form.arranged(arrangement, leaf.shape)
-
-        def arrange(rows: Tensor) -> Tensor:
-            return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
-
-        return Mapped(form, arrange, leaf.shape)
-
-    place = Place.of(tensor, leaf)
-    if place is not None:
-        return Within(form, place, leaf.shape)
-
-    def pull_back(rows: Tensor) -> Tensor:
-        cotangents = rows.flatten(0, 1).to(tensor.dtype)
-        grad = pull({"": tensor}, {"": cotangents}, {"": leaf}, batched=True)[""]
-        return grad.to(rows.dtype).unflatten(0, rows.shape[:2])
-
-    return Mapped(form, pull_back, leaf.shape)
-
-
-def _is_permutation(tensor: Tensor, leaf: Tensor) -> bool:
-    """Return whether a tensor is a view of all of a parameter's entries."""
-    return (
-        leaf.is_contiguous()
-        and tensor.dtype == leaf.dtype
-        and tensor.numel() == leaf.numel()
-        and tensor.data_ptr() == leaf.data_ptr()
-        and 0 not in tensor.stride()
-    )

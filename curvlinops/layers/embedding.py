@@ -19,7 +19,7 @@ def embedding(
     """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
 
     def form(g: Tensor, sort: Sort) -> Form:
-        return Lookup(sort(indices), wide(g), weight.shape[0])
+        return Lookup(sort(indices), wide(g), weight.shape[0], padding_idx)
 
     return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
 
@@ -31,22 +31,24 @@ class Lookup(Form):
         indices: Which row, ``[N, S]``.
         g: Output gradients ``[V, N, S, I]``.
         num_rows: Number of rows of the table.
+        padding: The row that is a constant; -1 for none.
     """
 
-    def __init__(self, indices: Tensor, g: Tensor, num_rows: int):
-        self._indices, self._g = indices, g
+    def __init__(self, indices: Tensor, g: Tensor, num_rows: int, padding: int = -1):
+        self.indices, self.g, self.padding = indices, g, padding
+        self.num_positions = indices.shape[1]
         self.num_vectors, self.num_samples = g.shape[:2]
         self.shape = (num_rows, g.shape[-1])
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
-        g, indices = self._g[:, samples], self._indices[samples]
+        g, indices = self.g[:, samples], self.indices[samples]
         rows = g.new_zeros(*g.shape[:2], *self.shape)
         return rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
 
     def select(self, samples: Tensor) -> "Lookup":
         """Return the gradients of some samples only."""
-        return Lookup(self._indices[samples], self._g[:, samples], self.shape[0])
+        return Lookup(self.indices[samples], self.g[:, samples], self.shape[0], self.padding)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""
@@ -80,9 +82,9 @@ class Lookup(Form):
 
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the non-zero rows of all samples ``[V, P, I]``, and of which sample and row."""
-        sample = torch.arange(self.num_samples, device=self._indices.device)
-        keys = sample[:, None] * self.shape[0] + self._indices
+        sample = torch.arange(self.num_samples, device=self.indices.device)
+        keys = sample[:, None] * self.shape[0] + self.indices
         unique, where = keys.flatten().unique(return_inverse=True)
-        sums = self._g.new_zeros(self.num_vectors, len(unique), self.shape[1])
-        sums.index_add_(1, where, self._g.flatten(1, 2))
+        sums = self.g.new_zeros(self.num_vectors, len(unique), self.shape[1])
+        sums.index_add_(1, where, self.g.flatten(1, 2))
         return sums, unique // self.shape[0], unique % self.shape[0]

@@ -65,7 +65,8 @@ class Selected:
         return self._inputs[self._samples[samples]]
 
 
-_IN_ORDER = Arrangement()
+#: The trivial one.
+IN_ORDER = Arrangement()
 
 
 class Outer(Form):
@@ -83,7 +84,7 @@ class Outer(Form):
         x: Inputs,
         g: Tensor,
         shape: Sequence[int],
-        arrangement: Arrangement = _IN_ORDER,
+        arrangement: Arrangement = IN_ORDER,
     ):
         self.x, self.g, self.arrangement = x, g, arrangement
         self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)

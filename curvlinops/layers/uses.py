@@ -6,7 +6,7 @@ returns a ``Use`` for each argument that may be a parameter, and register it wit
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -32,13 +32,13 @@ class Use:
             each row belongs to one sample.
         form: Takes the rows sorted by samples, ``[V, N, S, *features]``, and a function that
             sorts others in the same way, and returns the gradients with respect to the argument.
-        by_position: The same with one summand for each position, if ``form`` adds them up.
+        shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
     """
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
     form: Callable[[Tensor, Sort], Form]
-    by_position: Callable[[Tensor, Sort], Form] | None = None
+    shift: float | None = None
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
@@ -179,13 +179,7 @@ def broadcast(
 
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
-    use = broadcast(shape, output, scale, aligned)
-
-    def by_position(g: Tensor, sort: Sort) -> Form:
-        ones = sort(g.new_ones(use.lead))
-        return Outer(ones.reshape(*ones.shape, 1, 1), g.flatten(3).unsqueeze(3), shape)
-
-    return Use(use.lead, use.split, use.form, by_position)
+    return replace(broadcast(shape, output, scale, aligned), shift=scale)
 
 
 def _length(axes: Sequence[Hashable], lengths: dict[Hashable, int]) -> int:

@@ -1,0 +1,176 @@
+"""One pass over the data, which sums up what the blocks of an approximation are made of."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from curvlinops.core.space import ParameterSpace
+from curvlinops.layers.batch import Part
+from curvlinops.layers.factors import Kind, gradient_factor, input_factor
+from curvlinops.layers.forms import Form, Place, Within
+from curvlinops.layers.outer import add
+from curvlinops.layers.samples import Group, SampleGradients, split
+from curvlinops.operators.kronecker.options import Options
+from curvlinops.operators.kronecker.plan import Block, Usage, kind_of, place_of, plan, usages
+
+
+@dataclass
+class Factors:
+    """Sums over the data of which one Kronecker product is made.
+
+    Attributes:
+        inputs: Outer products of inputs, ``[G, I, I]``, or their diagonals ``[G, I]``.
+        count: The number of these.
+        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``.
+    """
+
+    inputs: Tensor
+    count: Tensor
+    gradients: Tensor
+
+
+@dataclass
+class Sums:
+    """Sums over the data of which all blocks are made.
+
+    Attributes:
+        blocks: The blocks.
+        products: Those of Kronecker structure, by number and kind.
+        matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, D being the block's size.
+        terms: The share of the normalization.
+    """
+
+    blocks: list[Block]
+    products: dict[tuple[int, Kind], Factors] = field(default_factory=dict)
+    matrices: dict[int, Tensor] = field(default_factory=dict)
+    terms: Tensor | float = 0.0
+
+    def tensors(self) -> list[Tensor]:
+        """Return all sums."""
+        factors = ((f.inputs, f.count, f.gradients) for f in self.products.values())
+        return [*(x for triple in factors for x in triple), *self.matrices.values()]
+
+
+class ChangedError(Exception):
+    """A batch uses parameters in other ways than those before."""
+
+
+class Estimator:
+    """Adds up batches.
+
+    Args:
+        space: The parameters.
+        options: The options of the approximation.
+    """
+
+    def __init__(self, space: ParameterSpace, options: Options):
+        self._space, self._options = space, options
+        self._used: dict[str, set[Usage]] = {}
+        self._unknown: dict[str, str] = {}
+        self.blocks: list[Block] | None = None
+
+    def add(
+        self,
+        sums: Sums | None,
+        samples: SampleGradients,
+        vectors: Iterable[Tensor],
+        unknown: dict[str, str],
+    ) -> Sums:
+        """Add a batch.
+
+        Args:
+            sums: The sum over the batches before, ``None`` if there is none.
+            samples: The batch's captured forward pass.
+            vectors: What is backpropagated, ``[V, *output]`` each.
+            unknown: Parameters whose uses are not known, and why.
+
+        Raises:
+            ChangedError: If parameters are used in ways that earlier batches did not show, so that
+                their sums have another structure. Start once more.
+        """
+        for number, u in enumerate(vectors):
+            parts = list(samples.parts(u))
+            if number == 0:
+                sums = self._start(sums, parts, unknown)
+            rest = samples.rest(u)
+            self._add(sums, parts, rest, with_inputs=number == 0)
+        return sums
+
+    def _start(self, sums: Sums | None, parts: list[Part], unknown: dict[str, str]) -> Sums:
+        """Choose the structure of the blocks, given one more batch."""
+        used = usages(parts, self._options.joint)
+        used = {n: used.get(n, set()) | self._used.get(n, set()) for n in {*used, *self._used}}
+        if self.blocks is None or used != self._used or unknown != self._unknown:
+            self._used, self._unknown = used, dict(unknown)
+            blocks = plan(used, unknown, self._space, self._options)
+            changed, self.blocks = blocks != self.blocks, blocks
+            if changed and sums is not None:
+                raise ChangedError
+        return Sums(self.blocks) if sums is None else sums
+
+    def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
+        by_name: dict[str, list[Form]] = {}
+        by_kind: dict[tuple[str, Place | None, Kind | None], list[Part]] = {}
+        for part in parts:
+            by_name.setdefault(part.name, []).append(part.form)
+            by_kind.setdefault((part.name, place_of(part), kind_of(part)), []).append(part)
+        numbers = {}
+        for number, block in enumerate(sums.blocks):
+            name = block.names[0]
+            if block.structure in ("dense", "diagonal"):
+                numbers[name] = number
+            for kind in block.kinds:
+                own = by_kind.get((name, block.places[0], kind))
+                if own:
+                    self._add_product(sums, (number, kind), _unwrapped(own), with_inputs)
+        groups = [([name], add(by_name[name])) for name in numbers if name in by_name]
+        for names, form in [*groups, *rest]:
+            for some in form.parts():
+                rows = split(names, form.rows(some).flatten(0, 1), self._space)
+                for name in names:
+                    self._add_matrix(sums, numbers[name], rows[name])
+
+    def _add_product(
+        self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
+    ) -> None:
+        (number, kind), block = key, sums.blocks[key[0]]
+        reduce = block.names[0] in self._options.reduced
+        whole_input, whole_output = stays_whole(block, kind, self._options)
+        gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
+        if with_inputs:
+            inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
+            gradients = gradients.to(self._space.dtype)
+            found = Factors(inputs.to(self._space.dtype), count.double(), gradients)
+            if key not in sums.products:
+                sums.products[key] = found
+                return
+            own = sums.products[key]
+            own.inputs += found.inputs
+            own.count += found.count
+        sums.products[key].gradients += gradients
+
+    def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
+        """Add outer products of gradients ``[P, *shape]``, or their squares."""
+        rows = rows.flatten(1).to(self._space.dtype)
+        diagonal = sums.blocks[number].structure == "diagonal"
+        product = rows.square().sum(0) if diagonal else rows.T @ rows
+        if number in sums.matrices:
+            sums.matrices[number] += product
+        else:
+            sums.matrices[number] = product
+
+
+def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]:
+    """Return of which factors, those of inputs and of outputs, more than the diagonal is wanted."""
+    inputs = kind.inputs + (block.scale is not None)
+    limit = options.max_factor_size
+    return not kind.lookup and inputs <= limit, kind.outputs <= limit
+
+
+def _unwrapped(parts: list[Part]) -> list[Part]:
+    """Return gradients with respect to a part of a parameter, rather than all of it."""
+    return [
+        part._replace(form=part.form.form) if isinstance(part.form, Within) else part
+        for part in parts
+    ]
