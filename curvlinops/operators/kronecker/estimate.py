@@ -37,7 +37,7 @@ class Sums:
     Attributes:
         blocks: The blocks.
         products: Those of Kronecker structure, by number and kind.
-        matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, D being the block's size.
+        matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, with the block's D.
         terms: The share of the normalization.
     """
 
@@ -134,7 +134,7 @@ class Estimator:
     def _add_product(
         self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
     ) -> None:
-        (number, kind), block = key, sums.blocks[key[0]]
+        kind, block = key[1], sums.blocks[key[0]]
         reduce = block.names[0] in self._options.reduced
         whole_input, whole_output = stays_whole(block, kind, self._options)
         gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
