@@ -153,6 +153,12 @@ class TorchLinearOperator(LinearOperator):
 
     # --- what an operator with structure overrides to keep it
 
+    _has_structure = False
+
+    def _structured(self) -> "TorchLinearOperator":
+        """Return the same matrix with its structure, if it has one."""
+        return self
+
     def _plus(self, other: "TorchLinearOperator") -> "TorchLinearOperator | None":
         """Return the sum with another operator, or None if it has no structure to keep."""
         return None

@@ -140,8 +140,17 @@ class EmpiricalRisk:
         step: Callable[[BatchRisk], None],
         description: str,
         start: Callable[[], None] = lambda: None,
+        batches: Batches | None = None,
     ) -> None:
-        """Call ``start``, then ``step`` on every batch. This is the only loop over data."""
+        """Call ``start``, then ``step`` on every batch. This is the only loop over data.
+
+        Args:
+            step: What is done with a batch.
+            description: What it is done for, in the progress bar.
+            start: Called first.
+            batches: Other data than the risk's own.
+        """
+        batches = self.batches if batches is None else batches
         device = self.space.device
 
         def wrap(data: Iterable) -> Iterable:
@@ -151,7 +160,7 @@ class EmpiricalRisk:
         # autograd does not record what is computed in inference mode
         with _LOCK, preserved_rng(device), torch.inference_mode(False):
             start()
-            for batch in self.batches.iterate(device, wrap):
+            for batch in batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
                 if batch.index not in self._checked:
                     with preserved_rng(device):

@@ -51,6 +51,27 @@ class Kind:
         return None
 
 
+def relation(kind: Kind, other: Kind) -> str | None:
+    """Say how the entries of two kinds for one parameter are related.
+
+    Returns:
+        ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
+        ``None``.
+    """
+    if (kind.groups, kind.shift) != (other.groups, other.shift):
+        return None
+    size = kind.groups * kind.outputs * kind.inputs
+    index = other.arrangement.apply(torch.arange(size).unsqueeze(0), 1)
+    index = kind.arrangement.undo(index, 1).flatten()
+    if (kind.outputs, kind.inputs) == (other.outputs, other.inputs) and bool(
+        (index == torch.arange(size)).all()
+    ):
+        return "same"
+    matrix = torch.arange(size).reshape(other.groups, other.outputs, other.inputs)
+    transposed = (kind.outputs, kind.inputs) == (other.inputs, other.outputs)
+    return "transposed" if transposed and bool((index == matrix.mT.flatten()).all()) else None
+
+
 def input_factor(
     parts: Sequence[Part], reduce: bool, bias: float | None, diagonal: bool
 ) -> tuple[Tensor, Tensor]:

@@ -179,14 +179,14 @@ class DataLinearOperator(TorchLinearOperator):
         key = (kind, bound.batch.index)
         return self._kept.prepare(key, bound.batch, lambda own: build(bound.on(own)))
 
-    def _run(self, step: Callable[[BatchRisk], None]) -> None:
-        """Call ``step``, which computes a product, on every batch."""
+    def _run(self, step: Callable[[BatchRisk], None], batches: Batches | None = None) -> None:
+        """Call ``step``, which computes a product, on every batch of the data, or of others."""
 
         def start() -> None:
             if self._kept.start(self._dependencies(), self.risk.space.device):
                 self._reconsider()
 
-        self.risk.run(step, "product", start)
+        self.risk.run(step, "product", start, batches)
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""

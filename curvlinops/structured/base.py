@@ -160,9 +160,12 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     # --- algebra: what core/operator.py asks
 
+    _has_structure = True
+
     def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
-        if not isinstance(other, StructuredLinearOperator) or self.shape != other.shape:
+        if not other._has_structure or self.shape != other.shape:
             return None
+        other = other._structured()
         self.domain.check_compatible(other.domain)
         pair = self._promoted(other)
         for one, two in (pair, pair[::-1]):

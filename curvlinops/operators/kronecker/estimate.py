@@ -1,8 +1,9 @@
 """One pass over the data, which sums up what the blocks of an approximation are made of."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
@@ -46,10 +47,55 @@ class Sums:
     matrices: dict[int, Tensor] = field(default_factory=dict)
     terms: Tensor | float = 0.0
 
-    def tensors(self) -> list[Tensor]:
-        """Return all sums."""
-        factors = ((f.inputs, f.count, f.gradients) for f in self.products.values())
-        return [*(x for triple in factors for x in triple), *self.matrices.values()]
+    def scale(self, factor: float) -> None:
+        """Multiply all sums."""
+        for factors in self.products.values():
+            factors.inputs *= factor
+            factors.count *= factor
+            factors.gradients *= factor
+        for matrix in self.matrices.values():
+            matrix *= factor
+        self.terms = self.terms * factor
+
+    def add(self, other: "Sums") -> None:
+        """Add the sums over other data.
+
+        Raises:
+            ValueError: If these are of other blocks.
+        """
+        if self.blocks != other.blocks:
+            raise ValueError("The other operator has blocks of other parameters or structure.")
+        for key, factors in other.products.items():
+            self.add_product(key, factors)
+        for number, matrix in other.matrices.items():
+            self.add_matrix(number, matrix)
+        self.terms = self.terms + other.terms
+
+    def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
+        """Add to the sums of one Kronecker product."""
+        if key not in self.products:
+            self.products[key] = replace(factors)
+            return
+        own = self.products[key]
+        self.products[key] = Factors(
+            own.inputs + factors.inputs,
+            own.count + factors.count,
+            own.gradients + factors.gradients,
+        )
+
+    def add_matrix(self, number: int, matrix: Tensor) -> None:
+        """Add to the sum of a block that is no Kronecker product."""
+        own = self.matrices.get(number)
+        self.matrices[number] = matrix if own is None else own + matrix
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all sums."""
+        for factors in self.products.values():
+            factors.inputs = factors.inputs.to(device)
+            factors.count = factors.count.to(device)
+            factors.gradients = factors.gradients.to(device)
+        self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
+        self.terms = torch.as_tensor(self.terms).to(device)
 
 
 class ChangedError(Exception):
@@ -140,25 +186,17 @@ class Estimator:
         gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
         if with_inputs:
             inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
-            gradients = gradients.to(self._space.dtype)
-            found = Factors(inputs.to(self._space.dtype), count.double(), gradients)
-            if key not in sums.products:
-                sums.products[key] = found
-                return
-            own = sums.products[key]
-            own.inputs += found.inputs
-            own.count += found.count
-        sums.products[key].gradients += gradients
+            dtype = self._space.dtype
+            found = Factors(inputs.to(dtype), count.double(), gradients.to(dtype))
+            sums.add_product(key, found)
+        else:
+            sums.products[key].gradients += gradients
 
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
         rows = rows.flatten(1).to(self._space.dtype)
         diagonal = sums.blocks[number].structure == "diagonal"
-        product = rows.square().sum(0) if diagonal else rows.T @ rows
-        if number in sums.matrices:
-            sums.matrices[number] += product
-        else:
-            sums.matrices[number] = product
+        sums.add_matrix(number, rows.square().sum(0) if diagonal else rows.T @ rows)
 
 
 def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ import torch
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
-from curvlinops.layers.factors import Kind
+from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Mapped, Place, Within
 from curvlinops.operators.kronecker.options import Fallback, Options
 
@@ -139,7 +139,8 @@ def _joined(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, 
         (bias,) = names
         alike = {(usage.place, usage.bias) for usage in usages}
         if (
-            all(_fits(usage, bias, space) for usage in usages)
+            len({usage.kind for usage in usages}) == 1
+            and all(_fits(usage, bias, space) for usage in usages)
             and all(other.kind is not None and other.kind.shift for other in used[bias])
             and len({place for place, _ in alike}) == len(alike)
             and {usage.place for usage in used[bias]} == {partner.place for partner in partners}
@@ -182,7 +183,10 @@ def _known(
         return [_fallback(name, reason, space, options)]
     blocks = []
     for place, own in by_place.items():
-        kinds = tuple(sorted({usage.kind for usage in own}, key=repr))
+        kinds = tuple(sorted({usage.kind for usage in own}, key=lambda k: (k.lookup, repr(k))))
+        if not all(relation(kinds[0], kind) for kind in kinds):
+            reason = "layers use it as matrices of different shapes"
+            return [_fallback(name, reason, space, options)]
         names, places, scale = (name,), (place,), None
         if bias is not None:
             partner = next(iter(own)).bias
