@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
+from curvlinops.structured.eigenvalues import rounding
 
 
 class StructuredLinearOperator(TorchLinearOperator):
@@ -61,11 +62,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """
         sign, logarithm = self._slogdet()
         if bool(sign < 0):
-            raise ValueError(
-                "The determinant is negative, so that it has no real logarithm. If the operator is "
-                "positive semidefinite, it is singular to working precision: add damping, as in "
-                "(A + damping * IdentityLinearOperator(A.space)).logdet()."
-            )
+            values = self.eigh().eigenvalues
+            if bool((values >= -rounding(values)).all()):
+                return torch.full_like(logarithm, -torch.inf)
+            raise ValueError("The determinant is negative, so that it has no real logarithm.")
         return logarithm
 
     def to_dense(self) -> Tensor:

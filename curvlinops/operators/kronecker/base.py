@@ -1,7 +1,7 @@
 """What Kronecker-factored approximations share."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -169,22 +169,36 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _sum_over(self, batches: Batches | None, sums: Sums | None) -> Sums:
         """Add batches, by default all of the data, to sums."""
 
-        def step(bound: BatchRisk) -> None:
+        def add(own: BatchRisk, samples: SampleGradients) -> None:
             nonlocal sums
-            own = bound.on(Batch(self._num_batches, bound.batch.X, bound.batch.y))
-            samples = self._capture(own)
-            terms = own.terms(samples.output)
-            if samples.num_samples:
-                unknown = self._samples.fallbacks
-                vectors = self._vectors(own, samples)
-                sums = self._estimator.add(sums, samples, vectors, unknown)
-                sums.terms = sums.terms + terms
-            self._num_batches += 1
+            vectors = self._vectors(own, samples)
+            sums = self._estimator.add(sums, samples, vectors, self._samples.fallbacks)
+            sums.terms = sums.terms + own.terms(samples.output)
 
-        self._run(step, batches)
+        self._num_batches = self._visit(add, batches, self._num_batches)
         if sums is None:
             raise ValueError("The data has no sample.")
         return sums
+
+    def _visit(
+        self,
+        use: Callable[[BatchRisk, SampleGradients], None],
+        batches: Batches | None,
+        first: int = 0,
+    ) -> int:
+        """Call a function on each batch; number these from ``first``, and return the next."""
+        number = first
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal number
+            own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
+            samples = self._capture(own)
+            if samples.num_samples:
+                use(own, samples)
+            number += 1
+
+        self._run(step, batches)
+        return number
 
     def _capture(self, bound: BatchRisk) -> SampleGradients:
         """Run the model on a batch; check the number of terms."""

@@ -140,11 +140,16 @@ def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinea
     return DiagonalLinearOperator(_zeros(size, space))
 
 
+def factors_of(product: Product) -> list[Factor]:
+    """Return the one or two factors of a product."""
+    return [product.gradients] + ([] if product.inputs is None else [product.inputs])
+
+
 def summed(products: Sequence[Product]) -> StructuredLinearOperator:
     """Return the sum of Kronecker products, in the order of the first one's entries."""
     terms = []
     for product in products:
-        factors = [product.gradients] + ([] if product.inputs is None else [product.inputs])
+        factors = factors_of(product)
         if relation(products[0].kind, product.kind) == "transposed":
             factors.reverse()
         terms.append(KroneckerProductLinearOperator(*factors))

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, gradient_factor, input_factor
-from curvlinops.layers.forms import Form, Place, Within
+from curvlinops.layers.forms import Form, Within
 from curvlinops.layers.outer import add
 from curvlinops.layers.samples import Group, SampleGradients, split
 from curvlinops.operators.kronecker.options import Options
@@ -156,20 +156,19 @@ class Estimator:
         return Sums(self.blocks) if sums is None else sums
 
     def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
+        for number, own in by_block(sums.blocks, parts).items():
+            for kind in sums.blocks[number].kinds:
+                alike = [part for part in own if kind_of(part) == kind]
+                if alike:
+                    self._add_product(sums, (number, kind), alike, with_inputs)
+        numbers = {
+            block.names[0]: number
+            for number, block in enumerate(sums.blocks)
+            if block.structure in ("dense", "diagonal")
+        }
         by_name: dict[str, list[Form]] = {}
-        by_kind: dict[tuple[str, Place | None, Kind | None], list[Part]] = {}
         for part in parts:
             by_name.setdefault(part.name, []).append(part.form)
-            by_kind.setdefault((part.name, place_of(part), kind_of(part)), []).append(part)
-        numbers = {}
-        for number, block in enumerate(sums.blocks):
-            name = block.names[0]
-            if block.structure in ("dense", "diagonal"):
-                numbers[name] = number
-            for kind in block.kinds:
-                own = by_kind.get((name, block.places[0], kind))
-                if own:
-                    self._add_product(sums, (number, kind), _unwrapped(own), with_inputs)
         groups = [([name], add(by_name[name])) for name in numbers if name in by_name]
         for names, form in [*groups, *rest]:
             for some in form.parts():
@@ -206,9 +205,21 @@ def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]
     return not kind.lookup and inputs <= limit, kind.outputs <= limit
 
 
-def _unwrapped(parts: list[Part]) -> list[Part]:
-    """Return gradients with respect to a part of a parameter, rather than all of it."""
-    return [
-        part._replace(form=part.form.form) if isinstance(part.form, Within) else part
-        for part in parts
-    ]
+def by_block(blocks: Sequence[Block], parts: Iterable[Part]) -> dict[int, list[Part]]:
+    """Return the uses of weights that make up blocks of Kronecker structure, by number.
+
+    Their forms are those of what the layers use, which may be a part of a parameter.
+    """
+    numbers = {
+        (block.names[0], block.places[0]): number
+        for number, block in enumerate(blocks)
+        if block.structure == "kronecker"
+    }
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        number = numbers.get((part.name, place_of(part)))
+        if number is not None:
+            within = isinstance(part.form, Within)
+            own = part._replace(form=part.form.form) if within else part
+            found.setdefault(number, []).append(own)
+    return found

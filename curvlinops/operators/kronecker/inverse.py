@@ -46,6 +46,18 @@ class Damping:
             raise ValueError("Heuristic and exact damping need one number, not a pair.")
         return cls(values, heuristic, minimum, exact, retry_double_precision)
 
+    def check_for_eigenvalues(self) -> None:
+        """Check that the damping can be added to eigenvalues.
+
+        Raises:
+            ValueError: If it is a pair, or heuristic.
+        """
+        if self.heuristic or self.values[0] != self.values[1]:
+            raise ValueError(
+                "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
+                "one number, which is added to the eigenvalues."
+            )
+
     def invert(self, factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
         """Return the inverse of one block, on its entries."""
         damping, retry = self.values[1], self.retry_double_precision
