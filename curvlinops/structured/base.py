@@ -1,13 +1,15 @@
 """What all matrices with structure can do."""
 
+from functools import reduce
 from math import isfinite
+from operator import matmul
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
 
@@ -107,12 +109,13 @@ class StructuredLinearOperator(TorchLinearOperator):
         damped = self if damping == 0 else self._shifted(float(damping))
         return damped._inverse(retry_double_precision)
 
-    def power(self, exponent: float) -> "StructuredLinearOperator":
+    def power(self, exponent: float) -> TorchLinearOperator:
         """Return ``A^exponent``; the same as ``A ** exponent``.
 
         Args:
-            exponent: Any real number. Integers may be negative if the operator is nonsingular.
-                Others need a positive semidefinite operator, and if negative a definite one.
+            exponent: Any real number. Negative ones need a nonsingular operator, and those that are
+                not integers a positive semidefinite one. All but non-negative integers need a
+                symmetric one.
 
         Raises:
             ValueError: If there is no such power.
@@ -123,8 +126,12 @@ class StructuredLinearOperator(TorchLinearOperator):
             raise ValueError(f"The exponent must be a real number, got {exponent!r}.")
         if not isfinite(exponent):
             raise ValueError(f"The exponent must be finite, got {exponent}.")
+        exponent = float(exponent)
+        if not self.self_adjoint and exponent.is_integer() and exponent >= 0:
+            times = int(exponent)
+            return reduce(matmul, [self] * times) if times else PowerLinearOperator(self, 0)
         self._need_symmetry("A power")
-        return self._power(float(exponent))
+        return self._power(exponent)
 
     def sample(
         self, generator: torch.Generator | None = None, num_samples: int | None = None
@@ -171,7 +178,8 @@ class StructuredLinearOperator(TorchLinearOperator):
         for one, two in (pair, pair[::-1]):
             if two._multiple is not None:
                 return one._shifted(two._multiple)
-        return pair[0]._added(pair[1])
+        total = pair[0]._added(pair[1])
+        return pair[1]._added(pair[0]) if total is None else total
 
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
         if not isinstance(other, StructuredLinearOperator) or self.shape[1] != other.shape[0]:
@@ -191,7 +199,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         first = self if self.torch_dtype == dtype else self._to(self.device, dtype)
         return first, other if other.torch_dtype == dtype else other._to(other.device, dtype)
 
-    def _raised(self, exponent: Any) -> "StructuredLinearOperator":
+    def _raised(self, exponent: Any) -> TorchLinearOperator:
         return self.power(exponent)
 
     def _adjoint(self) -> "StructuredLinearOperator":

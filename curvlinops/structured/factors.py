@@ -65,18 +65,19 @@ class Dense:
 
     def eigenvectors(self) -> "Dense":
         """Return the eigenvectors as columns."""
-        return Dense(self.decomposition[1])
+        return Dense(self.decomposition[1], symmetric=False)
 
     def inverse(self, name: str, retry_double_precision: bool) -> "Dense":
         """Return the inverses of symmetric matrices."""
         return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
 
     def power(self, exponent: float, name: str) -> "Dense | Diagonal":
-        """Return a power of symmetric matrices, or a non-negative integer one of any."""
+        """Return a power; if not a non-negative integer, ``decompose`` must have been called."""
         if exponent == 0:
             return unit(self.rows, self.tensor)
         if exponent > 0 and exponent.is_integer():
-            return Dense(torch.linalg.matrix_power(self.tensor, int(exponent)), self.symmetric)
+            product = torch.linalg.matrix_power(self.tensor, int(exponent))
+            return Dense(symmetrized(product), symmetric=True)
         values, vectors = self.decomposition
         if exponent < 0 and bool((values.abs().amin(-1) <= rounding(values)).any()):
             raise ValueError(
@@ -104,6 +105,10 @@ class Dense:
         out = self.tensor.clone()
         out.diagonal(dim1=-2, dim2=-1).add_(scalar)
         return Dense(out, self.symmetric)
+
+    def plus(self, other: "Dense | Diagonal") -> "Dense":
+        """Return the sum with another factor."""
+        return Dense(self.tensor + other.dense())
 
     def squared(self) -> "Dense":
         """Return the squares of the entries."""
@@ -190,6 +195,12 @@ class Diagonal:
     def shifted(self, scalar: float) -> "Diagonal":
         """Return the sum with a multiple of the identity."""
         return Diagonal(self.entries + scalar)
+
+    def plus(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
+        """Return the sum with another factor."""
+        if isinstance(other, Dense):
+            return other.plus(self)
+        return Diagonal(self.entries + other.entries)
 
     def squared(self) -> "Diagonal":
         """Return the squares of the entries."""

@@ -138,22 +138,12 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
             )
         )
 
-    def power(self, exponent: float) -> StructuredLinearOperator:
-        """Return ``A^exponent``; non-negative integers need square factors only."""
-        if isinstance(exponent, int) and exponent >= 0 and not self.self_adjoint:
-            self._need_square_factors("A power")
-            return self._factor_powers(float(exponent))
-        return super().power(exponent)
-
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent < 0 or not exponent.is_integer():
             decompose(self._factors, self._names())
         if not exponent.is_integer() and not all(f.is_semidefinite() for f in self._factors):
             # a product of negative definite factors is positive definite
             return self.eigh()._power(exponent)
-        return self._factor_powers(exponent)
-
-    def _factor_powers(self, exponent: float) -> StructuredLinearOperator:
         if exponent == 0:
             return IdentityLinearOperator(self.domain)
         factors = zip(self._factors, self._names(), strict=True)
@@ -172,6 +162,13 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if len(self._factors) == 1 and self._factors[0].groups == self._groups:
             return KroneckerProductLinearOperator(self._factors[0].shifted(scalar))
         return ShiftedLinearOperator(self, scalar)
+
+    def _added(self, other: StructuredLinearOperator) -> "KroneckerProductLinearOperator | None":
+        if not isinstance(other, KroneckerProductLinearOperator) or self._groups != other._groups:
+            return None
+        if not len(self._factors) == len(other._factors) == 1:
+            return None  # the sum has another structure; see SumOfKroneckersLinearOperator
+        return KroneckerProductLinearOperator(self._factors[0].plus(other._factors[0]))
 
     def _multiplied(
         self, other: StructuredLinearOperator
