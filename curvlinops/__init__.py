@@ -11,6 +11,10 @@ from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.operators.kronecker.ekfac import EKFACLinearOperator
+from curvlinops.operators.kronecker.inverse import KFACInverseLinearOperator
+from curvlinops.operators.kronecker.kfac import KFACLinearOperator
+from curvlinops.operators.kronecker.options import FisherType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator
@@ -23,13 +27,18 @@ __all__ = [
     "DataLinearOperator",
     "DiagonalLinearOperator",
     "EFLinearOperator",
+    "EKFACLinearOperator",
     "EighDecomposedLinearOperator",
     "FisherMCLinearOperator",
+    "FisherType",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "KFACInverseLinearOperator",
+    "KFACLinearOperator",
+    "KFACType",
     "KroneckerProductLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",

@@ -5,6 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops.losses import wrap_loss
+from curvlinops.operators.kronecker.options import FisherType, KFACType
+
+__all__ = ["FisherType", "KFACType", "loss_hessian_matrix_sqrt"]
 
 
 def loss_hessian_matrix_sqrt(

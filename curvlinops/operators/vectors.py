@@ -10,13 +10,23 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.losses import Loss
 
 
-def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
-    """Check the arguments of an operator that samples."""
+def check_sampling(
+    loss: Loss, mc_samples: int, seed: int, at_least: int, required: bool = True
+) -> None:
+    """Check the arguments of an operator that samples.
+
+    Args:
+        loss: The loss.
+        mc_samples: How many samples.
+        seed: Seeds them.
+        at_least: How many there must be.
+        required: Whether samples are drawn from the loss's likelihood.
+    """
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
     if type(mc_samples) is not int or mc_samples < at_least:
         raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
-    if mc_samples and not loss.can_sample:
+    if mc_samples and required and not loss.can_sample:
         loss.refuse_sampling()
 
 

@@ -1,17 +1,16 @@
 """What Kronecker-factored approximations share."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.core.data import Batch, Batches
-from curvlinops.core.risk import BatchRisk
-from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.core.data import Batches
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
-from curvlinops.operators.kronecker.estimate import ChangedError, Estimator, Sums
+from curvlinops.operators.kronecker.estimate import Sums
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
 from curvlinops.operators.kronecker.options import (
     Fallback,
@@ -21,13 +20,15 @@ from curvlinops.operators.kronecker.options import (
     check_choice,
     reduced_parameters,
 )
-from curvlinops.operators.structured import StructuredDataLinearOperator
-from curvlinops.operators.vectors import (
-    check_sampling,
-    hessian_roots,
-    signed_hessian_roots,
-    would_be_gradients,
+from curvlinops.operators.kronecker.passes import Passes
+from curvlinops.operators.kronecker.report import (
+    BlockReport,
+    ModuleFactors,
+    by_module,
+    report,
 )
+from curvlinops.operators.kronecker.storage import pack, read, unpack, write
+from curvlinops.operators.structured import StructuredDataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 
@@ -89,43 +90,23 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             check_choice(Fallback, "fallback", fallback),
             max_factor_size,
         )
-        self._check_options()
-        self._terms_per_sample = num_per_example_loss_terms
-        self._samples = SampleBackward(type(self).__name__, trusting=True)
-        self._estimator = Estimator(self.space, self._options)
-        self._sums: Sums | None = None
-        self._num_batches = 0
-        self._structure: BlockDiagonalLinearOperator | None = None
-
-    def _check_options(self) -> None:
-        options, fisher = self._options, self._options.fisher_type
-        sampled = options.mc_samples if fisher is FisherType.MC else 0
-        check_sampling(self.risk.loss, options.mc_samples, options.seed, at_least=1)
-        if not sampled and options.mc_samples != 1 and fisher is not FisherType.TYPE2:
-            raise ValueError(
-                f"mc_samples has no meaning for fisher_type='{fisher}': leave it at 1, got "
-                f"{options.mc_samples}."
-            )
-        if options.exact and fisher is not FisherType.TYPE2:
-            raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")
+        self._options.check(self.risk.loss)
         if len(self._blocks) > 1:
             raise ValueError(
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
+        self._passes = Passes(
+            type(self).__name__, self.space, self._options, num_per_example_loss_terms
+        )
+        self._sums: Sums | None = None
+        self._structure: BlockDiagonalLinearOperator | None = None
 
     # --- factors
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._structure = None
-        while True:
-            self._num_batches = 0
-            try:
-                self._sums = self._sum_over(None, None)
-                return
-            except ChangedError:  # once more, with other structure
-                continue
+        self._sums, self._structure = self._passes.sum_over_all(self._run), None
 
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
@@ -137,13 +118,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         Raises:
             ValueError: If ``decay`` is not between zero and one.
-            ChangedError: If layers use parameters in ways that the data before did not show.
+            RuntimeError: If layers use parameters in ways that the data before did not show.
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         self._computed().scale(decay)
         batches = Batches([batch], self.risk.batches.batch_size_fn)
-        self._sums = self._sum_over(batches, self._sums)
+        self._passes.add(self._run, self._sums, batches)
         self._structure = None
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -158,7 +139,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             raise ValueError("Only operators of one class with equal options can be merged.")
         self.space.check_compatible(other.space)
         self._computed().add(other._computed())
-        self._num_batches += other._num_batches
         self._structure = None
 
     def _computed(self) -> Sums:
@@ -166,74 +146,85 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self.compute_kronecker_factors()
         return self._sums
 
-    def _sum_over(self, batches: Batches | None, sums: Sums | None) -> Sums:
-        """Add batches, by default all of the data, to sums."""
-
-        def add(own: BatchRisk, samples: SampleGradients) -> None:
-            nonlocal sums
-            vectors = self._vectors(own, samples)
-            sums = self._estimator.add(sums, samples, vectors, self._samples.fallbacks)
-            sums.terms = sums.terms + own.terms(samples.output)
-
-        self._num_batches = self._visit(add, batches, self._num_batches)
-        if sums is None:
-            raise ValueError("The data has no sample.")
-        return sums
-
-    def _visit(
-        self,
-        use: Callable[[BatchRisk, SampleGradients], None],
-        batches: Batches | None,
-        first: int = 0,
-    ) -> int:
-        """Call a function on each batch; number these from ``first``, and return the next."""
-        number = first
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal number
-            own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
-            samples = self._capture(own)
-            if samples.num_samples:
-                use(own, samples)
-            number += 1
-
-        self._run(step, batches)
-        return number
-
-    def _capture(self, bound: BatchRisk) -> SampleGradients:
-        """Run the model on a batch; check the number of terms."""
-        samples = self._samples.capture(bound)
-        expected, loss = self._terms_per_sample, self.risk.loss
-        found = loss.to_terms(samples.output.unsqueeze(0)).shape[1]
-        if expected is not None and found != expected * samples.num_samples:
-            raise ValueError(
-                f"num_per_example_loss_terms is {expected}, but batch {bound.batch.index} has "
-                f"{found} terms for {samples.num_samples} samples."
-            )
-        return samples
-
-    def _vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:
-        """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
-        options, output = self._options, samples.output
-        if options.fisher_type is FisherType.FORWARD_ONLY:
-            yield output.new_zeros(0, *output.shape)
-            return
-        if options.fisher_type is FisherType.EMPIRICAL:
-            found = [bound.loss.gradient(output, bound.batch.y).unsqueeze(0)]
-        elif options.fisher_type is FisherType.MC:
-            draws = would_be_gradients(bound, output, options.mc_samples, options.seed)
-            found = [draws / options.mc_samples**0.5]
-        elif options.exact:
-            found = hessian_roots(bound, output)
-        else:
-            found = signed_hessian_roots(bound, output, options.mc_samples, options.seed)
-        for vectors in found:
-            yield from vectors.split(samples.vectors_at_once)
-
     def _reconsider(self) -> None:
         super()._reconsider()
-        self._samples = SampleBackward(type(self).__name__, trusting=True)
-        self._estimator = Estimator(self.space, self._options)
+        self._passes.forget()
+
+    # --- what was computed
+
+    def blocks(self) -> list[BlockReport]:
+        """Return for each diagonal block which structure it has, and why."""
+        return report(self._factors())
+
+    @property
+    def input_covariances(self) -> dict[str, Tensor]:
+        """A by module, for modules whose weight's block is one Kronecker product.
+
+        ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
+        ``[G, I, I]``.
+        """
+        return {name: found.inputs for name, found in self._by_module().items()}
+
+    @property
+    def gradient_covariances(self) -> dict[str, Tensor]:
+        """B by module, ``[O, O]`` or ``[G, O, O]``."""
+        return {name: found.gradients for name, found in self._by_module().items()}
+
+    @property
+    def mapping(self) -> dict[str, dict[str, int]]:
+        """Where the modules' weights and biases are among ``params``."""
+        return {name: found.positions for name, found in self._by_module().items()}
+
+    # names that published programs read
+    _input_covariances = input_covariances
+    _gradient_covariances = gradient_covariances
+    _mapping = mapping
+
+    def _by_module(self) -> dict[str, ModuleFactors]:
+        return by_module(self._factors(), self.space.names)
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factors as tensors by name, and metadata as a string.
+
+        They are sums, so that more data can be added after loading.
+        """
+        return pack(self._computed(), self.space, self._options)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the factors by saved ones.
+
+        Raises:
+            ValueError: If these are of other parameters or options.
+        """
+        self._sums, rest = unpack(state, self.space, self._options)
+        self._structure = None
+        self._load_rest(rest)
+
+    def _load_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Load what a subclass has added to the state."""
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> "KroneckerFactoredLinearOperator":
+        """Build an operator from saved factors and its arguments, without a pass over the data."""
+        operator = cls(*args, **{"check_deterministic": False, **kwargs})
+        operator.load_state_dict(state)
+        return operator
+
+    def save(self, path: str | Path) -> None:
+        """Write the factors to a safetensors file."""
+        write(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> None:
+        """Replace the factors by those in a file, which are moved to the operator's device.
+
+        Raises:
+            ValueError: If these are of other parameters or options, or the file has none.
+        """
+        self.load_state_dict(read(path))
 
     # --- the structured matrix
 

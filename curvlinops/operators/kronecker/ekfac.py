@@ -16,7 +16,7 @@ from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import unit
+from curvlinops.structured.factors import Dense, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 
@@ -25,8 +25,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     KFAC's block ``B (x) A`` has the eigenvectors ``Q_B (x) Q_A``. They are kept, and the
     eigenvalues replaced by the diagonal of the exact block in this basis,
-    ``c * sum (Q_B^T G Q_A)^2``, with G the matrices of single samples' gradients. No other eigenvalues are closer to the exact block
-    in the Frobenius norm; the trace is exact. Costs a second pass over the data.
+    ``c * sum (Q_B^T G Q_A)^2``, with G the matrices of single samples' gradients. No other
+    eigenvalues are closer to the exact block in the Frobenius norm; the trace is exact. Costs a
+    second pass over the data.
 
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.
@@ -58,7 +59,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         for moment in self._moments.values():
             moment *= decay
         batches = Batches([batch], self.risk.batches.batch_size_fn)
-        self._correct(batches, self._num_batches - 1, self._moments)
+        self._correct(batches, self._sums.num_batches - 1, self._moments)
 
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data once more.
@@ -82,12 +83,41 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         own_bases = self._bases if found is None else found
 
         def add(bound: BatchRisk, samples: SampleGradients) -> None:
-            for u in self._vectors(bound, samples):
+            for u in self._passes.vectors(bound, samples):
                 for number, parts in by_block(self._sums.blocks, samples.parts(u)).items():
                     moment = own_bases[number].second_moment(parts).to(self.torch_dtype)
                     moments[number] = moments[number] + moment if number in moments else moment
 
-        self._visit(add, batches, first)
+        self._passes.visit(self._run, add, batches, first)
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return factors, eigenvectors and eigenvalues as tensors by name, and metadata."""
+        state = super().state_dict()
+        for number, basis in self._bases.items():
+            state[f"{number}.moment"] = self._moments[number]
+            for name, factor in (("outputs", basis.outputs), ("inputs", basis.inputs)):
+                if isinstance(factor, Dense):
+                    state[f"{number}.basis.{name}"] = factor.tensor
+        return state
+
+    def _load_rest(self, tensors: dict[str, Tensor]) -> None:
+        self._bases, self._moments = {}, {}
+        for number, each in enumerate(self._factors()):
+            if not each.products:
+                continue
+            self._moments[number] = tensors[f"{number}.moment"].clone()
+            kind, like = each.products[0].kind, self._moments[number]
+            factors = [
+                Dense(tensors[key]) if key in tensors else unit(size, like)
+                for key, size in (
+                    (f"{number}.basis.outputs", kind.outputs),
+                    (f"{number}.basis.inputs", like.shape[2]),
+                )
+            ]
+            inputs = None if kind.shift else factors[1]
+            self._bases[number] = Basis(kind, factors[0], inputs, each.block.scale)
 
     # --- the structured matrix
 

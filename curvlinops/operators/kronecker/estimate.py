@@ -36,16 +36,18 @@ class Sums:
     """Sums over the data of which all blocks are made.
 
     Attributes:
-        blocks: The blocks.
+        blocks: The blocks; ``None`` before the first batch.
         products: Those of Kronecker structure, by number and kind.
         matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, with the block's D.
         terms: The share of the normalization.
+        num_batches: How many batches there were.
     """
 
-    blocks: list[Block]
+    blocks: list[Block] | None = None
     products: dict[tuple[int, Kind], Factors] = field(default_factory=dict)
     matrices: dict[int, Tensor] = field(default_factory=dict)
     terms: Tensor | float = 0.0
+    num_batches: int = 0
 
     def scale(self, factor: float) -> None:
         """Multiply all sums."""
@@ -70,6 +72,7 @@ class Sums:
         for number, matrix in other.matrices.items():
             self.add_matrix(number, matrix)
         self.terms = self.terms + other.terms
+        self.num_batches += other.num_batches
 
     def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
         """Add to the sums of one Kronecker product."""
@@ -98,7 +101,7 @@ class Sums:
         self.terms = torch.as_tensor(self.terms).to(device)
 
 
-class ChangedError(Exception):
+class ChangedError(RuntimeError):
     """A batch uses parameters in other ways than those before."""
 
 
@@ -114,19 +117,19 @@ class Estimator:
         self._space, self._options = space, options
         self._used: dict[str, set[Usage]] = {}
         self._unknown: dict[str, str] = {}
-        self.blocks: list[Block] | None = None
+        self._blocks: list[Block] | None = None
 
     def add(
         self,
-        sums: Sums | None,
+        sums: Sums,
         samples: SampleGradients,
         vectors: Iterable[Tensor],
         unknown: dict[str, str],
-    ) -> Sums:
+    ) -> None:
         """Add a batch.
 
         Args:
-            sums: The sum over the batches before, ``None`` if there is none.
+            sums: The sums over the batches before.
             samples: The batch's captured forward pass.
             vectors: What is backpropagated, ``[V, *output]`` each.
             unknown: Parameters whose uses are not known, and why.
@@ -138,22 +141,24 @@ class Estimator:
         for number, u in enumerate(vectors):
             parts = list(samples.parts(u))
             if number == 0:
-                sums = self._start(sums, parts, unknown)
+                self._look(sums, parts, unknown)
             rest = samples.rest(u)
             self._add(sums, parts, rest, with_inputs=number == 0)
-        return sums
 
-    def _start(self, sums: Sums | None, parts: list[Part], unknown: dict[str, str]) -> Sums:
+    def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
         """Choose the structure of the blocks, given one more batch."""
         used = usages(parts, self._options.joint)
         used = {n: used.get(n, set()) | self._used.get(n, set()) for n in {*used, *self._used}}
-        if self.blocks is None or used != self._used or unknown != self._unknown:
+        if self._blocks is None or used != self._used or unknown != self._unknown:
             self._used, self._unknown = used, dict(unknown)
-            blocks = plan(used, unknown, self._space, self._options)
-            changed, self.blocks = blocks != self.blocks, blocks
-            if changed and sums is not None:
-                raise ChangedError
-        return Sums(self.blocks) if sums is None else sums
+            self._blocks = plan(used, unknown, self._space, self._options)
+        if sums.blocks is None:
+            sums.blocks = self._blocks
+        if sums.blocks != self._blocks:
+            raise ChangedError(
+                "The batch uses parameters in ways that the data before did not show, so that the "
+                "factors have another structure. Compute them from all data."
+            )
 
     def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
         for number, own in by_block(sums.blocks, parts).items():

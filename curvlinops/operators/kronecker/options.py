@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from curvlinops.losses import Loss
+from curvlinops.operators.vectors import check_sampling
+
 
 class FisherType(str, Enum):
     """What is backpropagated to compute output gradients."""
@@ -62,6 +65,27 @@ class Options:
     joint: bool
     fallback: Fallback
     max_factor_size: int
+
+    def check(self, loss: Loss) -> None:
+        """Check that the options go together.
+
+        Raises:
+            ValueError: If one is out of range, or has no meaning beside the others.
+            NotImplementedError: If the loss has no likelihood to sample from.
+        """
+        fisher = self.fisher_type
+        check_sampling(loss, self.mc_samples, self.seed, 1, required=fisher is FisherType.MC)
+        if self.mc_samples != 1 and fisher not in (FisherType.MC, FisherType.TYPE2):
+            raise ValueError(
+                f"mc_samples has no meaning for fisher_type='{fisher}': leave it at 1, got "
+                f"{self.mc_samples}."
+            )
+        if self.exact and fisher is not FisherType.TYPE2:
+            raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")
+        if type(self.max_factor_size) is not int or self.max_factor_size < 0:
+            raise ValueError(
+                f"max_factor_size must be a non-negative integer, got {self.max_factor_size!r}."
+            )
 
 
 def check_choice(kind: type[Enum], name: str, value: object) -> Enum:

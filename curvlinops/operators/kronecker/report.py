@@ -1,0 +1,100 @@
+"""What the blocks of an approximation are, and their factors by module."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
+from curvlinops.structured.factors import Diagonal, Factor
+
+
+class BlockReport(NamedTuple):
+    """What a diagonal block of an approximation is.
+
+    Attributes:
+        names: Its parameters.
+        structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
+        factors: The shapes of its matrices: for each Kronecker product gradient and input factor,
+            ``(G, O, O)`` and ``(G, I, I)``, where diagonals have one axis less.
+        reason: Why it is no Kronecker product, if it is none.
+    """
+
+    names: tuple[str, ...]
+    structure: str
+    factors: tuple[tuple[int, ...], ...]
+    reason: str
+
+
+def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
+    """Return what all blocks are."""
+    return [
+        BlockReport(
+            each.block.names,
+            each.block.structure,
+            tuple(tuple(_tensor(f).shape) for p in each.products for f in factors_of(p))
+            + (() if each.matrix is None else (tuple(each.matrix.shape),)),
+            each.block.reason,
+        )
+        for each in factors
+    ]
+
+
+class ModuleFactors(NamedTuple):
+    """The factors of a module's weight.
+
+    Attributes:
+        inputs: ``[I, I]``, or ``[I]`` if it is diagonal; with an axis of groups in front if there
+            are several.
+        gradients: ``[O, O]``, likewise.
+        positions: Where the module's parameters are among all: ``{"weight": 0, "bias": 1}``.
+    """
+
+    inputs: Tensor
+    gradients: Tensor
+    positions: dict[str, int]
+
+
+def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str, ModuleFactors]:
+    """Return the factors of the modules whose weights are Kronecker products.
+
+    Args:
+        factors: What the blocks consist of.
+        names: The names of all parameters.
+
+    Returns:
+        Factors by the name of the module; by the name of the parameter where a module has several
+        weights, or where there is no module.
+    """
+    weights = {
+        each.block.names[0]: each.products[0]
+        for each in factors
+        if len(each.products) == 1
+        and each.products[0].inputs is not None
+        and each.block.places[0] is None
+    }
+    owners = [name.rpartition(".")[0] for name in weights]
+    found = {}
+    for name, product in weights.items():
+        module, _, own = name.rpartition(".")
+        if own == "weight" and owners.count(module) == 1:
+            prefix = f"{module}." if module else ""
+            bias = f"{prefix}bias"
+            positions = {"weight": list(names).index(name)}
+            if bias in names:
+                positions["bias"] = list(names).index(bias)
+            key = module
+        else:
+            key, positions = name, {"weight": list(names).index(name)}
+        found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
+    return found
+
+
+def _tensor(factor: Factor) -> Tensor:
+    return factor.entries if isinstance(factor, Diagonal) else factor.tensor
+
+
+def _single(factor: Factor) -> Tensor:
+    """Return a factor without the axis of groups if there is one group only."""
+    tensor = _tensor(factor)
+    return tensor[0] if len(tensor) == 1 else tensor
