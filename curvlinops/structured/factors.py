@@ -26,16 +26,20 @@ class Dense:
 
     def multiply(self, X: Tensor) -> Tensor:
         """Multiply along an axis: ``[G, L, m, R]`` to ``[G, L, n, R]``."""
-        _, left, _, right = X.shape
-        # one matrix, not a batch of one
-        T = self.tensor[0] if self.groups == 1 else self.tensor
+        groups, left, _, right = X.shape
+        T = self.tensor
         if self.rows == self.columns == 1:
-            return X * self.tensor.unsqueeze(-1)
+            return X * T.unsqueeze(-1)
+        if self.groups == groups == 1:  # one matrix is faster than a batch of one
+            T, X = T[0], X[0]
         if right == 1:
-            return (X.squeeze(3) @ T.mT).unsqueeze(3)
-        if left == 1:
-            return (T @ X.squeeze(1)).unsqueeze(1)
-        return (T if self.groups == 1 else T.unsqueeze(1)) @ X
+            # products with a transposed matrix are slower
+            out = (X.squeeze(-1) @ (T if self.symmetric else T.mT)).unsqueeze(-1)
+        elif left == 1:
+            out = (T @ X.squeeze(-3)).unsqueeze(-3)
+        else:
+            out = T.unsqueeze(-3) @ X
+        return out.reshape(groups, left, self.rows, right)
 
     def dense(self) -> Tensor:
         """Return the matrices, ``[G, n, m]``."""
