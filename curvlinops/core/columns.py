@@ -83,6 +83,16 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
     )
 
 
+def total(first: Columns, second: Columns) -> Columns:
+    """Return the sum of columns."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def multiple(columns: Columns, scalar: float) -> Columns:
+    """Return a multiple of columns."""
+    return {name: scalar * column for name, column in columns.items()}
+
+
 def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     """Return the name of a tensor with NaN or infinite values, if there is one.
 

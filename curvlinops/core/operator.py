@@ -8,6 +8,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from curvlinops.core.border import is_ours, is_scalar, read
+from curvlinops.core.columns import multiple, total
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -203,7 +204,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         outs = [
@@ -212,7 +213,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
 
 class ScaledLinearOperator(TorchLinearOperator):
@@ -223,10 +224,10 @@ class ScaledLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply(columns), self.scalar)
+        return multiple(self.operator._apply(columns), self.scalar)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply_adjoint(columns), self.scalar)
+        return multiple(self.operator._apply_adjoint(columns), self.scalar)
 
 
 class ProductLinearOperator(TorchLinearOperator):
@@ -294,11 +295,3 @@ class AdjointLinearOperator(TorchLinearOperator):
 def _check_shapes(fit: bool, first: LinearOperator, second: LinearOperator, verb: str) -> None:
     if not fit:
         raise ValueError(f"Operators of shapes {first.shape} and {second.shape} cannot be {verb}.")
-
-
-def _add(first: Columns, second: Columns) -> Columns:
-    return {name: first[name] + second[name] for name in first}
-
-
-def _scale(columns: Columns, scalar: float) -> Columns:
-    return {name: scalar * column for name, column in columns.items()}
