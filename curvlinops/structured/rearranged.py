@@ -148,6 +148,9 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     def _matrices(self) -> list:
         return self.operator._matrices()
 
+    def _matrices_to_invert(self) -> list:
+        return self.operator._matrices_to_invert()
+
     def _inverse(self, retry_double_precision: bool) -> "RearrangedLinearOperator":
         return self._with(self.operator._inverse(retry_double_precision))
 
