@@ -484,9 +484,10 @@ def test_inverse_is_retried_in_float64():
     matrix = ill_conditioned()
     matrix = (matrix + matrix.T) / 2
     expected = torch.linalg.inv(matrix.double())
-    found = Kron(matrix).inverse().to_dense()
+    found, once = (Kron(matrix).inverse(0.0, retry).to_dense() for retry in (True, False))
     assert found.dtype == torch.float32
     assert (found - expected).norm() / expected.norm() < 1e-5
+    assert (once - expected).norm() / expected.norm() > 1e-3
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.5])
@@ -616,6 +617,8 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: Diag(a, PLAIN), ValueError, "4 entries, the space dimension 3"),
         (lambda: EighDecomposedLinearOperator(a, B), ValueError, r"shape \[4, 4\], got \[3, 3\]"),
         (lambda: EighDecomposedLinearOperator(a, randn(4, 3)), ValueError, "must be square"),
+        (lambda: EighDecomposedLinearOperator(a, np.eye(4)), TypeError, "must be a tensor"),
+        (lambda: IdentityLinearOperator(3.0), TypeError, "integer"),
         (lambda: Kron(A).eigh().eigenvectors.T.inverse(), ValueError, "symmetric"),
         (lambda: Blocks([]), ValueError, "at least one block"),
         (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),

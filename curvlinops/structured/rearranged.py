@@ -93,7 +93,7 @@ class RearrangedLinearOperator(StructuredLinearOperator):
 
     Args:
         operator: A.
-        space: The space of the parameters.
+        space: The names and shapes of the parameters. Dtype and device are those of A.
         arrangement: P, which permutes the entries of the parameters.
     """
 
