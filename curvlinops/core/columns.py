@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import torch
@@ -102,6 +102,6 @@ def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     """
     # sums are fast; only when one overflows or is NaN look at each value
     sums = [tensor.sum() for tensor in together or columns.values()]
-    if bool(torch.stack(sums).isfinite().all()):
+    if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -256,6 +256,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return the factors whose eigendecompositions are needed for that of the operator."""
         return []
 
+    def _matrices_to_invert(self) -> list:
+        """Return those of ``_matrices`` that the inverse needs."""
+        return []
+
     def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":
         """Return the operator elsewhere, or in another dtype."""
         raise self._lacks("copy elsewhere")
