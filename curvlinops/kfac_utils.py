@@ -4,7 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
+
+__all__ = ["extract_averaged_patches", "extract_patches", "loss_hessian_matrix_sqrt"]
 
 
 def loss_hessian_matrix_sqrt(
