@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.batch import Part
+from curvlinops.layers.convolution import Patches
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
@@ -121,13 +122,14 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
         counts = torch.bincount(found, minlength=form.shape[0]).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    moments, totals = [], []
-    for some in form.parts(form.num_inputs):
-        x = form.x[some].flatten(0, 1)
-        moments.append(_moment(x, diagonal))
-        totals.append(None if bias is None else x.sum(0))
-    moment = fold(torch.Tensor.add_, moments)
-    return (moment if bias is None else _with_bias(moment, sum(totals), count, bias)), count
+    if isinstance(form.x, Patches) and not diagonal:
+        moment = form.x.second_moment()
+    else:
+        some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
+        moment = fold(Tensor.add_, (_moment(x, diagonal) for x in some))
+    if bias is not None:
+        moment = _with_bias(moment, _totals(form).sum(0), count, bias)
+    return moment, count
 
 
 def _with_bias(moment: Tensor, total: Tensor, count: Tensor, bias: float) -> Tensor:
@@ -162,6 +164,8 @@ def _reduced_inputs(
 
 def _totals(form: Outer) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
+    if isinstance(form.x, Patches):
+        return form.x.totals()
     return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
 
 
