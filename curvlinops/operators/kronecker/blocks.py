@@ -40,7 +40,7 @@ class BlockFactors(NamedTuple):
     Attributes:
         block: The block.
         products: Its Kronecker products, whose sum it is.
-        matrix: If it has none: a matrix ``[D, D]``, or the diagonal of one, ``[D]``.
+        matrix: If it has none: matrices ``[G, D, D]`` of its parts, or their diagonals ``[G, D]``.
     """
 
     block: Block
@@ -133,9 +133,7 @@ def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinea
     if factors.products:
         return summed(factors.products)
     if factors.matrix is not None:
-        whole = factors.matrix.ndim == 2
-        make = KroneckerProductLinearOperator if whole else DiagonalLinearOperator
-        return make(factors.matrix)
+        return KroneckerProductLinearOperator(_factor(factors.matrix))
     size = Entries.of(space.shapes, [factors.block]).sizes[0]
     return DiagonalLinearOperator(_zeros(size, space))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
-from curvlinops.layers.factors import Kind, gradient_factor, input_factor
+from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, Within
 from curvlinops.layers.outer import add
 from curvlinops.layers.samples import Group, SampleGradients, split
@@ -38,7 +38,7 @@ class Sums:
     Attributes:
         blocks: The blocks; ``None`` before the first batch.
         products: Those of Kronecker structure, by number and kind.
-        matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, with the block's D.
+        matrices: The others, by number: ``[G, D, D]``, or diagonals ``[G, D]``.
         terms: The share of the normalization.
         num_batches: How many batches there were.
     """
@@ -198,9 +198,9 @@ class Estimator:
 
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
-        rows = rows.flatten(1).to(self._space.dtype)
-        diagonal = sums.blocks[number].structure == "diagonal"
-        sums.add_matrix(number, rows.square().sum(0) if diagonal else rows.T @ rows)
+        block = sums.blocks[number]
+        rows = rows.reshape(len(rows), block.groups, -1).to(self._space.dtype)
+        sums.add_matrix(number, moment(rows, diagonal=block.structure == "diagonal"))
 
 
 def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class Block:
         kinds: The Kronecker products of which it is the sum.
         places: The parts of the parameters, ``None`` for all.
         scale: The last entry of all inputs if there is a bias, else ``None``.
+        groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         reason: Why it has this structure.
     """
 
@@ -61,6 +63,7 @@ class Block:
     kinds: tuple[Kind, ...] = ()
     places: tuple[Place | None, ...] = (None,)
     scale: float | None = None
+    groups: int = 1
     reason: str = ""
 
 
@@ -153,8 +156,7 @@ def _joined(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, 
 def _fits(usage: Usage, bias: str, space: ParameterSpace) -> bool:
     """Return whether the bias has an entry for each output of the product."""
     kind, place = usage.kind, usage.bias.place
-    size = space.slice(bias).stop - space.slice(bias).start
-    size = size if place is None else torch.Size(place.shape).numel()
+    size = prod(space.shapes[bias] if place is None else place.shape)
     return kind is not None and not kind.lookup and size == kind.groups * kind.outputs
 
 
@@ -171,10 +173,7 @@ def _known(
         reason = "a layer uses a function of it"
         return [_fallback(name, reason, space, options)]
     if all(usage.kind is None for usage in usages):
-        size = space.slice(name).stop - space.slice(name).start
-        small = size <= options.max_factor_size
-        reason = "gradients of samples are written down"
-        return [Block((name,), "dense" if small else "diagonal", reason=reason)]
+        return [_written(name, space, options)]
     by_place: dict[Place | None, set[Usage]] = {}
     for usage in usages:
         by_place.setdefault(usage.place, set()).add(usage)
@@ -205,6 +204,18 @@ def _disjoint(places: Sequence[Place | None]) -> bool:
     return len(entries.unique()) == len(entries)
 
 
+def _written(name: str, space: ParameterSpace, options: Options) -> Block:
+    """Return the block of a parameter that is added, or multiplied elementwise."""
+    lengths = [length for length in space.shapes[name] if length != 1] or [1]
+    groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if width > limit or groups * width**2 > limit**2:
+        return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
+    reason = "used elementwise: its exact block"
+    if groups > 1:
+        reason += f", for each of {groups} vectors along the last axis"
+    return Block((name,), "dense", groups=groups, reason=reason)
+
+
 def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -> Block:
     if options.fallback is Fallback.ERROR:
         raise NotImplementedError(
@@ -212,4 +223,8 @@ def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -
             f"{reason}. Leave it out of params, or choose fallback='diagonal' or "
             "fallback='dense'."
         )
+    size, limit = prod(space.shapes[name]), options.max_factor_size
+    if options.fallback is Fallback.DENSE and size > limit:
+        reason += f", and it is larger than max_factor_size={limit}"
+        return Block((name,), "diagonal", reason=reason)
     return Block((name,), options.fallback.value, reason=reason)

@@ -132,6 +132,7 @@ def _block_to_json(block: Block) -> dict[str, Any]:
         ],
         "places": block.places,
         "scale": block.scale,
+        "groups": block.groups,
         "reason": block.reason,
     }
 
@@ -152,6 +153,7 @@ def _block_from_json(found: dict[str, Any]) -> Block:
         tuple(kinds),
         tuple(places),
         found["scale"],
+        found["groups"],
         found["reason"],
     )
 
