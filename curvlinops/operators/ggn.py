@@ -3,13 +3,12 @@
 import warnings
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
@@ -82,9 +81,7 @@ class FisherMCLinearOperator(DataLinearOperator):
 def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
     bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-    # neighboring seeds make correlated generators: mix them
-    mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
-    generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
+    generator = seeded(output.device, seed, bound.batch.index)
     return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
 
