@@ -1,5 +1,12 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.exchangeable import xdiag, xnystrace, xtrace
+from curvlinops.algorithms.hutchinson import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+)
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -27,4 +34,11 @@ __all__ = [
     "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "xdiag",
+    "xnystrace",
+    "xtrace",
 ]

@@ -30,6 +30,13 @@ PUBLIC = {
     "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "xdiag",
+    "xnystrace",
+    "xtrace",
 }
 
 
