@@ -7,6 +7,14 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
+from curvlinops.algorithms.plotting import plot_spectrum
+from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
+from curvlinops.algorithms.spectrum import (
+    LanczosApproximateLogSpectrumCached,
+    LanczosApproximateSpectrumCached,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+)
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -30,6 +38,8 @@ __all__ = [
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
@@ -38,6 +48,11 @@ __all__ = [
     "hutchinson_squared_fro",
     "hutchinson_trace",
     "hutchpp_trace",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "lanczos_logdet",
+    "plot_spectrum",
+    "trace_function",
     "xdiag",
     "xnystrace",
     "xtrace",

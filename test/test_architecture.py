@@ -37,6 +37,13 @@ PUBLIC = {
     "xdiag",
     "xnystrace",
     "xtrace",
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "lanczos_logdet",
+    "plot_spectrum",
+    "trace_function",
 }
 
 

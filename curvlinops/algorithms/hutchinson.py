@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Goal, Probes, check_count, check_split
+from curvlinops.algorithms.probes import Goal, Probes, average, check_split
 
 
 def hutchinson_trace(
@@ -48,7 +48,7 @@ def hutchinson_trace(
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    return _average(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
+    return _average_products(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
 
 
 def hutchinson_diag(
@@ -85,7 +85,7 @@ def hutchinson_diag(
     """
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
-    return _average(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
+    return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
 
 
 def hutchinson_squared_fro(
@@ -119,7 +119,7 @@ def hutchinson_squared_fro(
     """
     probes = Probes(Matrix(A), distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    return _average(probes, num_matvecs, goal, lambda X, AX: AX.square().sum(0))
+    return _average_products(probes, num_matvecs, goal, lambda X, AX: AX.square().sum(0))
 
 
 def hutchpp_trace(
@@ -164,38 +164,16 @@ def hutchpp_trace(
     # contiguous vectors multiply fastest
     inside = (Q * probes.multiply(Q.T.contiguous().T)).sum()
 
-    def outside(X: Tensor) -> Tensor:
-        return X - Q @ (Q.T @ X)
+    def sample(X: Tensor) -> Tensor:
+        outside = X - Q @ (Q.T @ X)
+        return (outside * (matrix @ outside)).sum(0)
 
-    def sample(X: Tensor, AX: Tensor) -> Tensor:
-        return (X * AX).sum(0)
-
-    return _average(probes, num, goal, sample, outside, inside)
+    return average(probes, num, goal, sample, inside)
 
 
-def _average(
-    probes: Probes,
-    num: int,
-    goal: Goal,
-    sample: Callable[[Tensor, Tensor], Tensor],
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    known: Tensor | float = 0.0,
+def _average_products(
+    probes: Probes, num_matvecs: int, goal: Goal, sample: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
-    """Average a function of random vectors ``X`` and of ``A X``, sample by sample.
-
-    Args:
-        probes: The random vectors.
-        num: How many of them.
-        goal: When to stop, and what to return.
-        sample: The function; it returns samples along the last axis.
-        prepare: Applied to the random vectors first.
-        known: The part of the result that is not random.
-    """
-    check_count("num_matvecs", num, at_least=2 if goal.return_error else 1)
-    average = Average()
-    for X in probes.chunks(num, often=goal.rtol is not None):
-        X = X if prepare is None else prepare(X)
-        average.update(sample(X, probes.matrix @ X))
-        if goal.reached(known + average.mean, average.standard_error, average.count):
-            break
-    return goal.report(probes.matrix, known + average.mean, average.standard_error)
+    """Average a function of random vectors X and of ``A X``."""
+    num = goal.check_count("num_matvecs", num_matvecs)
+    return average(probes, num, goal, lambda X: sample(X, probes.matrix @ X))

@@ -1,6 +1,6 @@
 """Random vectors, and averages over them with their errors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ class Probes:
         chunk_size: How many are multiplied at once. Default: as many as need 64 MiB.
         seed: Seeds the generator.
         generator: Where random numbers come from.
+        held: How many vectors an algorithm holds in memory for each of them.
 
     Raises:
         ValueError: If one of the arguments is not among the choices.
@@ -53,6 +54,7 @@ class Probes:
         chunk_size: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
+        held: int = 1,
     ):
         if distribution not in DISTRIBUTIONS:
             raise ValueError(
@@ -61,7 +63,7 @@ class Probes:
         self.matrix, self.distribution = matrix, distribution
         self.dim = matrix.shape[1]
         if chunk_size is None:
-            chunk_size = max(_BLOCK // max(self.dim * matrix.dtype.itemsize, 1), 1)
+            chunk_size = max(_BLOCK // max(held * self.dim * matrix.dtype.itemsize, 1), 1)
         self.chunk_size = check_count("chunk_size", chunk_size)
         self.generator = read_generator(matrix.device, seed, generator)
 
@@ -128,6 +130,10 @@ class Goal:
             raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
         self.rtol, self.return_error = rtol, return_error
 
+    def check_count(self, name: str, value: Any) -> int:
+        """Return a number of samples, of which an error needs two."""
+        return check_count(name, value, at_least=1 + self.return_error)
+
     def reached(self, estimate: Tensor, error: Tensor, count: int) -> bool:
         """Return whether an estimate from ``count`` samples is accurate enough."""
         if self.rtol is None or count < _FEWEST:
@@ -171,3 +177,27 @@ def check_split(num_matvecs: Any, parts: int, dim: int, goal: Goal) -> int:
             "the identity, which is exact."
         )
     return num // parts
+
+
+def average(
+    probes: Probes,
+    num: int,
+    goal: Goal,
+    sample: Callable[[Tensor], Tensor],
+    known: Tensor | float = 0.0,
+) -> Any:
+    """Average a function of random vectors.
+
+    Args:
+        probes: The random vectors.
+        num: How many of them; fewer if the goal is reached earlier.
+        goal: When to stop, and what to return.
+        sample: Takes vectors ``[D, K]``, returns samples along the last axis.
+        known: The part of the result that is not random.
+    """
+    total = Average()
+    for X in probes.chunks(num, often=goal.rtol is not None):
+        total.update(sample(X))
+        if goal.reached(known + total.mean, total.standard_error, total.count):
+            break
+    return goal.report(probes.matrix, known + total.mean, total.standard_error)
