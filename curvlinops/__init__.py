@@ -15,6 +15,7 @@ from curvlinops.algorithms.spectrum import (
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
 )
+from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -42,6 +43,7 @@ __all__ = [
     "LanczosApproximateSpectrumCached",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "SubmatrixLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
     "hutchinson_diag",

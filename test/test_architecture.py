@@ -28,6 +28,7 @@ PUBLIC = {
     "JacobianLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "SubmatrixLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
     "hutchinson_diag",

@@ -50,6 +50,11 @@ class TorchLinearOperator(LinearOperator):
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
+
     @property
     def space(self) -> ParameterSpace:
         """The space of the vectors that the operator takes."""
