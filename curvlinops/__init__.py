@@ -1,5 +1,7 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.convergence import ConvergenceError, ConvergenceWarning
+from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -15,8 +17,11 @@ from curvlinops.operators.jacobian import (
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 
 __all__ = [
+    "ConvergenceError",
+    "ConvergenceWarning",
     "DataLinearOperator",
     "EFLinearOperator",
+    "Eigenpairs",
     "FisherMCLinearOperator",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
@@ -27,4 +32,5 @@ __all__ = [
     "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "eigsh",
 ]

@@ -18,8 +18,11 @@ ALLOWED = {
     "operators": {"operators", "algorithms", "layers", "losses", "core"},
 }
 PUBLIC = {
+    "ConvergenceError",
+    "ConvergenceWarning",
     "DataLinearOperator",
     "EFLinearOperator",
+    "Eigenpairs",
     "FisherMCLinearOperator",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
@@ -30,6 +33,7 @@ PUBLIC = {
     "PerSampleGradientLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "eigsh",
 }
 
 
