@@ -1,7 +1,18 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
-from curvlinops.algorithms.convergence import ConvergenceError, ConvergenceWarning
-from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
+from curvlinops.algorithms.cg import CGInverseLinearOperator
+from curvlinops.algorithms.convergence import (
+    ConvergenceError,
+    ConvergenceWarning,
+    NegativeCurvatureError,
+)
+from curvlinops.algorithms.dottest import dottest
+from curvlinops.algorithms.eigsh import eigsh
+from curvlinops.algorithms.inverse import Solution
+from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
+from curvlinops.algorithms.minres import MINRESInverseLinearOperator
+from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -17,6 +28,7 @@ from curvlinops.operators.jacobian import (
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 
 __all__ = [
+    "CGInverseLinearOperator",
     "ConvergenceError",
     "ConvergenceWarning",
     "DataLinearOperator",
@@ -28,9 +40,16 @@ __all__ = [
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "LSMRInverseLinearOperator",
+    "LSMRSolution",
+    "MINRESInverseLinearOperator",
+    "NegativeCurvatureError",
+    "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "Solution",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "dottest",
     "eigsh",
 ]

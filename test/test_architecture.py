@@ -18,6 +18,7 @@ ALLOWED = {
     "operators": {"operators", "algorithms", "layers", "losses", "core"},
 }
 PUBLIC = {
+    "CGInverseLinearOperator",
     "ConvergenceError",
     "ConvergenceWarning",
     "DataLinearOperator",
@@ -29,10 +30,17 @@ PUBLIC = {
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "LSMRInverseLinearOperator",
+    "LSMRSolution",
+    "MINRESInverseLinearOperator",
+    "NegativeCurvatureError",
+    "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "Solution",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "dottest",
     "eigsh",
 }
 

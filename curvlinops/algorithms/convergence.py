@@ -15,6 +15,10 @@ class ConvergenceError(RuntimeError):
     """An iterative algorithm has not reached its tolerance."""
 
 
+class NegativeCurvatureError(ConvergenceError):
+    """A method for positive definite matrices has met a direction of negative curvature."""
+
+
 def check_on_failure(on_failure: str) -> None:
     """Check the argument that says what happens without convergence."""
     if on_failure not in ("warn", "raise"):
