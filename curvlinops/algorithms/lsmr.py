@@ -169,8 +169,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         why = [text for code, text in reasons.items() if bool((istop[failed] == code).any())]
         worst = float((true / (norma * normr))[failed].max())
         fail(
-            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} least-squares problems are "
-            f"not solved ({', '.join(why)}), ||A^T r|| / (||A|| ||r||) is up to {worst:.1e} "
+            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} problems are not "
+            f"solved ({', '.join(why)}), ||A^T r|| / (||A|| ||r||) is up to {worst:.1e} "
             f"(atol={self.atol:.1e}). Allow a larger tolerance, conlim or maxiter, or damp.",
             self.on_failure,
         )

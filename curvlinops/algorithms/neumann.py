@@ -24,7 +24,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         A: A square operator or matrix of any kind, ``[D, D]``.
         num_terms: Number of products with ``A``.
         scale: The scale s.
-        check_nan: Whether to check all terms for divergence. Otherwise only the last one is.
+        check_nan: Whether to check that each term is finite, not the last one only.
         preconditioner: An operator or matrix that approximates the inverse. Default: identity.
 
     Raises:
