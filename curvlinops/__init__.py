@@ -1,5 +1,13 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.cg import CGInverseLinearOperator
+from curvlinops.algorithms.convergence import (
+    ConvergenceError,
+    ConvergenceWarning,
+    NegativeCurvatureError,
+)
+from curvlinops.algorithms.dottest import dottest
+from curvlinops.algorithms.eigsh import eigsh
 from curvlinops.algorithms.exchangeable import xdiag, xnystrace, xtrace
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
@@ -7,6 +15,11 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
+from curvlinops.algorithms.inverse import Solution
+from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
+from curvlinops.algorithms.minres import MINRESInverseLinearOperator
+from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
 from curvlinops.algorithms.plotting import plot_spectrum
 from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (
@@ -31,21 +44,33 @@ from curvlinops.operators.jacobian import (
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 
 __all__ = [
+    "CGInverseLinearOperator",
+    "ConvergenceError",
+    "ConvergenceWarning",
     "DataLinearOperator",
     "EFLinearOperator",
+    "Eigenpairs",
     "FisherMCLinearOperator",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "LSMRInverseLinearOperator",
+    "LSMRSolution",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "MINRESInverseLinearOperator",
+    "NegativeCurvatureError",
+    "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "Solution",
     "SubmatrixLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "dottest",
+    "eigsh",
     "hutchinson_diag",
     "hutchinson_squared_fro",
     "hutchinson_trace",

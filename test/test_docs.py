@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/per_sample.md"]
+PAGES = ["README.md", "docs/quickstart.md", "docs/per_sample.md", "docs/solvers.md"]
 
 
 def blocks(page: str) -> str:
