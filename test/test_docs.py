@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/per_sample.md", "docs/solvers.md"]
+PAGES = ["README.md"]
+PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "solvers", "spectra")]
 
 
 def blocks(page: str) -> str:
