@@ -188,6 +188,9 @@ def test_too_few_iterations(inverse: type):
     assert solution.converged.tolist() == [False, True, False, False]
     with pytest.raises(ConvergenceError, match="maxiter"):
         inverse(A, maxiter=5, on_failure="raise").solve(B)
+    with pytest.warns(ConvergenceWarning) as record:
+        inverse(A, maxiter=5) @ B
+    assert record[0].filename == __file__
 
 
 # --- operators of the package
@@ -228,10 +231,28 @@ def test_one_inverse_preconditions_the_other():
     diagonal = CASES["ggn-diagonal"].build(problems.make("mlp-ce-all-mean"))
     eye = IdentityLinearOperator(operator.space)
     A = operator + 1e-2 * eye
-    inner = MINRES(diagonal + 1e-2 * eye, rtol=1e-12)
+    inner = MINRES(diagonal + 1e-2 * eye, rtol=1e-6)
     b = torch.ones(A.shape[0], dtype=torch.float64)
     solution = CG(A, preconditioner=inner, rtol=1e-9).solve(b)
     assert float((A @ solution.x - b).norm()) <= 1e-9 * float(b.norm())
+
+
+def test_inverse_preconditions_scipy_lobpcg():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    A = operator + 1e-3 * IdentityLinearOperator(operator.space)
+    start = RNG.standard_normal((A.shape[0], 3))
+    M = CG(A, rtol=1e-3)
+    smallest, _ = sla.lobpcg(A, start, M=M, largest=False, tol=1e-9, maxiter=50)
+    np.testing.assert_allclose(smallest, np.linalg.eigvalsh(A @ np.eye(len(start)))[:3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_inference_mode(kind):
+    A, B = system("multiple")
+    with torch.inference_mode():
+        solution = CG(kind(A)).solve(kind(B))
+        several = CG(kind(A)).solve_shifted(kind(B), [0.0, 1.0])
+    assert bool(solution.converged.all()) and np.allclose(several[0].x, solution.x, atol=1e-2)
 
 
 # --- least squares
@@ -240,7 +261,7 @@ RECTANGULAR = {
     "tall": RNG.standard_normal((60, 40)),
     "wide": RNG.standard_normal((40, 60)),
     "low-rank": RNG.standard_normal((60, 10)) @ RNG.standard_normal((10, 40)),
-    "square": spectra.matrix("multiple"),
+    "square": spectra.matrix("multiple")[:50, :50],
     "indefinite": spectra.matrix("indefinite")[:50, :50] + 0.5 * np.eye(50),
     "zero": np.zeros((5, 4)),
 }

@@ -115,17 +115,18 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         shifts = torch.tensor([float(damping) for damping in dampings], dtype=torch.float64)
         if not len(shifts) or not bool(shifts.isfinite().all()):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
-        columns, write = read(B, self.domain)
-        rows, base = self.domain.join(columns), self.damping
-        solutions = []
+        base, solutions = self.damping, []
         try:
-            self.damping = float(shifts.min())
-            starts, shared = self._solve_family(rows, (shifts - shifts.min()).to(rows.device))
-            for damping, start in zip(dampings, starts.unbind(1), strict=True):
-                self.damping = float(damping)
-                X, residuals, extra, converged = self._solve(rows, start)
-                out = write(self.codomain.split(X), self.codomain)
-                solutions.append(Solution(out, residuals, shared + extra, converged))
+            with torch.inference_mode(False):
+                columns, write = read(B, self.domain)
+                rows = self.domain.join(columns)
+                self.damping = float(shifts.min())
+                starts, shared = self._solve_family(rows, (shifts - shifts.min()).to(rows.device))
+                for damping, start in zip(dampings, starts.unbind(1), strict=True):
+                    self.damping = float(damping)
+                    X, residuals, extra, converged = self._solve(rows, start)
+                    out = write(self.codomain.split(X), self.codomain)
+                    solutions.append(Solution(out, residuals, shared + extra, converged))
         finally:
             self.damping = base
         return solutions

@@ -4,7 +4,10 @@ import sys
 import warnings
 from pathlib import Path
 
-_PACKAGE = str(Path(__file__).parent.parent)
+import scipy
+
+#: Where warnings are not attributed to.
+_LIBRARIES = (str(Path(__file__).parent.parent), str(Path(scipy.__file__).parent))
 
 
 class ConvergenceWarning(UserWarning):
@@ -38,7 +41,7 @@ def fail(message: str, on_failure: str) -> None:
     if on_failure == "raise":
         raise ConvergenceError(message)
     frame, level = sys._getframe(1), 2
-    # a product may be called from many places in the package and in scipy: find the user's line
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    # products are called from many places in the package and in scipy: find the user's line
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ConvergenceWarning, stacklevel=level)

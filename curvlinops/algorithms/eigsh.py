@@ -52,7 +52,7 @@ def eigsh(
             relative to the norm of ``A`` if that is larger. With zero they are as small as the
             accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        confirm: Whether to confirm converged pairs by some products more (3 to about ``log(D)``),
+        confirm: Whether to confirm converged pairs by 3 to about ``log(D) / 2 + 1`` products more,
             from a fresh random vector that is orthogonal to them. Copies of a multiple eigenvalue,
             which a Krylov space of few vectors does not contain, show up there.
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.

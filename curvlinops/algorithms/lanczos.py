@@ -110,8 +110,8 @@ class LanczosSearch:
         low = float((ritz.values - ritz.coupling)[rest].min())
         high = float((ritz.values + ritz.coupling)[rest].max())
         distance = float((ritz.values[wanted] - (low + high) / 2).abs().min())
-        # never more than double at each product: distances may be tiny
-        ratio = max(2 * distance / max(high - low, 1e-30), 1.25)
+        # distances may be tiny, and what is that close cannot be told apart anyway
+        ratio = max(2 * distance / max(high - low, 1e-30), 1.6)
         return products * acosh(ratio) >= log(2 * dim**0.5)
 
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
