@@ -107,6 +107,19 @@ def test_operators_of_the_package(case: str):
         np.testing.assert_allclose(pairs.eigenvalues.numpy(), np.sort(expected), rtol=1e-9)
 
 
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+def test_no_more_products_than_scipy_on_a_network(case: str, which: str):
+    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    A = spectra.Counted(operator @ np.eye(operator.shape[0]))
+    if case == "ggn" and which in ("SA", "BE"):  # dense around zero
+        return
+    shell = sla.LinearOperator(operator.shape, A, dtype=float)
+    sla.eigsh(shell, 4, which=which)
+    pairs = eigsh(operator, 4, which, seed=0, confirm=False)
+    assert pairs.num_products <= A.count
+
+
 def test_single_precision_operator():
     operator = CASES["hessian"].build(problems.make("float32-mlp"))
     pairs = eigsh(operator, 3, "LA", seed=0)

@@ -13,8 +13,8 @@ from curvlinops.algorithms.matrix import Matrix
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
 _ASYMMETRY = 1e-3
-#: About as many products as a confirmation needs.
-_FEW = 10
+#: As many products as a confirmation needs at least.
+_FEW = 3
 
 
 class _Fields(NamedTuple):
