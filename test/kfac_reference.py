@@ -64,28 +64,35 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    rows: slice = slice(None),
+    bias_rows: slice = slice(None),
     transposed: bool = False,
-    record_bias: bool = True,
 ) -> Tensor:
-    """`x @ weight[rows].T + bias[rows]`, recorded; the first axes number positions."""
+    """`x @ weight.T + bias[rows]`, recorded; the first axes number positions."""
     index = torch.arange(weight.numel()).reshape(weight.shape)
     w, entries = (weight.T, index.T) if transposed else (weight, index)
-    out = x @ w[rows].T
-    out = out if bias is None else out + bias[rows]
+    out = x @ w.T
+    out = out if bias is None else out + bias[bias_rows]
     if _TAPE is not None and x.numel():
         _TAPE.append(
             Use(
                 weight,
-                entries[rows].unsqueeze(0),
+                entries.unsqueeze(0),
                 x.detach().reshape(-1, 1, x.shape[-1]),
                 out,
                 lambda g: g.reshape(-1, 1, g.shape[-1]),
-                bias if record_bias else None,
-                None if bias is None else torch.arange(len(bias))[rows],
+                bias,
+                None if bias is None else torch.arange(len(bias))[bias_rows],
                 lambda g: g.reshape(-1, g.shape[-1]),
             )
         )
+    return out + 0
+
+
+def lookup(index: Tensor, weight: Tensor) -> Tensor:
+    """`weight[index]`, recorded."""
+    out = weight[index]
+    if _TAPE is not None:
+        _TAPE.append(_embedding(weight, None, index, out))
     return out + 0
 
 
@@ -139,14 +146,12 @@ def _conv_transposed(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     )
 
 
-def _embedding(module: nn.Embedding, x: Tensor, out: Tensor) -> Use:
-    V, E = module.weight.shape
+def _embedding(weight: Tensor, padding: int | None, x: Tensor, out: Tensor) -> Use:
+    V, E = weight.shape
     index = x.flatten()
-    kept = torch.ones_like(index, dtype=torch.bool)
-    if module.padding_idx is not None:
-        kept = index != module.padding_idx
+    kept = index != (-1 if padding is None else padding)
     return Use(
-        module.weight,
+        weight,
         torch.arange(V * E).reshape(1, V, E).mT,
         torch.eye(V, dtype=out.dtype)[index[kept]].unsqueeze(1),
         out,
@@ -180,7 +185,7 @@ def _rows(module: nn.Module, x: Tensor, out: Tensor, transposed: bool = False) -
 _LAYERS: dict[type, Callable[..., Use]] = {
     nn.Linear: _rows,
     nn.Bilinear: _bilinear,
-    nn.Embedding: _embedding,
+    nn.Embedding: lambda layer, *args: _embedding(layer.weight, layer.padding_idx, *args),
     **dict.fromkeys([nn.Conv1d, nn.Conv2d, nn.Conv3d], _conv),
     **dict.fromkeys(
         [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], _conv_transposed

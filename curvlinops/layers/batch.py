@@ -228,7 +228,8 @@ class RecordedBatch:
             if by_position and use.shift is not None:
                 ones = sort(g.new_ones(use.lead))
                 x = ones.reshape(*ones.shape, 1, 1)
-                form = Outer(x, g.flatten(3).unsqueeze(3), recorded.tensor.shape)
+                g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
+                form = Outer(x, g, recorded.tensor.shape)
             else:
                 form = use.form(g, sort)
             rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
