@@ -193,11 +193,11 @@ _LAYERS: dict[type, Callable[..., Use]] = {
 }
 
 
-def _watch(model: Any) -> None:
+def _watch(p: Problem, model: Any) -> None:
     """Let a copy of a model record; in-place functions must not overwrite what was recorded."""
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> Tensor | None:
-        if _TAPE is None:
+        if _TAPE is None or not out.requires_grad:
             return None
         if type(module).__name__ == "Conv1D":  # of transformers: `[in, out]`
             _TAPE.append(_rows(module, *args, out, transposed=True))
@@ -205,7 +205,7 @@ def _watch(model: Any) -> None:
             _TAPE.append(_LAYERS[type(module)](module, *args, out))
         return out + 0
 
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and "inner-grad" not in p.tags:
         for module in model.modules():
             if type(module) in _LAYERS or type(module).__name__ == "Conv1D":
                 module.register_forward_hook(hook)
@@ -279,8 +279,10 @@ class _Sums:
     def add(self, uses: list[Use], gradients: list[Tensor], whole: list[Tensor]) -> None:
         """Add a sample: gradients `[V, *output]` of each use, and `[V, *shape]` of each leaf."""
         parts: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        pairs = {(id(use.weight), id(use.bias)) for use in uses if use.bias is not None or use.lookup}
         for use, g in zip(uses, gradients, strict=True):
-            for key, entries, a, rows in self._split(use, g):
+            own = {pair for pair in pairs if pair[0] == id(use.weight) or pair[1] == id(use.bias)}
+            for key, entries, a, rows in self._split(use, g, use.joint and len(own) == 1):
                 self.products.setdefault(key, Factors(entries, key[-1]))
                 parts.setdefault(key, []).append((a, rows))
         for key, pairs in parts.items():
@@ -289,13 +291,13 @@ class _Sums:
         self.covered = covered
         for leaf, g in zip(self.leaves, whole, strict=True):
             if id(leaf) not in covered and g.numel():
-                flat = g.flatten(1)
+                flat = g.reshape(len(g), -1)
                 key = self.offsets[id(leaf)]
                 self.exact[key] = self.exact.get(key, 0) + flat.T @ flat
 
-    def _split(self, use: Use, g: Tensor) -> Iterator[tuple]:
+    def _split(self, use: Use, g: Tensor, alone: bool) -> Iterator[tuple]:
         weight, bias = self.offsets.get(id(use.weight)), self.offsets.get(id(use.bias))
-        joint = self.options.joint and use.joint and None not in (weight, bias)
+        joint = self.options.joint and alone and None not in (weight, bias)
         if weight is not None:
             entries, a = weight + use.entries, use.a
             if joint:
@@ -355,7 +357,7 @@ class _Sums:
 def sums(p: Problem, vectors: Vectors, options: Options) -> _Sums:
     """Pass over the data."""
     with reference.evaluation(p) as (leaves, forward):
-        _watch(forward)
+        _watch(p, forward)
         total = _Sums(leaves, options)
         for number, (x, y) in enumerate(reference.samples(p)):
             with _recording() as uses:

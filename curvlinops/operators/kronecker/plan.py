@@ -75,7 +75,7 @@ def usages(parts: Iterable[Part], joint: bool) -> dict[str, set[Usage]]:
     biases = {
         part.key.index: Partner(part.name, place_of(part), part.shift)
         for part in parts
-        if joint and part.shift is not None
+        if joint and part.shift is not None and not part.elsewhere
     }
     found: dict[str, set[Usage]] = {}
     for part in parts:
