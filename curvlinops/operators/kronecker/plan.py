@@ -9,8 +9,8 @@ import torch
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Mapped, Place, Within
-from curvlinops.operators.kronecker.options import Fallback, Options
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 
 
 class Partner(NamedTuple):
@@ -35,12 +35,14 @@ class Usage(NamedTuple):
         kind: The Kronecker product, ``None`` if there is none.
         bias: The bias that belongs to the same product.
         mapped: Whether the layer uses a function of the parameter.
+        product: Whether the layer multiplies with it, or with this function, as with a matrix.
     """
 
     place: Place | None
     kind: Kind | None
     bias: Partner | None = None
     mapped: bool = False
+    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def usages(parts: Iterable[Part], joint: bool) -> dict[str, set[Usage]]:
     for part in parts:
         kind = kind_of(part)
         bias = None if kind is None or kind.shift else biases.get(part.key.index)
-        usage = Usage(place_of(part), kind, bias, isinstance(part.form, Mapped))
+        mapped = isinstance(part.form, Mapped)
+        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
+        usage = Usage(place_of(part), kind, bias, mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return found
 
@@ -95,6 +99,11 @@ def kind_of(part: Part) -> Kind | None:
     """Return the kind of the Kronecker product that a use makes."""
     form = part.form.form if isinstance(part.form, Within) else part.form
     return Kind.of(form, part.shift is not None)
+
+
+def _innermost(form: Form) -> Form:
+    """Return the gradients with respect to what the layer uses."""
+    return form.form if isinstance(form, Mapped | Within) else form
 
 
 def plan(
@@ -125,7 +134,18 @@ def plan(
             blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
         else:
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        _check_without_gradients(blocks)
     return blocks
+
+
+def _check_without_gradients(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.structure in ("dense", "diagonal"):
+            raise NotImplementedError(
+                f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
+                f"has none ({block.reason}). Leave it out of params."
+            )
 
 
 def _joined(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
@@ -167,14 +187,14 @@ def _is_only(bias: str, weight: str, used: Mapping[str, set[Usage]]) -> bool:
 def _known(
     name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
 ) -> list[Block]:
-    if any(usage.mapped for usage in usages):
-        reason = "a layer uses a function of it"
-        return [_fallback(name, reason, space, options)]
-    if all(usage.kind is None for usage in usages):
+    if not any(usage.product for usage in usages):
         size = space.slice(name).stop - space.slice(name).start
         small = size <= options.max_factor_size
         reason = "gradients of samples are written down"
         return [Block((name,), "dense" if small else "diagonal", reason=reason)]
+    if any(usage.mapped for usage in usages):
+        reason = "a layer uses a function of it"
+        return [_fallback(name, reason, space, options)]
     by_place: dict[Place | None, set[Usage]] = {}
     for usage in usages:
         by_place.setdefault(usage.place, set()).add(usage)
