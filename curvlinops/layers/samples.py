@@ -64,7 +64,7 @@ class SampleBackward:
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        fresh = set(batch.layouts) - self._checked
+        fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh:
             self._refuse(batch.check(), "its rule does not agree with autograd")
             self._checked |= fresh
@@ -100,7 +100,9 @@ class SampleBackward:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
         if self._trusting:
             self._layouts |= {
-                key: layout for key, layout in batch.layouts.items() if isinstance(layout, Along)
+                key: layout
+                for key, layout in batch.layouts.items()
+                if isinstance(layout, Along) and key not in batch.guessed
             }
         return batch
 

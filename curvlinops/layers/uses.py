@@ -33,12 +33,14 @@ class Use:
         form: Takes the rows sorted by samples, ``[V, N, S, *features]``, and a function that
             sorts others in the same way, and returns the gradients with respect to the argument.
         shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
+        elsewhere: Whether its positions are others than those of the product.
     """
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
     form: Callable[[Tensor, Sort], Form]
     shift: float | None = None
+    elsewhere: bool = False
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""

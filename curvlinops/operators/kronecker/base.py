@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             max_factor_size,
         )
         self._options.check(self.risk.loss)
+        if num_per_example_loss_terms is not None and (
+            type(num_per_example_loss_terms) is not int or num_per_example_loss_terms < 1
+        ):
+            raise ValueError(
+                "num_per_example_loss_terms must be a positive integer, got "
+                f"{num_per_example_loss_terms!r}."
+            )
         if len(self._blocks) > 1:
             raise ValueError(
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
@@ -122,24 +130,28 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
-        self._computed().scale(decay)
-        batches = Batches([batch], self.risk.batches.batch_size_fn)
-        self._passes.add(self._run, self._sums, batches)
-        self._structure = None
+        sums = self._computed()
+        more = Sums(sums.blocks, num_batches=sums.num_batches)
+        self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
+        more.num_batches -= sums.num_batches
+        self._sums, self._structure = sums.scaled(decay).plus(more), None
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
 
-        The result is the operator on both data sets, except for which labels are sampled.
+        The result is the operator on both data sets, except for which labels are sampled: that
+        depends on the operators' seeds, which may differ.
 
         Raises:
             ValueError: If the other one is of another kind, or has other parameters or options.
         """
-        if type(other) is not type(self) or other._options != self._options:
+        alike = type(other) is type(self) and self._options == replace(
+            other._options, seed=self._options.seed
+        )
+        if not alike:
             raise ValueError("Only operators of one class with equal options can be merged.")
         self.space.check_compatible(other.space)
-        self._computed().add(other._computed())
-        self._structure = None
+        self._sums, self._structure = self._computed().plus(other._computed()), None
 
     def _computed(self) -> Sums:
         if self._sums is None:
@@ -198,12 +210,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters or options.
         """
-        self._sums, rest = unpack(state, self.space, self._options)
-        self._structure = None
-        self._load_rest(rest)
+        self._load(*unpack(state, self.space, self._options))
 
-    def _load_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Load what a subclass has added to the state."""
+    def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
+        """Replace the sums; a subclass also what it has added to the state."""
+        self._sums, self._structure = sums, None
 
     @classmethod
     def from_state_dict(
@@ -245,8 +256,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         """Return the damped inverses of all blocks."""
 
-    def _factors(self) -> list[BlockFactors]:
-        sums = self._computed()
+    def _factors(self, sums: Sums | None = None) -> list[BlockFactors]:
+        sums = self._computed() if sums is None else sums
         return normalized(sums, self.risk.scale(sums.terms), self._options)
 
     def inverse(
@@ -273,5 +284,5 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._reconsider()
         self._structure = None
         if self._sums is not None:
-            self._sums.to(device)
+            self._sums.to(self.space.device)
         return self

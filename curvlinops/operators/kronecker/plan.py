@@ -10,8 +10,8 @@ import torch
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Mapped, Place, Within
-from curvlinops.operators.kronecker.options import Fallback, Options
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 
 
 class Partner(NamedTuple):
@@ -36,12 +36,14 @@ class Usage(NamedTuple):
         kind: The Kronecker product, ``None`` if there is none.
         partner: What belongs to the same product.
         mapped: Whether the layer uses a function of the parameter.
+        product: Whether the layer multiplies with it, or with this function, as with a matrix.
     """
 
     place: Place | None
     kind: Kind | None
     partner: Partner | None = None
     mapped: bool = False
+    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
     parts = list(parts)
     biases, weights = {}, {}
     for part in parts:
-        if part.shift is not None:
+        if part.shift is not None and not part.elsewhere:
             biases[part.key.index] = Partner(part.name, place_of(part), part.shift)
     for part in parts:
         bias = biases.get(part.key.index)
@@ -84,8 +86,9 @@ def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
     found: dict[str, set[Usage]] = {}
     for part in parts:
         partners = biases if part.shift is None else weights
-        mapped = isinstance(part.form, Mapped)
-        usage = Usage(place_of(part), kind_of(part), partners.get(part.key.index), mapped)
+        partner, mapped = partners.get(part.key.index), isinstance(part.form, Mapped)
+        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
+        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return found
 
@@ -99,6 +102,11 @@ def kind_of(part: Part) -> Kind | None:
     """Return the kind of the Kronecker product that a use makes."""
     form = part.form.form if isinstance(part.form, Within) else part.form
     return Kind.of(form, part.shift is not None)
+
+
+def _innermost(form: Form) -> Form:
+    """Return the gradients with respect to what the layer uses."""
+    return form.form if isinstance(form, Mapped | Within) else form
 
 
 def plan(
@@ -130,7 +138,18 @@ def plan(
             blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
         else:
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        _check_without_gradients(blocks)
     return blocks if options.joint else _with_twins(blocks, used, pairs)
+
+
+def _check_without_gradients(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.structure in ("dense", "diagonal"):
+            raise NotImplementedError(
+                f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
+                f"has none ({block.reason}). Leave it out of params."
+            )
 
 
 def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
@@ -182,11 +201,11 @@ def _with_twins(
 def _known(
     name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
 ) -> list[Block]:
+    if not any(usage.product for usage in usages):
+        return [_written(name, space, options)]
     if any(usage.mapped for usage in usages):
         reason = "a layer uses a function of it"
         return [_fallback(name, reason, space, options)]
-    if all(usage.kind is None for usage in usages):
-        return [_written(name, space, options)]
     by_place: dict[Place | None, set[Usage]] = {}
     for usage in usages:
         by_place.setdefault(usage.place, set()).add(usage)
