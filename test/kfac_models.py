@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import kfac_reference
 import problems
 import torch
 from kfac_reference import linear, lookup
@@ -17,7 +16,9 @@ Params = dict[str, Tensor]
 
 def _cell(kind: str, W: Params, suffix: str, x: Tensor, state: tuple) -> tuple:
     """One step of a recurrent layer, `[1, d]`: the new output, and the new state."""
-    w_ih, w_hh, b_ih, b_hh = (W[f"{n}_{suffix}"] for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    w_ih, w_hh, b_ih, b_hh = (
+        W[f"{n}_{suffix}"] for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
     ours, theirs = linear(x, w_ih, b_ih), linear(state[0], w_hh, b_hh)
     if kind == "rnn":
         h = torch.tanh(ours + theirs)

@@ -100,7 +100,9 @@ def _conv(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     """Patches are the responses to one-hot filters."""
     weight, G = module.weight, module.groups
     O, I = weight.shape[0] // G, weight[0].numel()
-    filters = torch.eye(I, dtype=x.dtype).reshape(I, *weight.shape[1:]).repeat(G, *[1] * (x.ndim - 1))
+    filters = (
+        torch.eye(I, dtype=x.dtype).reshape(I, *weight.shape[1:]).repeat(G, *[1] * (x.ndim - 1))
+    )
     patches = module._conv_forward(x.detach(), filters, None)  # [1, G * I, *]
     return Use(
         weight,
@@ -187,9 +189,7 @@ _LAYERS: dict[type, Callable[..., Use]] = {
     nn.Bilinear: _bilinear,
     nn.Embedding: lambda layer, *args: _embedding(layer.weight, layer.padding_idx, *args),
     **dict.fromkeys([nn.Conv1d, nn.Conv2d, nn.Conv3d], _conv),
-    **dict.fromkeys(
-        [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], _conv_transposed
-    ),
+    **dict.fromkeys([nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], _conv_transposed),
 }
 
 
@@ -279,7 +279,9 @@ class _Sums:
     def add(self, uses: list[Use], gradients: list[Tensor], whole: list[Tensor]) -> None:
         """Add a sample: gradients `[V, *output]` of each use, and `[V, *shape]` of each leaf."""
         parts: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        pairs = {(id(use.weight), id(use.bias)) for use in uses if use.bias is not None or use.lookup}
+        pairs = {
+            (id(use.weight), id(use.bias)) for use in uses if use.bias is not None or use.lookup
+        }
         for use, g in zip(uses, gradients, strict=True):
             own = {pair for pair in pairs if pair[0] == id(use.weight) or pair[1] == id(use.bias)}
             for key, entries, a, rows in self._split(use, g, use.joint and len(own) == 1):
@@ -305,10 +307,17 @@ class _Sums:
                 last = (bias + use.bias_entries).reshape(G, O, 1)
                 entries = torch.cat([entries, last], 2)
                 a = torch.cat([a, torch.ones_like(a[..., :1])], 2)
-            rows = torch.stack([use.rows(v) for v in g]) if len(g) else g.new_zeros(
-                0, len(a), *entries.shape[:2]
+            rows = (
+                torch.stack([use.rows(v) for v in g])
+                if len(g)
+                else g.new_zeros(0, len(a), *entries.shape[:2])
             )
-            yield (weight, *entries[0, 0, :2].tolist(), int(entries[0, 0, 0]), use.lookup), entries, a, rows
+            yield (
+                (weight, *entries[0, 0, :2].tolist(), int(entries[0, 0, 0]), use.lookup),
+                entries,
+                a,
+                rows,
+            )
         if bias is not None and not joint:
             entries = (bias + use.bias_entries).reshape(1, -1, 1)
             rows = [use.bias_rows(v).unsqueeze(1) for v in g]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -199,7 +200,8 @@ class Estimator:
 
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
-        rows = rows.flatten(1).to(self._space.dtype)
+        size = prod(rows.shape[1:])
+        rows = rows.reshape(len(rows), size).to(self._space.dtype)
         diagonal = sums.blocks[number].structure == "diagonal"
         sums.add_matrix(number, rows.square().sum(0) if diagonal else rows.T @ rows)
 
