@@ -232,7 +232,7 @@ def blocks_of(dense: Tensor, params: list[Tensor], joint: bool = False) -> Tenso
 
 
 class Pooled(nn.Module):
-    """A net whose output is averaged over all positions of the layout `[N, *, C]` or `[N, C, *]`."""
+    """A net whose output is averaged over positions, `[N, *, C]` or `[N, C, *]`."""
 
     def __init__(self, *layers: nn.Module, channels: int):
         super().__init__()
@@ -253,9 +253,13 @@ DEEP_LINEAR = {
     "reduce-conv2d": (
         Pooled(nn.Conv2d(2, 2, 3, **CIRCULAR), nn.Conv2d(2, 3, (1, 2)), channels=1), (2, 3, 4), True
     ),
-    "reduce-strided": (Pooled(nn.Conv2d(2, 3, 2, stride=2, dilation=2), channels=1), (2, 5, 4), True),
+    "reduce-strided": (
+        Pooled(nn.Conv2d(2, 3, 2, stride=2, dilation=2), channels=1), (2, 5, 4), True
+    ),
     "reduce-conv3d": (Pooled(nn.Conv3d(1, 2, 2, padding=1), channels=1), (1, 2, 3, 2), True),
-    "reduce-transposed": (Pooled(nn.ConvTranspose2d(2, 2, 2, stride=3), channels=1), (2, 2, 3), True),
+    "reduce-transposed": (
+        Pooled(nn.ConvTranspose2d(2, 2, 2, stride=3), channels=1), (2, 2, 3), True
+    ),
 }  # fmt: skip
 
 
