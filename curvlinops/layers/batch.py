@@ -11,7 +11,7 @@ from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
-from curvlinops.layers.capture import Capture, Recorded
+from curvlinops.layers.capture import Call, Capture, Recorded
 from curvlinops.layers.forms import Direct, Form, Mapped
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
 from curvlinops.layers.outer import Outer, add
@@ -27,7 +27,7 @@ class Key(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: The number of the call.
+        index: How often the function was called before with a parameter.
         place: The argument.
         call: The function.
         names: The parameters.
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 class RecordedBatch:
     """One captured forward pass."""
 
-    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[int]):
+    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[Call]):
         self.names = names
         self._bound = bound
         self._leaves = bound.leaves()
@@ -67,7 +67,7 @@ class RecordedBatch:
         self._chunks = in_chunks(self._pull, _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
-        for (index, place), recorded in self._capture.uses.items():
+        for ((_, index), place), recorded in self._capture.uses.items():
             origins = _origins(recorded.tensor, by_id)
             key = Key(index, place, recorded.call, tuple(origins))
             self.uses[key], self._origins[key] = recorded, origins
@@ -150,11 +150,11 @@ class RecordedBatch:
         scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
         plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
         for key in keys:
-            if not bool(plain[key].any()):
-                del self.uses[key]  # no effect on the output, at least on this batch
-                continue
             use = self.uses[key].use
             g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
+            if not bool(g.any()):
+                del self.uses[key]  # no effect on the output, at least on this batch
+                continue
             layout = detect(g, h, len(use.lead), r, self._tolerance)
             if layout is not None:
                 self.layouts[key] = layout

@@ -1,5 +1,6 @@
 """Records how a forward pass uses parameters."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
@@ -9,8 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.layers.recurrent import COMPOSED
+from curvlinops.layers.composed import COMPOSED
+from curvlinops.layers.elementwise import REPEATING
+from curvlinops.layers.embedding import READING
 from curvlinops.layers.uses import RULES, Use
+
+#: A function, and how often it was called before with something tracked.
+Call = tuple[Callable, int]
 
 
 class Recorded:
@@ -52,7 +58,8 @@ class Capture(TorchFunctionMode):
 
     Args:
         leaves: The parameters.
-        enlarged: Indices of calls whose input has one row for all samples, and gets one for each.
+        enlarged: Calls that have one row for all samples. Their input gets one for each; what
+            they read of a parameter alone is a function of it.
         num_samples: How many.
 
     Attributes:
@@ -64,14 +71,14 @@ class Capture(TorchFunctionMode):
     def __init__(
         self,
         leaves: Mapping[str, Tensor],
-        enlarged: Iterable[int] = (),
+        enlarged: Iterable[Call] = (),
         num_samples: int = 1,
     ):
         super().__init__()
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
         self._enlarged, self._num_samples = set(enlarged), num_samples
-        self._calls = 0
-        self.uses: dict[tuple[int, int | str], Recorded] = {}
+        self._calls: Counter[Callable] = Counter()
+        self.uses: dict[tuple[Call, int | str], Recorded] = {}
         self.differentiates = False
 
     def __torch_function__(
@@ -85,10 +92,8 @@ class Capture(TorchFunctionMode):
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or _transformed():
             return func(*args, **kwargs)
-        if len(tracked) == len(tensors) and func not in _ENLARGING:
-            out = func(*args, **kwargs)
-            self._follow(out)
-            return out
+        if len(tracked) == len(tensors) and func not in REPEATING:
+            return self._follow(func(*args, **kwargs))
         if func in RULES:
             return self._record(func, args, kwargs)
         inner = COMPOSED.get(func) or _unwrapped(func)
@@ -98,8 +103,11 @@ class Capture(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        index, self._calls = self._calls, self._calls + 1
+        index = func, self._calls[func]
+        self._calls[func] += 1
         if index in self._enlarged:
+            if func in READING or func in REPEATING:  # the same for all samples
+                return self._follow(func(*args, **kwargs))
             args, kwargs = self._enlarge(args, kwargs)
         in_place = getattr(func, "__name__", "") in _IN_PLACE
         constant = {}
@@ -142,16 +150,15 @@ class Capture(TorchFunctionMode):
         args = tuple(enlarged(x) for x in args)
         return args, {key: enlarged(x) for key, x in kwargs.items()}
 
-    def _follow(self, out: Any) -> None:
-        """Track what is computed from tracked tensors alone."""
+    def _follow(self, out: Any) -> Any:
+        """Track and return what is computed from tracked tensors alone."""
         for x in _tensors(out):
             if x.is_floating_point() and x.requires_grad:
                 self._tracked[id(x)] = x
+        return out
 
 
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-#: With a parameter alone these make one of more entries, e.g. a token for each sample.
-_ENLARGING = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 

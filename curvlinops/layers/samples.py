@@ -12,6 +12,7 @@ from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.capture import Call
 from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import TOLERANCES, Along
 
@@ -45,7 +46,7 @@ class SampleBackward:
         self._trusting, self._independent = trusting, independent
         self._layouts: dict[Any, Along] = {}
         self._checked: set[Any] = set()
-        self._enlarged: set[int] = set()
+        self._enlarged: set[Call] = set()
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
@@ -90,7 +91,7 @@ class SampleBackward:
             return batch
         batch.detect(missing)
         lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
-        enlarged = {key.index for key in lost} - self._enlarged
+        enlarged = {(key.call, key.index) for key in lost} - self._enlarged
         larger = self._retry(bound, batch, enlarged) if enlarged else None
         if larger is not None:
             return self._sort(bound, larger)
@@ -105,7 +106,7 @@ class SampleBackward:
         return batch
 
     def _retry(
-        self, bound: BoundModel, batch: RecordedBatch, enlarged: set[int]
+        self, bound: BoundModel, batch: RecordedBatch, enlarged: set[Call]
     ) -> RecordedBatch | None:
         """Run again, with a row for each sample where there was one for all."""
         before = set(self._enlarged)
