@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.autodiff import BoundModel, pull, pull_columns
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
-from curvlinops.layers.capture import Call, Capture, Recorded
+from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.forms import Direct, Form, Mapped
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
 from curvlinops.layers.outer import Outer, add
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 class RecordedBatch:
     """One captured forward pass."""
 
-    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[Call]):
+    def __init__(self, bound: BoundModel, names: list[str], changes: Mapping[Call, Change]):
         self.names = names
         self._bound = bound
         self._leaves = bound.leaves()
@@ -51,9 +51,9 @@ class RecordedBatch:
         # the number of samples is known only afterwards: first without
         self._capture = Capture(tracked)
         self.output = self._run()
-        if enlarged:
+        if changes:
             before = self.output.detach()
-            self._capture = Capture(tracked, enlarged, before.shape[0])
+            self._capture = Capture(tracked, changes, before.shape[0])
             self.output = self._run()
             tolerance = 0.1 * TOLERANCES.get(before.dtype, 0.15) * float(before.norm())
             if (
@@ -140,7 +140,7 @@ class RecordedBatch:
         return {
             key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
             if found.get(key) is None
-            else found[key].detach()
+            else found[key].detach().reshape(len(vectors), *recorded.shape)
             for key, recorded in self.uses.items()
         }
 
@@ -240,10 +240,13 @@ def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
             return form.arranged(arrange, leaf.shape, (tensor.shape, tensor.stride()))
         return Mapped(form, arrange, leaf.shape)
 
+    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": leaf}), _ANY_NUMBER)
+
     def pull_back(rows: Tensor) -> Tensor:
-        cotangents = rows.flatten(0, 1).to(tensor.dtype)
-        grad = pull({"": tensor}, {"": cotangents}, {"": leaf}, batched=True)[""]
-        return grad.to(rows.dtype).unflatten(0, rows.shape[:2])
+        out = rows.new_empty(*rows.shape[:2], *leaf.shape)
+        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
+        return out
 
     return Mapped(form, pull_back, leaf.shape)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,13 @@ from curvlinops.layers.uses import RULES, Use
 Call = tuple[Callable, int]
 
 
+class Change(IntEnum):
+    """What to do about a call that has one row for all samples."""
+
+    ENLARGE = 1
+    FOLLOW = 2
+
+
 class Recorded:
     """A use of a tracked tensor.
 
@@ -26,7 +34,7 @@ class Recorded:
         use: How it enters the output.
         call: The function.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
-        edge: Where the output's gradient passes.
+        edge: Where the output's gradient passes, perhaps in another shape.
         shape: The output's shape.
         inputs: The call's other tensors, with their versions.
     """
@@ -40,13 +48,19 @@ class Recorded:
         inputs: Iterable[Tensor],
     ):
         self.use, self.call, self.tensor = use, call, tensor
-        self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.dtype = output.shape, output.dtype
-        self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
+        kept = list(inputs)
+        # writing to a view takes its node out of the graph, but not that of what it is a view of
+        if output._is_view() and _covers(output, output._base):
+            output = output._base
+        elif output._is_view():
+            kept.append(output.detach())
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self._versions = [(x, x._version) for x in kept if not x.is_inference()]
 
     @property
     def overwritten(self) -> bool:
-        """Whether an input was written to after the call."""
+        """Whether an input was written to after the call, or an output that is part of another."""
         return any(x._version != version for x, version in self._versions)
 
 
@@ -58,8 +72,8 @@ class Capture(TorchFunctionMode):
 
     Args:
         leaves: The parameters.
-        enlarged: Calls that have one row for all samples. Their input gets one for each; what
-            they read of a parameter alone is a function of it.
+        changes: What to do about calls with one row for all samples: let their input have one for
+            each, or take their output for a function of the parameters alone.
         num_samples: How many.
 
     Attributes:
@@ -71,12 +85,12 @@ class Capture(TorchFunctionMode):
     def __init__(
         self,
         leaves: Mapping[str, Tensor],
-        enlarged: Iterable[Call] = (),
+        changes: Mapping[Call, Change] | None = None,
         num_samples: int = 1,
     ):
         super().__init__()
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
-        self._enlarged, self._num_samples = set(enlarged), num_samples
+        self._changes, self._num_samples = dict(changes or {}), num_samples
         self._calls: Counter[Callable] = Counter()
         self.uses: dict[tuple[Call, int | str], Recorded] = {}
         self.differentiates = False
@@ -105,9 +119,12 @@ class Capture(TorchFunctionMode):
     def _record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         index = func, self._calls[func]
         self._calls[func] += 1
-        if index in self._enlarged:
-            if func in READING or func in REPEATING:  # the same for all samples
-                return self._follow(func(*args, **kwargs))
+        change = self._changes.get(index)
+        if change is Change.FOLLOW or (change and (func in READING or func in REPEATING)):
+            out = func(*args, **kwargs)
+            # what other parameters enter by uses of their own would be lost
+            return out if self._meets_others(args, kwargs) else self._follow(out)
+        if change is Change.ENLARGE:
             args, kwargs = self._enlarge(args, kwargs)
         in_place = getattr(func, "__name__", "") in _IN_PLACE
         constant = {}
@@ -150,6 +167,11 @@ class Capture(TorchFunctionMode):
         args = tuple(enlarged(x) for x in args)
         return args, {key: enlarged(x) for key, x in kwargs.items()}
 
+    def _meets_others(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether a call's constants depend on parameters."""
+        others = (x for x in _tensors((args, kwargs)) if id(x) not in self._tracked)
+        return any(x.requires_grad for x in others)
+
     def _follow(self, out: Any) -> Any:
         """Track and return what is computed from tracked tensors alone."""
         for x in _tensors(out):
@@ -160,6 +182,12 @@ class Capture(TorchFunctionMode):
 
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+def _covers(view: Tensor, base: Tensor) -> bool:
+    """Return whether a view has all entries of a tensor, in their order."""
+    same = view.is_contiguous() and base.is_contiguous() and view.numel() == base.numel()
+    return same and base.requires_grad and base.dtype == view.dtype
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:

@@ -93,8 +93,18 @@ def _attention(
     return F.dropout(weights, dropout_p) @ value
 
 
+def _setitem(input: Tensor, key: Any, value: Any) -> None:
+    input[key] = torch.broadcast_to(value, input[key].shape)
+
+
+def _copy(input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return input.copy_(torch.broadcast_to(src, input.shape))
+
+
 COMPOSED: dict[Callable, Callable] = CELLS | {
     torch.einsum: einsum,
+    Tensor.__setitem__: _setitem,
+    Tensor.copy_: _copy,
     torch.baddbmm: _baddbmm,
     Tensor.baddbmm: _baddbmm,
     torch.addbmm: _addbmm,
