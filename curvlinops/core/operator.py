@@ -7,7 +7,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.border import is_ours, is_scalar, read
+from curvlinops.core.border import check_shapes, is_ours, is_scalar, read
+from curvlinops.core.columns import multiple, total
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -48,6 +49,11 @@ class TorchLinearOperator(LinearOperator):
         if self.self_adjoint:
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
 
     @property
     def space(self) -> ParameterSpace:
@@ -183,7 +189,7 @@ class SumLinearOperator(TorchLinearOperator):
     """The sum of two operators."""
 
     def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
-        _check_shapes(first.shape == second.shape, first, second, "added")
+        check_shapes(first.shape == second.shape, first.shape, second.shape, "added")
         first.domain.check_compatible(second.domain)
         first.codomain.check_compatible(second.codomain)
         # of two spaces that agree, keep the one that has parameter structure
@@ -203,7 +209,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         outs = [
@@ -212,7 +218,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
 
 class ScaledLinearOperator(TorchLinearOperator):
@@ -223,17 +229,17 @@ class ScaledLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply(columns), self.scalar)
+        return multiple(self.operator._apply(columns), self.scalar)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply_adjoint(columns), self.scalar)
+        return multiple(self.operator._apply_adjoint(columns), self.scalar)
 
 
 class ProductLinearOperator(TorchLinearOperator):
     """The product of two operators; the second is applied first."""
 
     def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
-        _check_shapes(left.shape[1] == right.shape[0], left, right, "multiplied")
+        check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
         left.domain.check_compatible(right.codomain)
         self.left, self.right = left, right
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
@@ -289,16 +295,3 @@ class AdjointLinearOperator(TorchLinearOperator):
         return self.operator
 
     _transpose = _adjoint
-
-
-def _check_shapes(fit: bool, first: LinearOperator, second: LinearOperator, verb: str) -> None:
-    if not fit:
-        raise ValueError(f"Operators of shapes {first.shape} and {second.shape} cannot be {verb}.")
-
-
-def _add(first: Columns, second: Columns) -> Columns:
-    return {name: first[name] + second[name] for name in first}
-
-
-def _scale(columns: Columns, scalar: float) -> Columns:
-    return {name: scalar * column for name, column in columns.items()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.batch import Part
+from curvlinops.layers.convolution import Patches
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
@@ -89,15 +90,15 @@ def input_factor(
     if reduce:
         return _reduced_inputs(parts, bias, diagonal)
     summed = [_expanded_inputs(part, bias, diagonal) for part in parts]
-    return sum(moment for moment, _ in summed), sum(count for _, count in summed)
+    return sum(found for found, _ in summed), sum(count for _, count in summed)
 
 
 def gradient_factor(parts: Sequence[Part], reduce: bool, diagonal: bool) -> Tensor:
     """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
     gradients = [_gradients(part.form) for part in parts]
     if reduce:
-        return _moment(sum(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
-    return sum(_moment(g.flatten(0, 2), diagonal) for g in gradients)
+        return moment(sum(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
+    return sum(moment(g.flatten(0, 2), diagonal) for g in gradients)
 
 
 def _gradients(form: Form) -> Tensor:
@@ -121,23 +122,24 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
         counts = torch.bincount(found, minlength=form.shape[0]).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    moments, totals = [], []
-    for some in form.parts(form.num_inputs):
-        x = form.x[some].flatten(0, 1)
-        moments.append(_moment(x, diagonal))
-        totals.append(None if bias is None else x.sum(0))
-    moment = fold(torch.Tensor.add_, moments)
-    return (moment if bias is None else _with_bias(moment, sum(totals), count, bias)), count
+    if isinstance(form.x, Patches) and not diagonal:
+        found = form.x.second_moment()
+    else:
+        some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
+        found = fold(Tensor.add_, (moment(x, diagonal) for x in some))
+    if bias is not None:
+        found = _with_bias(found, _totals(form).sum(0), count, bias)
+    return found, count
 
 
-def _with_bias(moment: Tensor, total: Tensor, count: Tensor, bias: float) -> Tensor:
+def _with_bias(found: Tensor, total: Tensor, count: Tensor, bias: float) -> Tensor:
     """Return the moment of inputs that have one more entry, a constant."""
-    size = moment.shape[1]
-    corner = (bias**2 * count).to(moment).expand(len(moment), 1)
-    if moment.ndim == 2:
-        return torch.cat([moment, corner], dim=1)
-    out = moment.new_empty(len(moment), size + 1, size + 1)
-    out[:, :size, :size] = moment
+    size = found.shape[1]
+    corner = (bias**2 * count).to(found).expand(len(found), 1)
+    if found.ndim == 2:
+        return torch.cat([found, corner], dim=1)
+    out = found.new_empty(len(found), size + 1, size + 1)
+    out[:, :size, :size] = found
     out[:, size, :size] = out[:, :size, size] = bias * total
     out[:, size, size:] = corner
     return out
@@ -157,11 +159,13 @@ def _reduced_inputs(
     if bias is not None:
         means = torch.cat([means, torch.full_like(means[..., :1], bias)], dim=2)
         means = means * (positions > 0).to(means).reshape(-1, 1, 1)
-    return _moment(means, diagonal), (positions > 0).sum()
+    return moment(means, diagonal), (positions > 0).sum()
 
 
 def _totals(form: Outer) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
+    if isinstance(form.x, Patches):
+        return form.x.totals()
     return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
 
 
@@ -182,7 +186,7 @@ def _is_lookup(part: Part) -> Tensor:
     return valid & (place < part.rows[:, None])
 
 
-def _moment(rows: Tensor, diagonal: bool) -> Tensor:
+def moment(rows: Tensor, diagonal: bool) -> Tensor:
     """Return the sum of outer products of ``[P, G, I]``, or its diagonal."""
     if diagonal:
         return rows.square().sum(0)

@@ -155,7 +155,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             dtype=self.torch_dtype,
             device=self.device,
         )
-        draws = self.domain.join(self.eigh()._multiply_root(self.domain.split(z)))
+        draws = self.domain.join(self._root()._multiply_root(self.domain.split(z)))
         return draws[0] if num_samples is None else draws.T
 
     # --- where it lives
@@ -236,6 +236,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return the sign of the determinant, and the logarithm of its absolute value."""
         return self.eigh()._slogdet()
 
+    def _root(self) -> "StructuredLinearOperator":
+        """Return what multiplies by a matrix R with ``R R^T`` equal to the operator."""
+        return self.eigh()
+
     def _eigh(self) -> "StructuredLinearOperator":
         """Return the eigendecomposition."""
         raise self._lacks("eigendecomposition")
@@ -254,6 +258,10 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     def _matrices(self) -> list:
         """Return the factors whose eigendecompositions are needed for that of the operator."""
+        return []
+
+    def _matrices_to_invert(self) -> list:
+        """Return those of ``_matrices`` that the inverse needs."""
         return []
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":

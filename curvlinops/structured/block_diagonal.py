@@ -159,17 +159,16 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _matrices(self) -> list:
         return [factor for block in self for factor in block._matrices()]
 
-    def _decompose(self) -> None:
-        """Compute the decompositions of all blocks together, which batches equal sizes."""
-        names = [
-            f"A factor of block {name!r}"
-            for name, block in self._blocks.items()
-            for _ in block._matrices()
-        ]
-        decompose(self._matrices(), names)
+    def _matrices_to_invert(self) -> list:
+        return [factor for block in self for factor in block._matrices_to_invert()]
+
+    def _decompose(self, matrices: Callable[[StructuredLinearOperator], list]) -> None:
+        """Compute the decompositions that all blocks need together, which batches equal sizes."""
+        needed = [(m, name) for name, block in self._blocks.items() for m in matrices(block)]
+        decompose([m for m, _ in needed], [f"A factor of block {name!r}" for _, name in needed])
 
     def _eigh(self) -> EighDecomposedLinearOperator:
-        self._decompose()
+        self._decompose(lambda block: block._matrices())
         blocks = {}
         for name, block in self._blocks.items():
             with about(name):
@@ -179,11 +178,12 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return EighDecomposedLinearOperator(values, vectors)
 
     def _inverse(self, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
+        self._decompose(lambda block: block._matrices_to_invert())
         return self._map(lambda block: block._inverse(retry_double_precision))
 
     def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
         if exponent < 0 or not exponent.is_integer():
-            self._decompose()
+            self._decompose(lambda block: block._matrices())
         return self._map(lambda block: block._power(exponent))
 
     # --- algebra

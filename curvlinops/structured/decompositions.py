@@ -1,6 +1,7 @@
 """Eigendecompositions and inverses of dense symmetric matrices, checked and rescued."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -41,7 +42,9 @@ def eigh_batched(
         groups.setdefault((matrix.shape[-1], matrix.dtype, matrix.device), []).append(i)
     out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
     for (size, _, _), members in groups.items():
-        stack = [matrices[i].detach().reshape(-1, size, size) for i in members]
+        stack = [
+            matrices[i].detach().reshape(prod(matrices[i].shape[:-2]), size, size) for i in members
+        ]
         label = ", ".join(names[i] for i in members)
         values, vectors = _eigh(stack[0] if len(stack) == 1 else torch.cat(stack), label)
         counts = [len(part) for part in stack]

@@ -13,7 +13,8 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
     """A symmetric matrix ``Q diag(eigenvalues) Q^T``.
 
     Args:
-        eigenvalues: The eigenvalues, ``[D]``, in the order of the columns of Q.
+        eigenvalues: The eigenvalues, ``[D]``, in the order of the columns of Q. They are cast to
+            the dtype of Q.
         eigenvectors: Q, orthogonal: a matrix ``[D, D]`` with the eigenvectors as columns, or an
             operator such as a Kronecker product of orthogonal matrices. Orthogonality is not
             checked.
@@ -21,7 +22,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def __init__(self, eigenvalues: Tensor, eigenvectors: Tensor | StructuredLinearOperator):
         values = real(eigenvalues, "The vector of eigenvalues", ndim=(1,))
-        if isinstance(eigenvectors, Tensor):
+        if not isinstance(eigenvectors, StructuredLinearOperator):
             eigenvectors = OrthogonalMatrix(eigenvectors)
         if eigenvectors.shape != (len(values), len(values)):
             raise ValueError(

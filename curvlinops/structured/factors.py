@@ -24,18 +24,30 @@ class Dense:
         self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
         self.decomposition: tuple[Tensor, Tensor] | None = None
 
-    def multiply(self, X: Tensor) -> Tensor:
-        """Multiply along an axis: ``[G, L, m, R]`` to ``[G, L, n, R]``."""
-        _, left, _, right = X.shape
-        # one matrix, not a batch of one
-        T = self.tensor[0] if self.groups == 1 else self.tensor
+    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
+        """Multiply along an axis.
+
+        Args:
+            X: Numbers ``[groups, left, m, right]``, in any shape.
+            groups: G, or one if all factors have one group.
+            left: The extent of the axes before this.
+            right: The extent of the axes after this.
+
+        Returns:
+            Numbers ``[groups, left, n, right]``, in some shape.
+        """
+        T = self.tensor
+        if groups == 1 and (left == 1 or right == 1):  # faster than a batch of one matrix
+            if left == 1:
+                return T[0] @ X.reshape(self.columns, right)
+            # products with a transposed matrix are slower
+            return X.reshape(left, self.columns) @ (T[0] if self.symmetric else T[0].T)
+        X = X.reshape(groups, left, self.columns, right)
         if self.rows == self.columns == 1:
-            return X * self.tensor.unsqueeze(-1)
+            return X * T.unsqueeze(-1)
         if right == 1:
-            return (X.squeeze(3) @ T.mT).unsqueeze(3)
-        if left == 1:
-            return (T @ X.squeeze(1)).unsqueeze(1)
-        return (T if self.groups == 1 else T.unsqueeze(1)) @ X
+            return X.squeeze(3) @ (T if self.symmetric else T.mT)
+        return T @ X.squeeze(1) if left == 1 else T.unsqueeze(1) @ X
 
     def dense(self) -> Tensor:
         """Return the matrices, ``[G, n, m]``."""
@@ -98,13 +110,21 @@ class Dense:
 
     def scaled(self, scalar: float) -> "Dense":
         """Return a multiple."""
-        return Dense(scalar * self.tensor, self.symmetric)
+        out = Dense(scalar * self.tensor, self.symmetric)
+        if self.decomposition is not None:
+            values, vectors = self.decomposition
+            out.decomposition = (scalar * values, vectors)
+        return out
 
     def shifted(self, scalar: float) -> "Dense":
         """Return the sum with a multiple of the identity."""
-        out = self.tensor.clone()
-        out.diagonal(dim1=-2, dim2=-1).add_(scalar)
-        return Dense(out, self.symmetric)
+        tensor = self.tensor.clone()
+        tensor.diagonal(dim1=-2, dim2=-1).add_(scalar)
+        out = Dense(tensor, self.symmetric)
+        if self.decomposition is not None:
+            values, vectors = self.decomposition
+            out.decomposition = (values + scalar, vectors)
+        return out
 
     def plus(self, other: "Dense | Diagonal") -> "Dense":
         """Return the sum with another factor."""
@@ -140,9 +160,11 @@ class Diagonal:
         self.groups, self.rows = entries.shape
         self.columns = self.rows
 
-    def multiply(self, X: Tensor) -> Tensor:
-        """Multiply along an axis: ``[G, L, n, R]`` to ``[G, L, n, R]``."""
-        return X if self.is_unit else X * self.entries[:, None, :, None]
+    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
+        """Multiply along an axis, see ``Dense.multiply``."""
+        if self.is_unit:
+            return X
+        return X.reshape(groups, left, self.rows, right) * self.entries[:, None, :, None]
 
     def dense(self) -> Tensor:
         """Return the matrices, ``[G, n, n]``."""
@@ -254,9 +276,12 @@ def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
     """
     K = X.shape[0]
     rows, columns = [f.rows for f in factors], [f.columns for f in factors]
-    X = X.reshape(K, groups, prod(columns)).transpose(0, 1)
+    if groups > 1:
+        X = X.reshape(K, groups, prod(columns)).transpose(0, 1)
     # from the last: that of B V A^T is a single matrix product for all columns
     for i in reversed(range(len(factors))):
         left, right = K * prod(columns[:i]), prod(rows[i + 1 :])
-        X = factors[i].multiply(X.reshape(groups, left, columns[i], right))
-    return X.reshape(groups, K, prod(rows)).transpose(0, 1).reshape(K, groups * prod(rows))
+        X = factors[i].multiply(X, groups, left, right)
+    if groups > 1:
+        X = X.reshape(groups, K, prod(rows)).transpose(0, 1)
+    return X.reshape(K, groups * prod(rows))

@@ -1,5 +1,7 @@
 """The identity, to damp other operators with."""
 
+from operator import index
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
     """
 
     def __init__(self, space: ParameterSpace | int, scalar: float = 1.0):
-        if isinstance(space, int):
-            space = ParameterSpace.flat(space, torch.float32, torch.device("cpu"))
+        if not isinstance(space, ParameterSpace):
+            space = ParameterSpace.flat(index(space), torch.float32, torch.device("cpu"))
         super().__init__(space)
         self.scalar = self._multiple = float(scalar)
 

@@ -93,7 +93,7 @@ class RearrangedLinearOperator(StructuredLinearOperator):
 
     Args:
         operator: A.
-        space: The space of the parameters.
+        space: The names and shapes of the parameters. Dtype and device are those of A.
         arrangement: P, which permutes the entries of the parameters.
     """
 
@@ -147,6 +147,9 @@ class RearrangedLinearOperator(StructuredLinearOperator):
 
     def _matrices(self) -> list:
         return self.operator._matrices()
+
+    def _matrices_to_invert(self) -> list:
+        return self.operator._matrices_to_invert()
 
     def _inverse(self, retry_double_precision: bool) -> "RearrangedLinearOperator":
         return self._with(self.operator._inverse(retry_double_precision))

@@ -67,5 +67,8 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _matrices(self) -> list:
         return self.operator._matrices()
 
+    def _matrices_to_invert(self) -> list:
+        return self._matrices()
+
     def _to(self, device: torch.device, dtype: torch.dtype) -> "ShiftedLinearOperator":
         return ShiftedLinearOperator(self.operator._to(device, dtype), self.shift)

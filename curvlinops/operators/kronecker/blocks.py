@@ -40,7 +40,7 @@ class BlockFactors(NamedTuple):
     Attributes:
         block: The block.
         products: Its Kronecker products, whose sum it is.
-        matrix: If it has none: a matrix ``[D, D]``, or the diagonal of one, ``[D]``.
+        matrix: If it has none: matrices ``[G, D, D]`` of its parts, or their diagonals ``[G, D]``.
     """
 
     block: Block
@@ -56,6 +56,13 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
         scale: The risk's normalization c.
         options: The options of the approximation.
     """
+    gradients = {}
+    for (number, kind), factors in sums.products.items():
+        if options.fisher_type is FisherType.FORWARD_ONLY:
+            ones = factors.inputs.new_ones(kind.groups, kind.outputs)
+            gradients[number, kind] = Diagonal(ones)
+        elif factors.gradients is not None:
+            gradients[number, kind] = _factor(scale * factors.gradients)
     found = []
     for number, block in enumerate(sums.blocks):
         products = []
@@ -66,11 +73,9 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
             # no input at all: zeros; with decay, counts are below one, too
             count = factors.count.masked_fill(factors.count == 0, 1.0)
             inputs = _factor(factors.inputs / count.to(factors.inputs))
-            if options.fisher_type is FisherType.FORWARD_ONLY:
-                gradients = Diagonal(factors.inputs.new_ones(kind.groups, kind.outputs))
-            else:
-                gradients = _factor(scale * factors.gradients)
-            products.append(Product(kind, gradients, None if kind.shift else inputs))
+            twin = block.twin
+            own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
+            products.append(Product(kind, gradients[own], None if kind.shift else inputs))
         matrix = sums.matrices.get(number)
         found.append(
             BlockFactors(block, tuple(products), None if matrix is None else scale * matrix)
@@ -136,9 +141,7 @@ def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinea
     if factors.products:
         return summed(factors.products)
     if factors.matrix is not None:
-        whole = factors.matrix.ndim == 2
-        make = KroneckerProductLinearOperator if whole else DiagonalLinearOperator
-        return make(factors.matrix)
+        return KroneckerProductLinearOperator(_factor(factors.matrix))
     size = Entries.of(space.shapes, [factors.block]).sizes[0]
     return DiagonalLinearOperator(_zeros(size, space))
 

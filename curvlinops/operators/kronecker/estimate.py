@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
-from curvlinops.layers.factors import Kind, gradient_factor, input_factor
+from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, Within
 from curvlinops.layers.outer import add
 from curvlinops.layers.samples import Group, SampleGradients, split
@@ -24,12 +24,13 @@ class Factors:
     Attributes:
         inputs: Outer products of inputs, ``[G, I, I]``, or their diagonals ``[G, I]``.
         count: The number of these.
-        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``.
+        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``;
+            ``None`` if they are those of a twin.
     """
 
     inputs: Tensor
     count: Tensor
-    gradients: Tensor
+    gradients: Tensor | None
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Sums:
     Attributes:
         blocks: The blocks; ``None`` before the first batch.
         products: Those of Kronecker structure, by number and kind.
-        matrices: The others, by number: ``[D, D]``, or a diagonal ``[D]``, with the block's D.
+        matrices: The others, by number: ``[G, D, D]``, or diagonals ``[G, D]``.
         terms: The share of the normalization.
         num_batches: How many batches there were.
     """
@@ -53,7 +54,11 @@ class Sums:
     def scaled(self, factor: float) -> "Sums":
         """Return multiples of all sums."""
         products = {
-            key: Factors(factor * own.inputs, factor * own.count, factor * own.gradients)
+            key: Factors(
+                factor * own.inputs,
+                factor * own.count,
+                None if own.gradients is None else factor * own.gradients,
+            )
             for key, own in self.products.items()
         }
         matrices = {number: factor * matrix for number, matrix in self.matrices.items()}
@@ -85,7 +90,7 @@ class Sums:
         self.products[key] = Factors(
             own.inputs + factors.inputs,
             own.count + factors.count,
-            own.gradients + factors.gradients,
+            None if own.gradients is None else own.gradients + factors.gradients,
         )
 
     def add_matrix(self, number: int, matrix: Tensor) -> None:
@@ -98,7 +103,8 @@ class Sums:
         for factors in self.products.values():
             factors.inputs = factors.inputs.to(device)
             factors.count = factors.count.to(device)
-            factors.gradients = factors.gradients.to(device)
+            if factors.gradients is not None:
+                factors.gradients = factors.gradients.to(device)
         self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
         self.terms = torch.as_tensor(self.terms).to(device)
 
@@ -149,7 +155,7 @@ class Estimator:
 
     def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
         """Choose the structure of the blocks, given one more batch."""
-        used = usages(parts, self._options.joint)
+        used = usages(parts)
         used = {n: used.get(n, set()) | self._used.get(n, set()) for n in {*used, *self._used}}
         if self._blocks is None or used != self._used or unknown != self._unknown:
             self._used, self._unknown = used, dict(unknown)
@@ -187,23 +193,23 @@ class Estimator:
         self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
     ) -> None:
         kind, block = key[1], sums.blocks[key[0]]
-        reduce = block.names[0] in self._options.reduced
+        dtype, reduce = self._space.dtype, block.names[0] in self._options.reduced
         whole_input, whole_output = stays_whole(block, kind, self._options)
-        gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
+        gradients = None
+        if block.twin is None:
+            gradients = gradient_factor(parts, reduce, diagonal=not whole_output).to(dtype)
         if with_inputs:
             inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
-            dtype = self._space.dtype
-            found = Factors(inputs.to(dtype), count.double(), gradients.to(dtype))
-            sums.add_product(key, found)
-        else:
+            sums.add_product(key, Factors(inputs.to(dtype), count.double(), gradients))
+        elif gradients is not None:
             sums.products[key].gradients += gradients
 
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
-        size = prod(rows.shape[1:])
-        rows = rows.reshape(len(rows), size).to(self._space.dtype)
-        diagonal = sums.blocks[number].structure == "diagonal"
-        sums.add_matrix(number, rows.square().sum(0) if diagonal else rows.T @ rows)
+        block = sums.blocks[number]
+        size = prod(rows.shape[1:]) // block.groups
+        rows = rows.reshape(len(rows), block.groups, size).to(self._space.dtype)
+        sums.add_matrix(number, moment(rows, diagonal=block.structure == "diagonal"))
 
 
 def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]:

@@ -1,7 +1,8 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,12 @@ from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 
 
 class Partner(NamedTuple):
-    """The bias that is added to a product with a weight.
+    """The bias that is added to a product with a weight; seen from the bias, the weight.
 
     Attributes:
         name: The parameter.
         place: The part of it, ``None`` for all.
-        scale: By what it is multiplied before.
+        scale: By what the bias is multiplied before.
     """
 
     name: str
@@ -33,14 +34,14 @@ class Usage(NamedTuple):
     Attributes:
         place: The part of it, ``None`` for all.
         kind: The Kronecker product, ``None`` if there is none.
-        bias: The bias that belongs to the same product.
+        partner: What belongs to the same product.
         mapped: Whether the layer uses a function of the parameter.
         product: Whether the layer multiplies with it, or with this function, as with a matrix.
     """
 
     place: Place | None
     kind: Kind | None
-    bias: Partner | None = None
+    partner: Partner | None = None
     mapped: bool = False
     product: bool = False
 
@@ -55,6 +56,9 @@ class Block:
         kinds: The Kronecker products of which it is the sum.
         places: The parts of the parameters, ``None`` for all.
         scale: The last entry of all inputs if there is a bias, else ``None``.
+        groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
+        twin: The number of a block with the same output gradients: that of the weight to which a
+            bias belongs. Then only inputs are its own.
         reason: Why it has this structure.
     """
 
@@ -63,29 +67,28 @@ class Block:
     kinds: tuple[Kind, ...] = ()
     places: tuple[Place | None, ...] = (None,)
     scale: float | None = None
+    groups: int = 1
+    twin: int | None = None
     reason: str = ""
 
 
-def usages(parts: Iterable[Part], joint: bool) -> dict[str, set[Usage]]:
-    """Return how a batch's layers use the parameters.
-
-    Args:
-        parts: The uses.
-        joint: Whether biases are to be treated together with weights.
-    """
+def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
+    """Return how a batch's layers use the parameters."""
     parts = list(parts)
-    biases = {
-        part.key.index: Partner(part.name, place_of(part), part.shift)
-        for part in parts
-        if joint and part.shift is not None and not part.elsewhere
-    }
+    biases, weights = {}, {}
+    for part in parts:
+        if part.shift is not None and not part.elsewhere:
+            biases[part.key.index] = Partner(part.name, place_of(part), part.shift)
+    for part in parts:
+        bias = biases.get(part.key.index)
+        if bias is not None and part.shift is None:
+            weights[part.key.index] = Partner(part.name, place_of(part), bias.scale)
     found: dict[str, set[Usage]] = {}
     for part in parts:
-        kind = kind_of(part)
-        bias = None if kind is None or kind.shift else biases.get(part.key.index)
-        mapped = isinstance(part.form, Mapped)
+        partners = biases if part.shift is None else weights
+        partner, mapped = partners.get(part.key.index), isinstance(part.form, Mapped)
         product = Kind.of(_innermost(part.form), part.shift is not None) is not None
-        usage = Usage(place_of(part), kind, bias, mapped, product)
+        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return found
 
@@ -123,7 +126,8 @@ def plan(
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
     """
-    joined = _joined(used, space) if options.joint else {}
+    pairs = _pairs(used, space)
+    joined = pairs if options.joint else {}
     blocks = []
     for name in space.names:
         if name in joined.values():
@@ -136,7 +140,7 @@ def plan(
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    return blocks
+    return blocks if options.joint else _with_twins(blocks, used, pairs)
 
 
 def _check_without_gradients(blocks: Iterable[Block]) -> None:
@@ -148,50 +152,57 @@ def _check_without_gradients(blocks: Iterable[Block]) -> None:
             )
 
 
-def _joined(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
+def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
     """Return the weights that are always used together with one bias, and the bias."""
-    joined = {}
+    pairs = {}
     for name, usages in used.items():
-        partners = {usage.bias for usage in usages}
+        partners = {usage.partner for usage in usages if usage.kind and not usage.kind.shift}
         names = {partner.name for partner in partners if partner is not None}
         if None in partners or len(names) != 1:
             continue
         (bias,) = names
-        alike = {(usage.place, usage.bias) for usage in usages}
+        others = used[bias]
         if (
             len({usage.kind for usage in usages}) == 1
-            and all(_fits(usage, bias, space) for usage in usages)
-            and all(other.kind is not None and other.kind.shift for other in used[bias])
-            and len({place for place, _ in alike}) == len(alike)
-            and {usage.place for usage in used[bias]} == {partner.place for partner in partners}
-            and _is_only(bias, name, used)
+            and len({usage.place for usage in usages}) == len(partners) == len(usages)
+            and all(_fits(usage, space) for usage in usages)
+            and all(other.partner and other.partner.name == name for other in others)
+            and {other.place for other in others} == {partner.place for partner in partners}
         ):
-            joined[name] = bias
-    return joined
+            pairs[name] = bias
+    return pairs
 
 
-def _fits(usage: Usage, bias: str, space: ParameterSpace) -> bool:
+def _fits(usage: Usage, space: ParameterSpace) -> bool:
     """Return whether the bias has an entry for each output of the product."""
-    kind, place = usage.kind, usage.bias.place
-    size = space.slice(bias).stop - space.slice(bias).start
-    size = size if place is None else torch.Size(place.shape).numel()
-    return kind is not None and not kind.lookup and size == kind.groups * kind.outputs
+    kind, bias = usage.kind, usage.partner
+    size = prod(space.shapes[bias.name] if bias.place is None else bias.place.shape)
+    return not kind.lookup and size == kind.groups * kind.outputs
 
 
-def _is_only(bias: str, weight: str, used: Mapping[str, set[Usage]]) -> bool:
-    """Return whether no other weight has the same bias."""
-    others = (usage for name, usages in used.items() if name != weight for usage in usages)
-    return all(other.bias is None or other.bias.name != bias for other in others)
+def _with_twins(
+    blocks: list[Block], used: Mapping[str, set[Usage]], pairs: Mapping[str, str]
+) -> list[Block]:
+    """Let biases' blocks refer to those of the weights with the same output gradients."""
+    numbers = {
+        (block.names[0], block.places[0]): number
+        for number, block in enumerate(blocks)
+        if block.structure == "kronecker"
+    }
+    for weight in pairs:
+        for usage in used[weight]:
+            own, bias = numbers.get((weight, usage.place)), usage.partner
+            other = numbers.get((bias.name, bias.place))
+            if None not in (own, other) and usage.kind.groups == 1 and bias.scale == 1.0:
+                blocks[other] = replace(blocks[other], twin=own)
+    return blocks
 
 
 def _known(
     name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
 ) -> list[Block]:
     if not any(usage.product for usage in usages):
-        size = space.slice(name).stop - space.slice(name).start
-        small = size <= options.max_factor_size
-        reason = "gradients of samples are written down"
-        return [Block((name,), "dense" if small else "diagonal", reason=reason)]
+        return [_written(name, space, options)]
     if any(usage.mapped for usage in usages):
         reason = "a layer uses a function of it"
         return [_fallback(name, reason, space, options)]
@@ -209,7 +220,7 @@ def _known(
             return [_fallback(name, reason, space, options)]
         names, places, scale = (name,), (place,), None
         if bias is not None:
-            partner = next(iter(own)).bias
+            partner = next(iter(own)).partner
             names, places, scale = (name, bias), (place, partner.place), partner.scale
         blocks.append(Block(names, "kronecker", kinds, places, scale))
     return blocks
@@ -225,6 +236,18 @@ def _disjoint(places: Sequence[Place | None]) -> bool:
     return len(entries.unique()) == len(entries)
 
 
+def _written(name: str, space: ParameterSpace, options: Options) -> Block:
+    """Return the block of a parameter that is added, or multiplied elementwise."""
+    lengths = [length for length in space.shapes[name] if length != 1] or [1]
+    groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if width > limit or groups * width**2 > limit**2:
+        return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
+    reason = "used elementwise: its exact block"
+    if groups > 1:
+        reason += f", for each of {groups} vectors along the last axis"
+    return Block((name,), "dense", groups=groups, reason=reason)
+
+
 def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -> Block:
     if options.fallback is Fallback.ERROR:
         raise NotImplementedError(
@@ -232,4 +255,8 @@ def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -
             f"{reason}. Leave it out of params, or choose fallback='diagonal' or "
             "fallback='dense'."
         )
+    size, limit = prod(space.shapes[name]), options.max_factor_size
+    if options.fallback is Fallback.DENSE and size > limit:
+        reason += f", and it is larger than max_factor_size={limit}"
+        return Block((name,), "diagonal", reason=reason)
     return Block((name,), options.fallback.value, reason=reason)

@@ -17,7 +17,7 @@ class BlockReport(NamedTuple):
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
         factors: The shapes of its matrices: for each Kronecker product gradient and input factor,
             ``(G, O, O)`` and ``(G, I, I)``, where diagonals have one axis less.
-        reason: Why it is no Kronecker product, if it is none.
+        reason: Why it, or a matrix of it, has this structure; empty for two full factors.
     """
 
     names: tuple[str, ...]
@@ -34,10 +34,22 @@ def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
             each.block.structure,
             tuple(tuple(_tensor(f).shape) for p in each.products for f in factors_of(p))
             + (() if each.matrix is None else (tuple(each.matrix.shape),)),
-            each.block.reason,
+            each.block.reason or _reason(each),
         )
         for each in factors
     ]
+
+
+def _reason(factors: BlockFactors) -> str:
+    """Say which matrices of a Kronecker product are diagonal, and why."""
+    reasons = []
+    for product in factors.products:
+        if isinstance(product.inputs, Diagonal):
+            why = "inputs are looked up" if product.kind.lookup else "they are too large"
+            reasons.append(f"input factor diagonal: {why}")
+        if isinstance(product.gradients, Diagonal):
+            reasons.append("gradient factor diagonal: not backpropagated, or too large")
+    return "; ".join(reasons)
 
 
 class ModuleFactors(NamedTuple):
