@@ -43,7 +43,7 @@ def test_equals_dense_reference(name: str, joint: bool):
 
 @pytest.mark.parametrize("name", ["classes-ce-mean", "rnn"])
 def test_reduced_factors_give_another_basis(name: str):
-    p = problems.make(name)
+    p = kfac_models.make(name)
     # enough samples that no factor is singular
     more = [(X, y) for X, y in p.data]
     generator = torch.Generator().manual_seed(0)
