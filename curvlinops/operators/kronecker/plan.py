@@ -13,7 +13,6 @@ from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, Mapped, Place, Within
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 
-
 #: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
 _WHOLE = 4096
 
