@@ -25,6 +25,7 @@ from curvlinops.operators.kronecker.report import (
     BlockReport,
     ModuleFactors,
     by_module,
+    check_pairs,
     report,
 )
 from curvlinops.operators.kronecker.storage import pack, read, unpack, write
@@ -100,13 +101,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             type(self).__name__, self.space, self._options, num_per_example_loss_terms
         )
         self._sums: Sums | None = None
-        self._structure: BlockDiagonalLinearOperator | None = None
+        self._forget()
 
     # --- factors
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._sums, self._structure = self._passes.sum_over_all(self._run), None
+        self._sums = self._passes.sum_over_all(self._run)
+        self._forget()
 
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
@@ -125,7 +127,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._computed().scale(decay)
         batches = Batches([batch], self.risk.batches.batch_size_fn)
         self._passes.add(self._run, self._sums, batches)
-        self._structure = None
+        self._forget()
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
@@ -139,12 +141,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             raise ValueError("Only operators of one class with equal options can be merged.")
         self.space.check_compatible(other.space)
         self._computed().add(other._computed())
-        self._structure = None
+        self._forget()
 
     def _computed(self) -> Sums:
         if self._sums is None:
             self.compute_kronecker_factors()
         return self._sums
+
+    def _forget(self) -> None:
+        """Forget what was made of the sums."""
+        self._structure: BlockDiagonalLinearOperator | None = None
+        self._modules: dict[str, ModuleFactors] | None = None
 
     def _reconsider(self) -> None:
         super()._reconsider()
@@ -175,13 +182,27 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Where the modules' weights and biases are among ``params``."""
         return {name: found.positions for name, found in self._by_module().items()}
 
-    # names that published programs read
-    _input_covariances = input_covariances
-    _gradient_covariances = gradient_covariances
-    _mapping = mapping
-
     def _by_module(self) -> dict[str, ModuleFactors]:
-        return by_module(self._factors(), self.space.names)
+        if self._modules is None:
+            # copies: whoever reads them may scale them in place
+            self._modules = by_module(self._factors(), self.space.names)
+        return self._modules
+
+    # names that published programs read, which rely on one dense pair for each weight
+    @property
+    def _input_covariances(self) -> dict[str, Tensor]:
+        check_pairs(self._computed().blocks, self._by_module())
+        return self.input_covariances
+
+    @property
+    def _gradient_covariances(self) -> dict[str, Tensor]:
+        check_pairs(self._computed().blocks, self._by_module())
+        return self.gradient_covariances
+
+    @property
+    def _mapping(self) -> dict[str, dict[str, int]]:
+        check_pairs(self._computed().blocks, self._by_module())
+        return self.mapping
 
     # --- saving
 
@@ -199,7 +220,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             ValueError: If these are of other parameters or options.
         """
         self._sums, rest = unpack(state, self.space, self._options)
-        self._structure = None
+        self._forget()
         self._load_rest(rest)
 
     def _load_rest(self, tensors: dict[str, Tensor]) -> None:
@@ -271,7 +292,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
         self._reconsider()
-        self._structure = None
+        self._forget()
         if self._sums is not None:
             self._sums.to(device)
         return self
