@@ -1,5 +1,34 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.cg import CGInverseLinearOperator
+from curvlinops.algorithms.convergence import (
+    ConvergenceError,
+    ConvergenceWarning,
+    NegativeCurvatureError,
+)
+from curvlinops.algorithms.dottest import dottest
+from curvlinops.algorithms.eigsh import eigsh
+from curvlinops.algorithms.exchangeable import xdiag, xnystrace, xtrace
+from curvlinops.algorithms.hutchinson import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+)
+from curvlinops.algorithms.inverse import Solution
+from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
+from curvlinops.algorithms.minres import MINRESInverseLinearOperator
+from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
+from curvlinops.algorithms.plotting import plot_spectrum
+from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
+from curvlinops.algorithms.spectrum import (
+    LanczosApproximateLogSpectrumCached,
+    LanczosApproximateSpectrumCached,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+)
+from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -24,10 +53,14 @@ from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 __all__ = [
     "BlockDiagonalLinearOperator",
+    "CGInverseLinearOperator",
+    "ConvergenceError",
+    "ConvergenceWarning",
     "DataLinearOperator",
     "DiagonalLinearOperator",
     "EFLinearOperator",
     "EKFACLinearOperator",
+    "Eigenpairs",
     "EighDecomposedLinearOperator",
     "FisherMCLinearOperator",
     "FisherType",
@@ -40,8 +73,31 @@ __all__ = [
     "KFACLinearOperator",
     "KFACType",
     "KroneckerProductLinearOperator",
+    "LSMRInverseLinearOperator",
+    "LSMRSolution",
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
+    "MINRESInverseLinearOperator",
+    "NegativeCurvatureError",
+    "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "Solution",
+    "SubmatrixLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "dottest",
+    "eigsh",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "lanczos_logdet",
+    "plot_spectrum",
+    "trace_function",
+    "xdiag",
+    "xnystrace",
+    "xtrace",
 ]

@@ -6,11 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einconv.conv_index_pattern import index_pattern
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from curvlinops.kfac_utils import extract_averaged_patches, extract_patches
 from curvlinops.layers.convolution import Patches
+from curvlinops.layers.covariance import (
+    covariance_by_patches,
+    covariance_by_shifts,
+    input_covariance,
+    input_sum,
+    shifts_are_cheaper,
+)
 from curvlinops.layers.patches import make_patches, patch_sums
 from curvlinops.layers.window import Window
 
@@ -39,13 +46,17 @@ def reference(x, kernel, stride, pads, dilation, groups):
     return patches.flatten(1 + len(axes) + 1).flatten(1, len(axes))
 
 
+def moments(patches):
+    return torch.einsum("nogi,nogj->gij", patches, patches)
+
+
 @st.composite
-def problems(draw):
+def problems(draw, max_stride=3):
     """Draw an input and the hyperparameters of a convolution that fits it."""
     dims = draw(st.integers(1, 3))
     axis = st.tuples(
         st.integers(1, 4 if dims < 3 else 2),  # kernel
-        st.integers(1, 3),  # stride
+        st.integers(1, max_stride),  # stride
         st.tuples(st.integers(-1, 3), st.integers(-2, 3)),  # padding
         st.integers(1, 3 if dims < 3 else 2),  # dilation
         st.integers(0, 8 if dims < 3 else 3),  # length beyond the first patch
@@ -113,6 +124,61 @@ def test_half_precision_is_widened(function, dtype):
     close(result, function(x.double(), 3, 1, 1, 1, 64).float(), 1e-5)
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(problems(), st.sampled_from([1, 7, 10**6]))
+def test_moments(problem, positions):
+    patches, window = reference(*problem), Window.of(*problem)
+    close(input_sum(problem[0], *window), patches.sum((0, 1)))
+    close(input_covariance(problem[0], *window), moments(patches))
+    close(covariance_by_patches(problem[0], window, positions), moments(patches))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems(max_stride=1), st.sampled_from([1, 7, 10**6]))
+def test_moments_by_shifts(problem, positions):
+    window = Window.of(*problem)
+    reaches = [window.reach(axis, 1) - 1 for axis in range(len(window.size))]
+    assume(all(size >= reach for size, reach in zip(window.size, reaches, strict=True)))
+    close(covariance_by_shifts(problem[0], window, positions), moments(reference(*problem)))
+
+
+CHOICES = {
+    "shifts": ((2, 16, 20, 20), 3, 1, 1, 1, 1, True),
+    "shifts, rectangular": ((2, 16, 30, 12), (5, 1), 1, "same", 1, 1, True),
+    "shifts, groups": ((9, 32, 20, 20), 3, 1, 0, 2, 2, True),
+    "symmetric": ((3, 64, 4, 4), 3, 1, 1, 1, 1, False),
+    "stride": ((2, 16, 20, 20), 3, 2, 1, 1, 1, False),
+    "few channels": ((2, 3, 20, 20), 3, 1, 1, 1, 1, False),
+    "depthwise": ((2, 8, 20, 20), 7, 1, 3, 1, 8, False),
+    "one by one": ((2, 16, 9, 9), 1, 1, 0, 1, 1, False),
+    "small image": ((2, 16, 2, 2), 3, 1, 2, 2, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name):
+    shape, *arguments, by_shifts = CHOICES[name]
+    x = torch.randn(shape, dtype=torch.float64)
+    window = Window.of(x, *arguments)
+    assert shifts_are_cheaper(shape, window) == by_shifts
+    patches = make_patches(x, window)
+    covariance = input_covariance(x, *window)
+    close(covariance, moments(patches))
+    torch.testing.assert_close(covariance, covariance.mT, rtol=0, atol=0)
+    single = input_covariance(x.float(), *window)
+    close(single, covariance.float(), 1e-5)
+    close(input_covariance(x.half(), *window), covariance.float(), 1e-2)
+
+
+def test_nothing_cancels():
+    # what no patch sees through a corner of the kernel is not subtracted again
+    x = torch.randn(2, 16, 20, 20)
+    x[:, :, -1] = 1e8
+    window = Window.of(x, 3, 1, 0, 1, 1)
+    expected = moments(make_patches(x.double(), window))[:, ::9, ::9].float()
+    close(covariance_by_shifts(x, window, 10**6)[:, ::9, ::9], expected, 1e-6)
+
+
 ERRORS = {
     "kernel too large": (
         ((1, 2, 3, 3), 5, 1, 0, 1, 1),
@@ -141,3 +207,9 @@ def test_errors(function, name):
 def test_integers_are_refused():
     with pytest.raises(ValueError, match="floating-point"):
         extract_patches(torch.zeros(1, 1, 4, dtype=torch.int64), 2, 1, 0, 1, 1)
+
+
+@pytest.mark.parametrize("function", [input_sum, input_covariance])
+def test_windows_that_do_not_fit_are_refused(function):
+    with pytest.raises(ValueError, match="No 3 patches along spatial axis 0"):
+        function(torch.zeros(1, 2, 4), (3,), (1,), [(0, 0)], (1,), (3,), 1)

@@ -35,6 +35,12 @@ def is_scalar(x: Any) -> bool:
     return isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
 
 
+def check_shapes(fit: bool, first: tuple, second: tuple, verb: str) -> None:
+    """Raise an error that names two operators' shapes unless they fit."""
+    if not fit:
+        raise ValueError(f"Operators of shapes {first} and {second} cannot be {verb}.")
+
+
 def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
     """Read one or several vectors.
 

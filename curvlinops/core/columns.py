@@ -18,6 +18,11 @@ _LOGGER = logging.getLogger("curvlinops")
 _BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
+def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
+    """Return whether several times a graph's memory is still little enough to be fast."""
+    return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
+
+
 def in_chunks(
     product: Callable[..., Columns], size: int | None
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:

@@ -7,7 +7,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.border import is_ours, is_scalar, read
+from curvlinops.core.border import check_shapes, is_ours, is_scalar, read
 from curvlinops.core.columns import multiple, total
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -49,6 +49,11 @@ class TorchLinearOperator(LinearOperator):
         if self.self_adjoint:
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
 
     @property
     def space(self) -> ParameterSpace:
@@ -184,7 +189,7 @@ class SumLinearOperator(TorchLinearOperator):
     """The sum of two operators."""
 
     def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
-        _check_shapes(first.shape == second.shape, first, second, "added")
+        check_shapes(first.shape == second.shape, first.shape, second.shape, "added")
         first.domain.check_compatible(second.domain)
         first.codomain.check_compatible(second.codomain)
         # of two spaces that agree, keep the one that has parameter structure
@@ -234,7 +239,7 @@ class ProductLinearOperator(TorchLinearOperator):
     """The product of two operators; the second is applied first."""
 
     def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
-        _check_shapes(left.shape[1] == right.shape[0], left, right, "multiplied")
+        check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
         left.domain.check_compatible(right.codomain)
         self.left, self.right = left, right
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
@@ -290,8 +295,3 @@ class AdjointLinearOperator(TorchLinearOperator):
         return self.operator
 
     _transpose = _adjoint
-
-
-def _check_shapes(fit: bool, first: LinearOperator, second: LinearOperator, verb: str) -> None:
-    if not fit:
-        raise ValueError(f"Operators of shapes {first.shape} and {second.shape} cannot be {verb}.")

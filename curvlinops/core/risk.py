@@ -14,6 +14,7 @@ from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, to_double
 from curvlinops.core.dependence import check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
+from curvlinops.core.graph import footprint
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -46,6 +47,11 @@ class BatchRisk:
         self.space = risk.space
         self.loss = risk.loss
         self.leaves = risk.model.leaves
+
+    @property
+    def graph_bytes(self) -> int:
+        """The memory of the graph of the first batch, in bytes."""
+        return self._risk.graph_bytes
 
     @property
     def num_samples(self) -> int:
@@ -118,6 +124,7 @@ class EmpiricalRisk:
 
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
+        graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
         self.values_checked = loss is None
+        self.graph_bytes = 0
         self._checked: set[int] = set()  # batches on which the graph was looked at
 
     def run(
@@ -264,3 +272,5 @@ class EmpiricalRisk:
                 self.loss.needs_graph = True
                 value = risk.loss_sum(value)[0]
         check_graph(value, self.model)
+        if not self._checked:
+            self.graph_bytes = footprint(value)

@@ -28,48 +28,33 @@ def add_by_shifts(total: Tensor, x: Tensor, window: Window) -> None:
             ``dilation * (K - 1)`` patches along each axis.
         window: Which patches.
     """
-    kernel = window.kernel_size
     # the first axis in front of the samples: its ranges need no copy
     x = x.unflatten(1, (window.groups, -1)).movedim(0, 3)
-    offsets = list(product(*(range(1 - k, k) for k in kernel[1:])))
-    for core in product(*([True] if k == 1 else [True, False] for k in kernel[1:])):
-        others = len(core)
-        left = _select(x, window, core, (0,) * others).flatten(others + 3)
-        # in the core all at once: one large matrix product
-        for some in [offsets] if all(core) else [[offset] for offset in offsets]:
-            right = torch.stack([_select(x, window, core, o) for o in some], dim=others + 1)
-            right = right.flatten(others + 1, others + 2).flatten(others + 3)
-            _add_products(total, left, right, some, core, window)
+    others = window.kernel_size[1:]
+    for core in product(*([True] if k == 1 else [True, False] for k in others)):
+        _add_products(total, _shifted(x, window, core), core, window)
 
 
-def _add_products(
-    total: Tensor,
-    left: Tensor,
-    right: Tensor,
-    offsets: Sequence[Offset],
-    core: Sequence[bool],
-    window: Window,
-) -> None:
+def _add_products(total: Tensor, right: Tensor, core: Sequence[bool], window: Window) -> None:
     """Add what some ranges of the axes after the first contribute.
 
     Args:
         total: ``[G, *K, C/G, *K, C/G]``, is added to.
-        left: Input in the ranges, ``[*classes, G, C/G, I, P]``: the first axis, and positions in
-            samples and other axes.
-        right: The same, shifted by each of the offsets, ``[*classes, G, offsets * C/G, I, P]``.
-        offsets: ``k' - k`` on the axes after the first, ascending.
-        core: Whether the ranges on these axes are the core, or the classes around it.
+        right: Input in these ranges and all shifts of them, ``[*classes, G, offsets, C/G, I, P]``:
+            the first axis, and positions in samples and other axes.
+        core: Whether the ranges on the axes after the first are the core, or the classes around it.
         window: Which patches.
     """
-    channels = left.shape[-3]
-    for first in range(window.kernel_size[0]):
-        zero = (0,) * (1 + len(core))
-        kept = [(first, *offset) for offset in offsets if (first, *offset) >= zero]
-        if not kept:
-            continue
-        sums = _products(left, right[..., -len(kept) * channels :, :, :], first, window)
-        for offset, block in zip(kept, sums.split(channels, dim=-1), strict=True):
-            _add_block(total, block, offset, core, window)
+    first, *others = window.kernel_size
+    offsets = list(product(*(range(1 - k, k) for k in others)))
+    middle, channels = len(offsets) // 2, right.shape[-3]
+    left = right[..., middle, :, :, :]
+    for by in range(first):
+        # the upper half of the symmetric matrix
+        start = middle if by == 0 else 0
+        sums = _products(left, right[..., start:, :, :, :].flatten(-4, -3), by, window)
+        for offset, block in zip(offsets[start:], sums.split(channels, dim=-1), strict=True):
+            _add_block(total, block, (by, *offset), core, window)
 
 
 def _products(left: Tensor, right: Tensor, offset: int, window: Window) -> Tensor:
@@ -84,12 +69,15 @@ def _products(left: Tensor, right: Tensor, offset: int, window: Window) -> Tenso
         )
         return a.flatten(-2) @ b.flatten(-2).mT
 
-    parts = [
-        classes(0, kernel - 1, step),
-        classes(reach, 1, size - reach),
-        classes(size, kernel - 1 - offset, step),
-    ]
-    return _runs(torch.cat(parts), 0, kernel, 0, kernel - offset)
+    count = kernel - offset
+    sums = classes(reach, 1, size - reach)
+    if count > 1:
+        sums = sums.repeat(count, *[1] * (sums.ndim - 1))
+    for index, product_before in enumerate(classes(0, kernel - 1, step)):
+        sums[: index + 1] += product_before
+    for index, product_behind in enumerate(classes(size, count - 1, step)):
+        sums[index + 1 :] += product_behind
+    return sums
 
 
 def _add_block(
@@ -114,16 +102,35 @@ def _runs(x: Tensor, axis: int, length: int, first: int, count: int) -> Tensor:
     return total
 
 
-def _select(x: Tensor, window: Window, core: Sequence[bool], offset: Offset) -> Tensor:
-    """Return ``[*classes, G, C/G, I, N, *positions]``, shifted, of ``[G, C/G, I, N, *others]``.
+def _shifted(x: Tensor, window: Window, core: Sequence[bool]) -> Tensor:
+    """Return ranges of all axes but the first, with all shifts, of ``[G, C/G, I, N, *others]``.
+
+    Returns:
+        ``[*classes, G, offsets, C/G, I, P]``, with positions P in samples and other axes.
+    """
+    others, axes = window.kernel_size[1:], len(core)
+    offsets = list(product(*(range(1 - k, k) for k in others)))
+    views = (_selected(x, window, core, offset) for offset in offsets)
+    out = None
+    for index, view in enumerate(views):
+        if out is None:
+            shape = (*view.shape[: axes + 1], len(offsets), *view.shape[axes + 1 :])
+            out = x.new_empty(shape)
+        # several times faster than one copy of a view with overlaps
+        out.select(axes + 1, index).copy_(view)
+    return out.flatten(axes + 4)
+
+
+def _selected(x: Tensor, window: Window, core: Sequence[bool], offset: Offset) -> Tensor:
+    """Return ``[*classes, G, C/G, I, N, *positions]``, shifted by an offset.
 
     On axes where ``core`` is false, positions that do not exist are replaced by the nearest ones;
     the run of no k has them.
     """
-    dims = len(window.size)
-    for axis in range(dims - 1, 0, -1):
+    axes = len(core)
+    for axis in range(axes, 0, -1):
         # counted from behind, as classes pile up in front
-        dim, size, step = axis - dims, window.size[axis], window.dilation[axis]
+        dim, size, step = axis - axes - 1, window.size[axis], window.dilation[axis]
         reach, shift = step * (window.kernel_size[axis] - 1), step * offset[axis - 1]
         if core[axis - 1]:
             x = x.narrow(dim, reach + shift, size - reach).unsqueeze(0)

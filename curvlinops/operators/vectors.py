@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss
 
 
@@ -33,7 +33,7 @@ def check_sampling(
 def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
     bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-    generator = _generator(bound, output, seed)
+    generator = seeded(output.device, seed, bound.batch.index)
     return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
 
@@ -62,7 +62,7 @@ def signed_hessian_roots(
     if roots.shape[2] <= 1:
         yield bound.loss.from_terms(roots.flatten(1, 2), output)
         return
-    generator = _generator(bound, output, seed)
+    generator = seeded(output.device, seed, bound.batch.index)
     for _ in range(num_draws):
         draw = torch.randint(2, roots.shape[1:3], generator=generator, device=roots.device)
         signs = (2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5
@@ -74,9 +74,3 @@ def _roots(bound: BatchRisk, output: Tensor) -> Tensor:
     bound.check_loss(output)
     roots = bound.loss.to_terms(bound.loss.hessian_sqrt(output, bound.batch.y))
     return roots.unflatten(1, (output.shape[0], -1))
-
-
-def _generator(bound: BatchRisk, output: Tensor, seed: int) -> torch.Generator:
-    # neighboring seeds make correlated generators: mix them
-    mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
-    return torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)

@@ -56,6 +56,13 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
         scale: The risk's normalization c.
         options: The options of the approximation.
     """
+    gradients = {}
+    for (number, kind), factors in sums.products.items():
+        if options.fisher_type is FisherType.FORWARD_ONLY:
+            ones = factors.inputs.new_ones(kind.groups, kind.outputs)
+            gradients[number, kind] = Diagonal(ones)
+        elif factors.gradients is not None:
+            gradients[number, kind] = _factor(scale * factors.gradients)
     found = []
     for number, block in enumerate(sums.blocks):
         products = []
@@ -64,11 +71,9 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
             if factors is None:  # planned, but not on this data
                 continue
             inputs = _factor(factors.inputs / factors.count.clamp(min=1).to(factors.inputs))
-            if options.fisher_type is FisherType.FORWARD_ONLY:
-                gradients = Diagonal(factors.inputs.new_ones(kind.groups, kind.outputs))
-            else:
-                gradients = _factor(scale * factors.gradients)
-            products.append(Product(kind, gradients, None if kind.shift else inputs))
+            twin = block.twin
+            own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
+            products.append(Product(kind, gradients[own], None if kind.shift else inputs))
         matrix = sums.matrices.get(number)
         found.append(
             BlockFactors(block, tuple(products), None if matrix is None else scale * matrix)

@@ -23,12 +23,13 @@ class Factors:
     Attributes:
         inputs: Outer products of inputs, ``[G, I, I]``, or their diagonals ``[G, I]``.
         count: The number of these.
-        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``.
+        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``;
+            ``None`` if they are those of a twin.
     """
 
     inputs: Tensor
     count: Tensor
-    gradients: Tensor
+    gradients: Tensor | None
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Sums:
         for factors in self.products.values():
             factors.inputs *= factor
             factors.count *= factor
-            factors.gradients *= factor
+            if factors.gradients is not None:
+                factors.gradients *= factor
         for matrix in self.matrices.values():
             matrix *= factor
         self.terms = self.terms * factor
@@ -83,7 +85,7 @@ class Sums:
         self.products[key] = Factors(
             own.inputs + factors.inputs,
             own.count + factors.count,
-            own.gradients + factors.gradients,
+            None if own.gradients is None else own.gradients + factors.gradients,
         )
 
     def add_matrix(self, number: int, matrix: Tensor) -> None:
@@ -96,7 +98,8 @@ class Sums:
         for factors in self.products.values():
             factors.inputs = factors.inputs.to(device)
             factors.count = factors.count.to(device)
-            factors.gradients = factors.gradients.to(device)
+            if factors.gradients is not None:
+                factors.gradients = factors.gradients.to(device)
         self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
         self.terms = torch.as_tensor(self.terms).to(device)
 
@@ -147,7 +150,7 @@ class Estimator:
 
     def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
         """Choose the structure of the blocks, given one more batch."""
-        used = usages(parts, self._options.joint)
+        used = usages(parts)
         used = {n: used.get(n, set()) | self._used.get(n, set()) for n in {*used, *self._used}}
         if self._blocks is None or used != self._used or unknown != self._unknown:
             self._used, self._unknown = used, dict(unknown)
@@ -185,15 +188,15 @@ class Estimator:
         self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
     ) -> None:
         kind, block = key[1], sums.blocks[key[0]]
-        reduce = block.names[0] in self._options.reduced
+        dtype, reduce = self._space.dtype, block.names[0] in self._options.reduced
         whole_input, whole_output = stays_whole(block, kind, self._options)
-        gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
+        gradients = None
+        if block.twin is None:
+            gradients = gradient_factor(parts, reduce, diagonal=not whole_output).to(dtype)
         if with_inputs:
             inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
-            dtype = self._space.dtype
-            found = Factors(inputs.to(dtype), count.double(), gradients.to(dtype))
-            sums.add_product(key, found)
-        else:
+            sums.add_product(key, Factors(inputs.to(dtype), count.double(), gradients))
+        elif gradients is not None:
             sums.products[key].gradients += gradients
 
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:

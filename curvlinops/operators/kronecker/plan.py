@@ -1,7 +1,7 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ from curvlinops.operators.kronecker.options import Fallback, Options
 
 
 class Partner(NamedTuple):
-    """The bias that is added to a product with a weight.
+    """The bias that is added to a product with a weight; seen from the bias, the weight.
 
     Attributes:
         name: The parameter.
         place: The part of it, ``None`` for all.
-        scale: By what it is multiplied before.
+        scale: By what the bias is multiplied before.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Usage(NamedTuple):
     Attributes:
         place: The part of it, ``None`` for all.
         kind: The Kronecker product, ``None`` if there is none.
-        bias: The bias that belongs to the same product.
+        partner: What belongs to the same product.
         mapped: Whether the layer uses a function of the parameter.
     """
 
     place: Place | None
     kind: Kind | None
-    bias: Partner | None = None
+    partner: Partner | None = None
     mapped: bool = False
 
 
@@ -55,6 +55,8 @@ class Block:
         places: The parts of the parameters, ``None`` for all.
         scale: The last entry of all inputs if there is a bias, else ``None``.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
+        twin: The number of a block with the same output gradients: that of the weight to which a
+            bias belongs. Then only inputs are its own.
         reason: Why it has this structure.
     """
 
@@ -64,27 +66,26 @@ class Block:
     places: tuple[Place | None, ...] = (None,)
     scale: float | None = None
     groups: int = 1
+    twin: int | None = None
     reason: str = ""
 
 
-def usages(parts: Iterable[Part], joint: bool) -> dict[str, set[Usage]]:
-    """Return how a batch's layers use the parameters.
-
-    Args:
-        parts: The uses.
-        joint: Whether biases are to be treated together with weights.
-    """
+def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
+    """Return how a batch's layers use the parameters."""
     parts = list(parts)
-    biases = {
-        part.key.index: Partner(part.name, place_of(part), part.shift)
-        for part in parts
-        if joint and part.shift is not None
-    }
+    biases, weights = {}, {}
+    for part in parts:
+        if part.shift is not None:
+            biases[part.key.index] = Partner(part.name, place_of(part), part.shift)
+    for part in parts:
+        bias = biases.get(part.key.index)
+        if bias is not None and part.shift is None:
+            weights[part.key.index] = Partner(part.name, place_of(part), bias.scale)
     found: dict[str, set[Usage]] = {}
     for part in parts:
-        kind = kind_of(part)
-        bias = None if kind is None or kind.shift else biases.get(part.key.index)
-        usage = Usage(place_of(part), kind, bias, isinstance(part.form, Mapped))
+        partners = biases if part.shift is None else weights
+        mapped = isinstance(part.form, Mapped)
+        usage = Usage(place_of(part), kind_of(part), partners.get(part.key.index), mapped)
         found.setdefault(part.name, set()).add(usage)
     return found
 
@@ -117,7 +118,8 @@ def plan(
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
     """
-    joined = _joined(used, space) if options.joint else {}
+    pairs = _pairs(used, space)
+    joined = pairs if options.joint else {}
     blocks = []
     for name in space.names:
         if name in joined.values():
@@ -128,42 +130,53 @@ def plan(
             blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
         else:
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
-    return blocks
+    return blocks if options.joint else _with_twins(blocks, used, pairs)
 
 
-def _joined(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
+def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
     """Return the weights that are always used together with one bias, and the bias."""
-    joined = {}
+    pairs = {}
     for name, usages in used.items():
-        partners = {usage.bias for usage in usages}
+        partners = {usage.partner for usage in usages if usage.kind and not usage.kind.shift}
         names = {partner.name for partner in partners if partner is not None}
         if None in partners or len(names) != 1:
             continue
         (bias,) = names
-        alike = {(usage.place, usage.bias) for usage in usages}
+        others = used[bias]
         if (
             len({usage.kind for usage in usages}) == 1
-            and all(_fits(usage, bias, space) for usage in usages)
-            and all(other.kind is not None and other.kind.shift for other in used[bias])
-            and len({place for place, _ in alike}) == len(alike)
-            and {usage.place for usage in used[bias]} == {partner.place for partner in partners}
-            and _is_only(bias, name, used)
+            and len({usage.place for usage in usages}) == len(partners) == len(usages)
+            and all(_fits(usage, space) for usage in usages)
+            and all(other.partner and other.partner.name == name for other in others)
+            and {other.place for other in others} == {partner.place for partner in partners}
         ):
-            joined[name] = bias
-    return joined
+            pairs[name] = bias
+    return pairs
 
 
-def _fits(usage: Usage, bias: str, space: ParameterSpace) -> bool:
+def _fits(usage: Usage, space: ParameterSpace) -> bool:
     """Return whether the bias has an entry for each output of the product."""
-    kind, place = usage.kind, usage.bias.place
-    size = prod(space.shapes[bias] if place is None else place.shape)
-    return kind is not None and not kind.lookup and size == kind.groups * kind.outputs
+    kind, bias = usage.kind, usage.partner
+    size = prod(space.shapes[bias.name] if bias.place is None else bias.place.shape)
+    return not kind.lookup and size == kind.groups * kind.outputs
 
 
-def _is_only(bias: str, weight: str, used: Mapping[str, set[Usage]]) -> bool:
-    """Return whether no other weight has the same bias."""
-    others = (usage for name, usages in used.items() if name != weight for usage in usages)
-    return all(other.bias is None or other.bias.name != bias for other in others)
+def _with_twins(
+    blocks: list[Block], used: Mapping[str, set[Usage]], pairs: Mapping[str, str]
+) -> list[Block]:
+    """Let biases' blocks refer to those of the weights with the same output gradients."""
+    numbers = {
+        (block.names[0], block.places[0]): number
+        for number, block in enumerate(blocks)
+        if block.structure == "kronecker"
+    }
+    for weight in pairs:
+        for usage in used[weight]:
+            own, bias = numbers.get((weight, usage.place)), usage.partner
+            other = numbers.get((bias.name, bias.place))
+            if None not in (own, other) and usage.kind.groups == 1 and bias.scale == 1.0:
+                blocks[other] = replace(blocks[other], twin=own)
+    return blocks
 
 
 def _known(
@@ -188,7 +201,7 @@ def _known(
             return [_fallback(name, reason, space, options)]
         names, places, scale = (name,), (place,), None
         if bias is not None:
-            partner = next(iter(own)).bias
+            partner = next(iter(own)).partner
             names, places, scale = (name, bias), (place, partner.place), partner.scale
         blocks.append(Block(names, "kronecker", kinds, places, scale))
     return blocks

@@ -34,7 +34,8 @@ def pack(sums: Sums, space: ParameterSpace, options: Options) -> dict[str, Any]:
         prefix = f"{number}.{sums.blocks[number].kinds.index(kind)}"
         tensors[f"{prefix}.inputs"] = factors.inputs
         tensors[f"{prefix}.count"] = factors.count
-        tensors[f"{prefix}.gradients"] = factors.gradients
+        if factors.gradients is not None:
+            tensors[f"{prefix}.gradients"] = factors.gradients
     for number, matrix in sums.matrices.items():
         tensors[f"{number}.matrix"] = matrix
     metadata = {
@@ -76,8 +77,9 @@ def unpack(
             prefix = f"{number}.{place}"
             if f"{prefix}.inputs" in tensors:
                 names = ("inputs", "count", "gradients")
-                parts = [tensors.pop(f"{prefix}.{name}") for name in names]
-                sums.products[number, kind] = Factors(*(part.clone() for part in parts))
+                parts = (tensors.pop(f"{prefix}.{name}", None) for name in names)
+                copies = (None if part is None else part.clone() for part in parts)
+                sums.products[number, kind] = Factors(*copies)
         if f"{number}.matrix" in tensors:
             sums.matrices[number] = tensors.pop(f"{number}.matrix").clone()
     return sums, tensors
@@ -133,6 +135,7 @@ def _block_to_json(block: Block) -> dict[str, Any]:
         "places": block.places,
         "scale": block.scale,
         "groups": block.groups,
+        "twin": block.twin,
         "reason": block.reason,
     }
 
@@ -154,6 +157,7 @@ def _block_from_json(found: dict[str, Any]) -> Block:
         tuple(places),
         found["scale"],
         found["groups"],
+        found["twin"],
         found["reason"],
     )
 
