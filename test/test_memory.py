@@ -60,9 +60,7 @@ def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(batch, 64), torch.randn(batch, 64)
 
 
-@pytest.mark.parametrize(
-    "case, most", [("ggn", 1.5), ("jacobian", 0.5), ("fisher", 1.5)]
-)
+@pytest.mark.parametrize("case, most", [("ggn", 1.5), ("jacobian", 0.5), ("fisher", 1.5)])
 def test_tangents_are_not_kept_alive(case: str, most: float):
     model, X, y = deep(10000)
     params = list(model.parameters())

@@ -1,6 +1,6 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,11 @@ from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
-from curvlinops.layers.capture import Capture, Recorded
+from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, weights
-from curvlinops.layers.origins import on_parameter, origins
+from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, guess, weights
+from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
-
-#: Those who ask know how many vectors the memory allows.
-_ANY_NUMBER = 2**31
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -28,7 +25,7 @@ class Key(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: The number of the call.
+        index: How often the function was called before with a parameter.
         place: The argument.
         call: The function.
         names: The parameters.
@@ -50,6 +47,7 @@ class Part(NamedTuple):
         rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
             samples have as many.
         shift: See ``Use``.
+        elsewhere: See ``Use``.
     """
 
     key: Key
@@ -57,12 +55,22 @@ class Part(NamedTuple):
     form: Form
     rows: Tensor | None
     shift: float | None
+    elsewhere: bool
 
 
 class RecordedBatch:
-    """One captured forward pass."""
+    """One captured forward pass.
 
-    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[int]):
+    Attributes:
+        names: The parameters.
+        output: The model's output.
+        uses: What was recorded.
+        layouts: Which rows belong to which sample.
+        unconnected: Uses on which the output does not depend.
+        guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
+    """
+
+    def __init__(self, bound: BoundModel, names: list[str], changes: Mapping[Call, Change]):
         self.names = names
         self._bound = bound
         self._leaves = bound.leaves()
@@ -71,9 +79,9 @@ class RecordedBatch:
         # the number of samples is known only afterwards: first without
         self._capture = Capture(tracked)
         self.output = self._run()
-        if enlarged:
+        if changes:
             before = self.output.detach()
-            self._capture = Capture(tracked, enlarged, before.shape[0])
+            self._capture = Capture(tracked, changes, before.shape[0])
             self.output = self._run()
             tolerance = 0.1 * TOLERANCES.get(before.dtype, 0.15) * float(before.norm())
             if (
@@ -84,13 +92,19 @@ class RecordedBatch:
         self._probe = self._random()
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
-        self._chunks = in_chunks(self._pull, _ANY_NUMBER)
+        self._chunks = in_chunks(self._pull, ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
-        for (index, place), recorded in self._capture.uses.items():
+        self.unconnected: set[Key] = set()
+        self.guessed: set[Key] = set()
+        connected = set(graph_nodes(self.output))
+        for ((_, index), place), recorded in self._capture.uses.items():
             found = origins(recorded.tensor, by_id)
             key = Key(index, place, recorded.call, tuple(found))
-            self.uses[key], self._origins[key] = recorded, found
+            if recorded.edge.node in connected:
+                self.uses[key], self._origins[key] = recorded, found
+            else:
+                self.unconnected.add(key)
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
@@ -162,7 +176,7 @@ class RecordedBatch:
         return {
             key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
             if found.get(key) is None
-            else found[key].detach()
+            else found[key].detach().reshape(len(vectors), *recorded.shape)
             for key, recorded in self.uses.items()
         }
 
@@ -172,12 +186,15 @@ class RecordedBatch:
         scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
         plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
         for key in keys:
-            if not bool(plain[key].any()):
-                del self.uses[key]  # no effect on the output, at least on this batch
-                continue
             use = self.uses[key].use
             g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
-            layout = detect(g, h, len(use.lead), r, self._tolerance)
+            if not bool(g.any()):
+                self.guessed.add(key)
+                layout = guess(use.lead, self.num_samples)
+                if layout is None:
+                    del self.uses[key]
+            else:
+                layout = detect(g, h, len(use.lead), r, self._tolerance)
             if layout is not None:
                 self.layouts[key] = layout
 
@@ -228,13 +245,14 @@ class RecordedBatch:
             if by_position and use.shift is not None:
                 ones = sort(g.new_ones(use.lead))
                 x = ones.reshape(*ones.shape, 1, 1)
-                form = Outer(x, g.flatten(3).unsqueeze(3), recorded.tensor.shape)
+                g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
+                form = Outer(x, g, recorded.tensor.shape)
             else:
                 form = use.form(g, sort)
             rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
                 own = on_parameter(form, recorded.tensor, leaf)
-                yield Part(key, name, own, rows, use.shift)
+                yield Part(key, name, own, rows, use.shift, use.elsewhere)
 
     def forms(self, u: Tensor) -> dict[str, Form]:
         """Return the gradients of all parameters whose uses can be sorted by samples."""

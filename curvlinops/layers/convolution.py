@@ -1,6 +1,7 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -86,7 +87,11 @@ def _transposed(
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
         split,
     )
-    return {"weight": use.reshaped(weight.shape), **_bias(bias, x, size, batched)}
+    biases = _bias(bias, x, size, batched)
+    # positions of the filters are those of the input
+    return {"weight": use.reshaped(weight.shape)} | {
+        name: replace(use, elsewhere=True) for name, use in biases.items()
+    }
 
 
 for _function in (torch.conv1d, torch.conv2d, torch.conv3d):

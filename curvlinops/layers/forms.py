@@ -148,17 +148,17 @@ class Mapped(Form):
     """
 
     def __init__(self, form: Form, pull: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
-        self._form, self._pull = form, pull
+        self.form, self._pull = form, pull
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pull(self._form.rows(samples))
+        return self._pull(self.form.rows(samples))
 
     def select(self, samples: Tensor) -> "Mapped":
         """Return the gradients of some samples only."""
-        return Mapped(self._form.select(samples), self._pull, self.shape)
+        return Mapped(self.form.select(samples), self._pull, self.shape)
 
 
 class Place(NamedTuple):

@@ -163,6 +163,13 @@ def detect(
     return scattered if explains(scattered) else None
 
 
+def guess(lead: tuple[int, ...], num_samples: int) -> Layout | None:
+    """Return the most likely layout of rows with leading axes of some lengths."""
+    if num_samples == 1:
+        return Single()
+    return next(_regular(lead, num_samples), None)
+
+
 def _regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
     for kind in ("alone", "outer", "inner"):
         for axis in range(len(lead)):

@@ -85,7 +85,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Apply a function to each block."""
         blocks = {}
         for name, block in self._blocks.items():
-            with _about(name):
+            with about(name):
                 blocks[name] = function(block)
         return self._with(blocks)
 
@@ -149,7 +149,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         results = []
         for name, block in self._blocks.items():
-            with _about(name):
+            with about(name):
                 results.append(block._slogdet())
         signs, logarithms = (torch.stack(part) for part in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
@@ -171,7 +171,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         self._decompose(lambda block: block._matrices())
         blocks = {}
         for name, block in self._blocks.items():
-            with _about(name):
+            with about(name):
                 blocks[name] = block.eigh()
         values = self._whole_vector([block.eigenvalues for block in blocks.values()])
         vectors = self._with({name: block.eigenvectors for name, block in blocks.items()})
@@ -229,7 +229,7 @@ def _same(first: BlockDiagonalLinearOperator, second: BlockDiagonalLinearOperato
 
 
 @contextmanager
-def _about(name: str | int) -> Iterator[None]:
+def about(name: str | int) -> Iterator[None]:
     """Say of which block an error speaks."""
     try:
         yield

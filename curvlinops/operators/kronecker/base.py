@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             max_factor_size,
         )
         self._options.check(self.risk.loss)
+        if num_per_example_loss_terms is not None and (
+            type(num_per_example_loss_terms) is not int or num_per_example_loss_terms < 1
+        ):
+            raise ValueError(
+                "num_per_example_loss_terms must be a positive integer, got "
+                f"{num_per_example_loss_terms!r}."
+            )
         if len(self._blocks) > 1:
             raise ValueError(
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
@@ -101,14 +109,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             type(self).__name__, self.space, self._options, num_per_example_loss_terms
         )
         self._sums: Sums | None = None
-        self._forget()
+        self._structure: BlockDiagonalLinearOperator | None = None
+        self._read: tuple[Sums, dict[str, ModuleFactors]] | None = None
 
     # --- factors
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._sums = self._passes.sum_over_all(self._run)
-        self._forget()
+        self._sums, self._structure = self._passes.sum_over_all(self._run), None
 
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
@@ -124,34 +132,33 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
-        self._computed().scale(decay)
-        batches = Batches([batch], self.risk.batches.batch_size_fn)
-        self._passes.add(self._run, self._sums, batches)
-        self._forget()
+        sums = self._computed()
+        more = Sums(sums.blocks, num_batches=sums.num_batches)
+        self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
+        more.num_batches -= sums.num_batches
+        self._sums, self._structure = sums.scaled(decay).plus(more), None
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
 
-        The result is the operator on both data sets, except for which labels are sampled.
+        The result is the operator on both data sets, except for which labels are sampled: that
+        depends on the operators' seeds, which may differ.
 
         Raises:
             ValueError: If the other one is of another kind, or has other parameters or options.
         """
-        if type(other) is not type(self) or other._options != self._options:
+        alike = type(other) is type(self) and self._options == replace(
+            other._options, seed=self._options.seed
+        )
+        if not alike:
             raise ValueError("Only operators of one class with equal options can be merged.")
         self.space.check_compatible(other.space)
-        self._computed().add(other._computed())
-        self._forget()
+        self._sums, self._structure = self._computed().plus(other._computed()), None
 
     def _computed(self) -> Sums:
         if self._sums is None:
             self.compute_kronecker_factors()
         return self._sums
-
-    def _forget(self) -> None:
-        """Forget what was made of the sums."""
-        self._structure: BlockDiagonalLinearOperator | None = None
-        self._modules: dict[str, ModuleFactors] | None = None
 
     def _reconsider(self) -> None:
         super()._reconsider()
@@ -182,27 +189,21 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Where the modules' weights and biases are among ``params``."""
         return {name: found.positions for name, found in self._by_module().items()}
 
+    # names that published programs read, which rely on a dense pair for each weight
+    _input_covariances = property(lambda self: self._checked().input_covariances)
+    _gradient_covariances = property(lambda self: self._checked().gradient_covariances)
+    _mapping = property(lambda self: self._checked().mapping)
+
+    def _checked(self) -> "KroneckerFactoredLinearOperator":
+        check_pairs(self._computed().blocks, self._by_module())
+        return self
+
     def _by_module(self) -> dict[str, ModuleFactors]:
-        if self._modules is None:
+        sums = self._computed()
+        if self._read is None or self._read[0] is not sums:
             # copies: whoever reads them may scale them in place
-            self._modules = by_module(self._factors(), self.space.names)
-        return self._modules
-
-    # names that published programs read, which rely on one dense pair for each weight
-    @property
-    def _input_covariances(self) -> dict[str, Tensor]:
-        check_pairs(self._computed().blocks, self._by_module())
-        return self.input_covariances
-
-    @property
-    def _gradient_covariances(self) -> dict[str, Tensor]:
-        check_pairs(self._computed().blocks, self._by_module())
-        return self.gradient_covariances
-
-    @property
-    def _mapping(self) -> dict[str, dict[str, int]]:
-        check_pairs(self._computed().blocks, self._by_module())
-        return self.mapping
+            self._read = (sums, by_module(self._factors(), self.space.names))
+        return self._read[1]
 
     # --- saving
 
@@ -219,12 +220,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters or options.
         """
-        self._sums, rest = unpack(state, self.space, self._options)
-        self._forget()
-        self._load_rest(rest)
+        self._load(*unpack(state, self.space, self._options))
 
-    def _load_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Load what a subclass has added to the state."""
+    def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
+        """Replace the sums; a subclass also what it has added to the state."""
+        self._sums, self._structure = sums, None
 
     @classmethod
     def from_state_dict(
@@ -266,8 +266,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         """Return the damped inverses of all blocks."""
 
-    def _factors(self) -> list[BlockFactors]:
-        sums = self._computed()
+    def _factors(self, sums: Sums | None = None) -> list[BlockFactors]:
+        sums = self._computed() if sums is None else sums
         return normalized(sums, self.risk.scale(sums.terms), self._options)
 
     def inverse(
@@ -292,7 +292,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
         self._reconsider()
-        self._forget()
+        self._structure = self._read = None
         if self._sums is not None:
-            self._sums.to(device)
+            self._sums.to(self.space.device)
         return self

@@ -12,7 +12,7 @@ from curvlinops.operators.kronecker.estimate import Sums
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.factors import Dense, Diagonal, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
@@ -70,7 +70,9 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
             factors = sums.products.get((number, kind))
             if factors is None:  # planned, but not on this data
                 continue
-            inputs = _factor(factors.inputs / factors.count.clamp(min=1).to(factors.inputs))
+            # no input at all: zeros; with decay, counts are below one, too
+            count = factors.count.masked_fill(factors.count == 0, 1.0)
+            inputs = _factor(factors.inputs / count.to(factors.inputs))
             twin = block.twin
             own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
             products.append(Product(kind, gradients[own], None if kind.shift else inputs))
@@ -103,7 +105,8 @@ def assemble(
     for names, own in _by_names(factors):
         shapes = {name: space.shapes[name] for name in names}
         entries = Entries.of(shapes, [each.block for each in own])
-        operators = [build(each) for each in own]
+        with about(", ".join(names)):
+            operators = [build(each) for each in own]
         if entries.num_rest:
             zeros = _zeros(entries.num_rest, space)
             operators.append(DiagonalLinearOperator(zeros))

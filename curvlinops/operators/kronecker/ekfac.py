@@ -1,5 +1,6 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
+from math import isclose
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases
-from curvlinops.operators.kronecker.estimate import by_block
+from curvlinops.operators.kronecker.estimate import Sums, by_block
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.structured.base import StructuredLinearOperator
@@ -44,9 +45,10 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
-        super().compute_kronecker_factors()
-        self._bases, self._moments = bases(self._factors()), {}
-        self._correct(None, 0, self._moments)
+        sums = self._passes.sum_over_all(self._run)
+        found = bases(self._factors(sums))
+        moments = self._correct(sums, found, None)
+        self._replace(sums, found, moments)
 
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data; the eigenvectors stay the same.
@@ -55,40 +57,67 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             batch: A pair ``(X, y)`` like those in the data.
             decay: By what the sums over all data before are multiplied first.
         """
+        before = self._computed()
         super().update(batch, decay)
-        for moment in self._moments.values():
-            moment *= decay
         batches = Batches([batch], self.risk.batches.batch_size_fn)
-        self._correct(batches, self._sums.num_batches - 1, self._moments)
+        after, self._sums = self._sums, before  # should the second pass fail
+        more = self._correct(after, self._bases, batches, before.num_batches)
+        old = {number: decay * moment for number, moment in self._moments.items()}
+        self._replace(after, self._bases, _added(old, more))
 
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data once more.
 
         Raises:
-            ValueError: If the other one is of another kind, or has other parameters or options.
+            ValueError: If the other one is of another kind, or has other parameters or options; if
+                the factors of one are not those of its data alone, because it was updated, merged
+                or loaded from elsewhere.
         """
+        before = self._computed()
         super().merge(other)
-        self._bases, self._moments = bases(self._factors()), {}
+        after, self._sums = self._sums, before  # should a further pass fail
+        found, moments = bases(self._factors(after)), {}
         for operator in (self, other):
-            operator._correct(None, 0, self._moments, self._bases)
+            moments = _added(moments, operator._correct(operator._sums, found, None))
+        self._replace(after, found, moments)
+
+    def _replace(self, sums: Sums, found: dict[int, Basis], moments: dict[int, Tensor]) -> None:
+        self._sums, self._bases, self._moments, self._structure = sums, found, moments, None
 
     def _correct(
-        self,
-        batches: Batches | None,
-        first: int,
-        moments: dict[int, Tensor],
-        found: dict[int, Basis] | None = None,
-    ) -> None:
-        """Add batches' second moments in the eigenbases, by default those of all data."""
-        own_bases = self._bases if found is None else found
+        self, sums: Sums, found: dict[int, Basis], batches: Batches | None, first: int = 0
+    ) -> dict[int, Tensor]:
+        """Return batches' second moments in some eigenbases.
+
+        Args:
+            sums: The sums over the data.
+            found: The eigenbases.
+            batches: The batches; ``None`` for all data.
+            first: The number of the first one.
+
+        Raises:
+            ValueError: If these are the operator's data, but not those of the sums.
+        """
+        moments: dict[int, Tensor] = {}
+        terms: Tensor | float = 0.0
 
         def add(bound: BatchRisk, samples: SampleGradients) -> None:
+            nonlocal moments, terms
+            terms = terms + bound.terms(samples.output)
             for u in self._passes.vectors(bound, samples):
-                for number, parts in by_block(self._sums.blocks, samples.parts(u)).items():
-                    moment = own_bases[number].second_moment(parts).to(self.torch_dtype)
-                    moments[number] = moments[number] + moment if number in moments else moment
+                for number, parts in by_block(sums.blocks, samples.parts(u)).items():
+                    moment = found[number].second_moment(parts).to(self.torch_dtype)
+                    moments = _added(moments, {number: moment})
 
-        self._passes.visit(self._run, add, batches, first)
+        last = self._passes.visit(self._run, add, batches, first)
+        same = last == sums.num_batches and isclose(float(terms), float(sums.terms), rel_tol=1e-5)
+        if batches is None and not same:
+            raise ValueError(
+                "The factors are not those of the operator's data, so that no second pass can "
+                "correct their eigenvalues: it was updated, merged, or loaded with other data. "
+                "Build one operator on all data, or merge KFACLinearOperators."
+            )
+        return moments
 
     # --- saving
 
@@ -102,22 +131,28 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     state[f"{number}.basis.{name}"] = factor.tensor
         return state
 
-    def _load_rest(self, tensors: dict[str, Tensor]) -> None:
-        self._bases, self._moments = {}, {}
-        for number, each in enumerate(self._factors()):
+    def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
+        found: dict[int, Basis] = {}
+        moments: dict[int, Tensor] = {}
+        for number, each in enumerate(self._factors(sums)):
             if not each.products:
                 continue
-            self._moments[number] = tensors[f"{number}.moment"].clone()
-            kind, like = each.products[0].kind, self._moments[number]
+            if f"{number}.moment" not in rest:
+                raise ValueError(
+                    "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
+                )
+            moments[number] = rest[f"{number}.moment"].clone()
+            kind, like = each.products[0].kind, moments[number]
             factors = [
-                Dense(tensors[key]) if key in tensors else unit(size, like)
+                Dense(rest[key], symmetric=False) if key in rest else unit(size, like)
                 for key, size in (
                     (f"{number}.basis.outputs", kind.outputs),
                     (f"{number}.basis.inputs", like.shape[2]),
                 )
             ]
             inputs = None if kind.shift else factors[1]
-            self._bases[number] = Basis(kind, factors[0], inputs, each.block.scale)
+            found[number] = Basis(kind, factors[0], inputs, each.block.scale)
+        self._replace(sums, found, moments)
 
     # --- the structured matrix
 
@@ -127,7 +162,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         def build(factors: BlockFactors) -> StructuredLinearOperator:
             number = numbers[factors.block]
-            if number not in self._bases:
+            if not factors.products:
                 return operator_of(factors, self.space)
             basis, moment = self._bases[number], self._moments[number]
             vectors = [basis.outputs] + ([] if basis.inputs is None else [basis.inputs])
@@ -155,3 +190,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._bases = {number: basis.to(device) for number, basis in self._bases.items()}
         self._moments = {number: moment.to(device) for number, moment in self._moments.items()}
         return self
+
+
+def _added(one: dict[int, Tensor], two: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the sums of moments, of which either may be missing."""
+    return one | {n: one[n] + moment if n in one else moment for n, moment in two.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -50,31 +51,35 @@ class Sums:
     terms: Tensor | float = 0.0
     num_batches: int = 0
 
-    def scale(self, factor: float) -> None:
-        """Multiply all sums."""
-        for factors in self.products.values():
-            factors.inputs *= factor
-            factors.count *= factor
-            if factors.gradients is not None:
-                factors.gradients *= factor
-        for matrix in self.matrices.values():
-            matrix *= factor
-        self.terms = self.terms * factor
+    def scaled(self, factor: float) -> "Sums":
+        """Return multiples of all sums."""
+        products = {
+            key: Factors(
+                factor * own.inputs,
+                factor * own.count,
+                None if own.gradients is None else factor * own.gradients,
+            )
+            for key, own in self.products.items()
+        }
+        matrices = {number: factor * matrix for number, matrix in self.matrices.items()}
+        return Sums(self.blocks, products, matrices, factor * self.terms, self.num_batches)
 
-    def add(self, other: "Sums") -> None:
-        """Add the sums over other data.
+    def plus(self, other: "Sums") -> "Sums":
+        """Return the sums over this and other data.
 
         Raises:
             ValueError: If these are of other blocks.
         """
         if self.blocks != other.blocks:
             raise ValueError("The other operator has blocks of other parameters or structure.")
+        total = self.scaled(1.0)
         for key, factors in other.products.items():
-            self.add_product(key, factors)
+            total.add_product(key, factors)
         for number, matrix in other.matrices.items():
-            self.add_matrix(number, matrix)
-        self.terms = self.terms + other.terms
-        self.num_batches += other.num_batches
+            total.add_matrix(number, matrix)
+        total.terms = total.terms + other.terms
+        total.num_batches += other.num_batches
+        return total
 
     def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
         """Add to the sums of one Kronecker product."""
@@ -202,7 +207,8 @@ class Estimator:
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
         block = sums.blocks[number]
-        rows = rows.reshape(len(rows), block.groups, -1).to(self._space.dtype)
+        size = prod(rows.shape[1:]) // block.groups
+        rows = rows.reshape(len(rows), block.groups, size).to(self._space.dtype)
         sums.add_matrix(number, moment(rows, diagonal=block.structure == "diagonal"))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
@@ -35,11 +35,14 @@ class Damping:
             ValueError: If they do not go together.
         """
         is_pair = isinstance(damping, tuple | list)
-        values = tuple(float(d) for d in damping) if is_pair else (float(damping),) * 2
-        if len(values) != 2 or any(not isfinite(d) or d < 0 for d in values):
+        values = tuple(damping) if is_pair else (damping,) * 2
+        if len(values) != 2 or not all(_is_valid(value) for value in values):
             raise ValueError(
-                f"damping must be a non-negative number, or a pair of these, got {damping}."
+                f"damping must be a non-negative number, or a pair of these, got {damping!r}."
             )
+        values = tuple(float(value) for value in values)
+        if not _is_valid(minimum):
+            raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
         if heuristic and exact:
             raise ValueError("Damping is either heuristic or exact, not both.")
         if is_pair and (heuristic or exact):
@@ -81,6 +84,13 @@ class Damping:
         ratio = sqrt(means[0] / means[1]) if min(means) > 0 else 1.0
         root = sqrt(self.values[0])
         return max(ratio * root, self.minimum), max(root / ratio, self.minimum)
+
+
+def _is_valid(value: Any) -> bool:
+    try:
+        return isfinite(value) and value >= 0
+    except TypeError:
+        return False
 
 
 class Invertible(Protocol):

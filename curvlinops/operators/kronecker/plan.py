@@ -1,6 +1,6 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -10,8 +10,11 @@ import torch
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Mapped, Place, Within
-from curvlinops.operators.kronecker.options import Fallback, Options
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
+
+#: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
+_WHOLE = 4096
 
 
 class Partner(NamedTuple):
@@ -36,12 +39,14 @@ class Usage(NamedTuple):
         kind: The Kronecker product, ``None`` if there is none.
         partner: What belongs to the same product.
         mapped: Whether the layer uses a function of the parameter.
+        product: Whether the layer multiplies with it, or with this function, as with a matrix.
     """
 
     place: Place | None
     kind: Kind | None
     partner: Partner | None = None
     mapped: bool = False
+    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,25 @@ def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
     parts = list(parts)
     biases, weights = {}, {}
     for part in parts:
-        if part.shift is not None:
-            biases[part.key.index] = Partner(part.name, place_of(part), part.shift)
+        if part.shift is not None and not part.elsewhere:
+            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
     for part in parts:
-        bias = biases.get(part.key.index)
+        bias = biases.get(_call(part))
         if bias is not None and part.shift is None:
-            weights[part.key.index] = Partner(part.name, place_of(part), bias.scale)
+            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
     found: dict[str, set[Usage]] = {}
     for part in parts:
         partners = biases if part.shift is None else weights
-        mapped = isinstance(part.form, Mapped)
-        usage = Usage(place_of(part), kind_of(part), partners.get(part.key.index), mapped)
+        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
+        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
+        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return found
+
+
+def _call(part: Part) -> tuple[Callable, int]:
+    """Return what is equal for the arguments of one call only."""
+    return part.key.call, part.key.index
 
 
 def place_of(part: Part) -> Place | None:
@@ -99,6 +110,11 @@ def kind_of(part: Part) -> Kind | None:
     """Return the kind of the Kronecker product that a use makes."""
     form = part.form.form if isinstance(part.form, Within) else part.form
     return Kind.of(form, part.shift is not None)
+
+
+def _innermost(form: Form) -> Form:
+    """Return the gradients with respect to what the layer uses."""
+    return form.form if isinstance(form, Mapped | Within) else form
 
 
 def plan(
@@ -130,7 +146,18 @@ def plan(
             blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
         else:
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        _check_without_gradients(blocks)
     return blocks if options.joint else _with_twins(blocks, used, pairs)
+
+
+def _check_without_gradients(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.structure in ("dense", "diagonal"):
+            raise NotImplementedError(
+                f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
+                f"has none ({block.reason}). Leave it out of params."
+            )
 
 
 def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
@@ -182,11 +209,11 @@ def _with_twins(
 def _known(
     name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
 ) -> list[Block]:
+    if not any(usage.product for usage in usages):
+        return [_written(name, space, options)]
     if any(usage.mapped for usage in usages):
         reason = "a layer uses a function of it"
         return [_fallback(name, reason, space, options)]
-    if all(usage.kind is None for usage in usages):
-        return [_written(name, space, options)]
     by_place: dict[Place | None, set[Usage]] = {}
     for usage in usages:
         by_place.setdefault(usage.place, set()).add(usage)
@@ -221,6 +248,8 @@ def _written(name: str, space: ParameterSpace, options: Options) -> Block:
     """Return the block of a parameter that is added, or multiplied elementwise."""
     lengths = [length for length in space.shapes[name] if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if groups * width <= min(limit, _WHOLE):
+        groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
         return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
     reason = "used elementwise: its exact block"
