@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "solvers", "spectra")]
+PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "kfac", "solvers", "spectra")]
 
 
 def blocks(page: str) -> str:
@@ -32,6 +32,8 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     [
         ("plot_digits_cnn", "eigenvalues.png"),
         pytest.param("plot_spectral_density", "spectral_density.png", marks=pytest.mark.slow),
+        pytest.param("plot_kfac", "kfac.png", marks=pytest.mark.slow),
+        pytest.param("plot_preconditioned_cg", "preconditioned_cg.png", marks=pytest.mark.slow),
     ],
 )
 def test_examples_run(name: str, figure: str, tmp_path: Path):

@@ -59,6 +59,13 @@ def test_scaling_what_was_read_leaves_the_operator():
     torch.testing.assert_close(K.trace(), expected, rtol=0, atol=0)
 
 
+def test_more_data_is_read():
+    K = _operator(*PLAIN["linear"])
+    before = K._input_covariances["layer"]
+    K.update((torch.ones(2, 8).double(), torch.tensor([0, 1])))
+    assert not torch.equal(K._input_covariances["layer"], before)
+
+
 OTHERS = {
     "embedding": (nn.Embedding(4, 4), (8,)),
     "norm": (nn.LayerNorm(8), (8,)),
