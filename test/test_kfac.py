@@ -482,8 +482,6 @@ def test_factors_by_module():
     operator = build(p, "type-2")
     assert operator.mapping["0"] == {"weight": 0, "bias": 1}
     assert operator.input_covariances["3"].shape == (2, 4, 4)
-    assert operator._input_covariances.keys() == operator._gradient_covariances.keys()
-    assert operator._mapping == operator.mapping
     A, B = operator.input_covariances["6"], operator.gradient_covariances["6"]
     size = p.model[6].weight.numel()
     block = matrix(operator)[-size - 2 : -2, -size - 2 : -2]

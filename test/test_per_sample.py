@@ -11,7 +11,6 @@ from curvlinops import JacobianLinearOperator, PerSampleGradientLinearOperator
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
-    "cross-attention": {"attention.bias_k", "attention.bias_v"},
     "pinn": {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"},
 }
 

@@ -1,6 +1,6 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,11 @@ from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
-from curvlinops.layers.capture import Capture, Recorded
+from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, guess, weights
-from curvlinops.layers.origins import on_parameter, origins
+from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
-
-#: Those who ask know how many vectors the memory allows.
-_ANY_NUMBER = 2**31
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -28,7 +25,7 @@ class Key(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: The number of the call.
+        index: How often the function was called before with a parameter.
         place: The argument.
         call: The function.
         names: The parameters.
@@ -73,7 +70,7 @@ class RecordedBatch:
         guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
     """
 
-    def __init__(self, bound: BoundModel, names: list[str], enlarged: set[int]):
+    def __init__(self, bound: BoundModel, names: list[str], changes: Mapping[Call, Change]):
         self.names = names
         self._bound = bound
         self._leaves = bound.leaves()
@@ -82,9 +79,9 @@ class RecordedBatch:
         # the number of samples is known only afterwards: first without
         self._capture = Capture(tracked)
         self.output = self._run()
-        if enlarged:
+        if changes:
             before = self.output.detach()
-            self._capture = Capture(tracked, enlarged, before.shape[0])
+            self._capture = Capture(tracked, changes, before.shape[0])
             self.output = self._run()
             tolerance = 0.1 * TOLERANCES.get(before.dtype, 0.15) * float(before.norm())
             if (
@@ -95,13 +92,13 @@ class RecordedBatch:
         self._probe = self._random()
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
-        self._chunks = in_chunks(self._pull, _ANY_NUMBER)
+        self._chunks = in_chunks(self._pull, ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
         connected = set(graph_nodes(self.output))
-        for (index, place), recorded in self._capture.uses.items():
+        for ((_, index), place), recorded in self._capture.uses.items():
             found = origins(recorded.tensor, by_id)
             key = Key(index, place, recorded.call, tuple(found))
             if recorded.edge.node in connected:
@@ -179,7 +176,7 @@ class RecordedBatch:
         return {
             key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
             if found.get(key) is None
-            else found[key].detach()
+            else found[key].detach().reshape(len(vectors), *recorded.shape)
             for key, recorded in self.uses.items()
         }
 
@@ -190,13 +187,13 @@ class RecordedBatch:
         plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
         for key in keys:
             use = self.uses[key].use
-            if not bool(plain[key].any()):
+            g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
+            if not bool(g.any()):
                 self.guessed.add(key)
                 layout = guess(use.lead, self.num_samples)
                 if layout is None:
                     del self.uses[key]
             else:
-                g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
                 layout = detect(g, h, len(use.lead), r, self._tolerance)
             if layout is not None:
                 self.layouts[key] = layout

@@ -47,7 +47,7 @@ class Kind:
             groups, inputs = form.x.shape[2:]
             return cls(groups, form.g.shape[-1], inputs, form.arrangement, shift=shift)
         if isinstance(form, Lookup):
-            rows, width = form.shape
+            rows, width = form.num_rows, form.g.shape[-1]
             return cls(1, width, rows, Arrangement.of((width, rows), (1, 0)), lookup=True)
         return None
 
@@ -119,7 +119,7 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
     form = part.form
     if isinstance(form, Lookup):
         found = form.indices[_is_lookup(part)]
-        counts = torch.bincount(found, minlength=form.shape[0]).to(form.g).unsqueeze(0)
+        counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
     if isinstance(form.x, Patches) and not diagonal:
@@ -172,7 +172,7 @@ def _totals(form: Outer) -> Tensor:
 def _lookups(part: Part) -> Tensor:
     """Return how often samples looked up the rows of a table, ``[N, 1, I]``; padding is none."""
     form = part.form
-    counts = form.g.new_zeros(form.num_samples, form.shape[0])
+    counts = form.g.new_zeros(form.num_samples, form.num_rows)
     return counts.scatter_add_(1, form.indices, _is_lookup(part).to(counts)).unsqueeze(1)
 
 
