@@ -1,5 +1,34 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.cg import CGInverseLinearOperator
+from curvlinops.algorithms.convergence import (
+    ConvergenceError,
+    ConvergenceWarning,
+    NegativeCurvatureError,
+)
+from curvlinops.algorithms.dottest import dottest
+from curvlinops.algorithms.eigsh import eigsh
+from curvlinops.algorithms.exchangeable import xdiag, xnystrace, xtrace
+from curvlinops.algorithms.hutchinson import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+)
+from curvlinops.algorithms.inverse import Solution
+from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
+from curvlinops.algorithms.minres import MINRESInverseLinearOperator
+from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
+from curvlinops.algorithms.plotting import plot_spectrum
+from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
+from curvlinops.algorithms.spectrum import (
+    LanczosApproximateLogSpectrumCached,
+    LanczosApproximateSpectrumCached,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+)
+from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -7,24 +36,68 @@ from curvlinops.operators.empirical_fisher import EFLinearOperator
 from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator
 from curvlinops.operators.ggn_diagonal import GGNDiagonalLinearOperator
 from curvlinops.operators.hessian import HessianLinearOperator
-from curvlinops.operators.identity import IdentityLinearOperator
 from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.operators.kronecker.ekfac import EKFACLinearOperator
+from curvlinops.operators.kronecker.inverse import KFACInverseLinearOperator
+from curvlinops.operators.kronecker.kfac import KFACLinearOperator
+from curvlinops.operators.kronecker.options import FisherType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.identity import IdentityLinearOperator
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 __all__ = [
+    "BlockDiagonalLinearOperator",
+    "CGInverseLinearOperator",
+    "ConvergenceError",
+    "ConvergenceWarning",
     "DataLinearOperator",
+    "DiagonalLinearOperator",
     "EFLinearOperator",
+    "EKFACLinearOperator",
+    "Eigenpairs",
+    "EighDecomposedLinearOperator",
     "FisherMCLinearOperator",
+    "FisherType",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
+    "KFACInverseLinearOperator",
+    "KFACLinearOperator",
+    "KFACType",
+    "KroneckerProductLinearOperator",
+    "LSMRInverseLinearOperator",
+    "LSMRSolution",
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
+    "MINRESInverseLinearOperator",
+    "NegativeCurvatureError",
+    "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "Solution",
+    "SubmatrixLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "dottest",
+    "eigsh",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "lanczos_logdet",
+    "plot_spectrum",
+    "trace_function",
+    "xdiag",
+    "xnystrace",
+    "xtrace",
 ]

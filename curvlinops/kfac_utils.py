@@ -4,7 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
+from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
+from curvlinops.operators.kronecker.options import FisherType, KFACType
+
+__all__ = [
+    "FisherType",
+    "KFACType",
+    "extract_averaged_patches",
+    "extract_patches",
+    "loss_hessian_matrix_sqrt",
+]
 
 
 def loss_hessian_matrix_sqrt(

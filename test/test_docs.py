@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/per_sample.md"]
+PAGES = ["README.md"]
+PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "solvers", "spectra")]
 
 
 def blocks(page: str) -> str:
@@ -26,8 +27,15 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-def test_demo_runs(tmp_path: Path):
-    script = ROOT / "docs_src" / "examples" / "plot_digits_cnn.py"
+@pytest.mark.parametrize(
+    "name, figure",
+    [
+        ("plot_digits_cnn", "eigenvalues.png"),
+        pytest.param("plot_spectral_density", "spectral_density.png", marks=pytest.mark.slow),
+    ],
+)
+def test_examples_run(name: str, figure: str, tmp_path: Path):
+    script = ROOT / "docs_src" / "examples" / f"{name}.py"
     environment = os.environ | {"MPLBACKEND": "Agg", "TQDM_DISABLE": "1"}
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "eigenvalues.png").stat().st_size > 10_000
+    assert (tmp_path / figure).stat().st_size > 10_000

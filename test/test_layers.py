@@ -119,8 +119,10 @@ def test_convolutions(
     layer = kind(4, 4, kernel, groups=groups, **options)
     length = 4 if dims == 3 else 5
     try:
-        layer(images(dims, 4, length)[0])
-    except RuntimeError:  # an output of no size
+        empty = 0 in layer(images(dims, 4, length)[0]).shape
+    except RuntimeError:  # some kernels refuse outputs of no size
+        return
+    if empty:
         return
     check(Wrapped(layer), images(dims, 4, length))
 

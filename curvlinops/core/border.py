@@ -1,6 +1,7 @@
 """Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,30 @@ from curvlinops.core.space import Columns, ParameterSpace
 Writer = Callable[[Columns, ParameterSpace], Any]
 
 
-def is_torch_vector(x: Any) -> bool:
-    """Return whether ``x`` is a tensor, or a list or mapping of tensors."""
-    if isinstance(x, Mapping):
+def is_ours(x: Any) -> bool:
+    """Return whether a product with ``x`` is computed without scipy's conversions."""
+    if type(x) is np.ndarray or isinstance(x, Tensor | Mapping):
         return True
     if isinstance(x, list | tuple):
         return len(x) > 0 and all(isinstance(value, Tensor) for value in x)
-    return isinstance(x, Tensor)
+    return False
+
+
+def is_scalar(x: Any) -> bool:
+    """Return whether ``x`` is a real number, of Python, numpy or PyTorch.
+
+    Raises:
+        TypeError: If it is complex.
+    """
+    if isinstance(x, complex | np.complexfloating):
+        raise TypeError("The operator is real and cannot be multiplied by a complex number.")
+    return isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
+
+
+def check_shapes(fit: bool, first: tuple, second: tuple, verb: str) -> None:
+    """Raise an error that names two operators' shapes unless they fit."""
+    if not fit:
+        raise ValueError(f"Operators of shapes {first} and {second} cannot be {verb}.")
 
 
 def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:

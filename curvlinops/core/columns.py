@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ _LOGGER = logging.getLogger("curvlinops")
 #: A batched pass needs about the graph's memory for each column. Several are faster while this
 #: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
 _BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+
+
+def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
+    """Return whether several times a graph's memory is still little enough to be fast."""
+    return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
 
 
 def in_chunks(
@@ -83,6 +88,16 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
     )
 
 
+def total(first: Columns, second: Columns) -> Columns:
+    """Return the sum of columns."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def multiple(columns: Columns, scalar: float) -> Columns:
+    """Return a multiple of columns."""
+    return {name: scalar * column for name, column in columns.items()}
+
+
 def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     """Return the name of a tensor with NaN or infinite values, if there is one.
 
@@ -92,6 +107,6 @@ def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     """
     # sums are fast; only when one overflows or is NaN look at each value
     sums = [tensor.sum() for tensor in together or columns.values()]
-    if bool(torch.stack(sums).isfinite().all()):
+    if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -110,7 +110,7 @@ def _embedding(
     Forward mode ignores ``padding_idx``, and sparse gradients cannot be differentiated.
     """
     _check_lookup("Embedding", max_norm, scale_grad_by_freq)
-    out = F.embedding(input, weight)
+    out = F.embedding(input, weight, padding_idx)
     if padding_idx is None:
         return out
     padding = input == padding_idx % weight.shape[0]

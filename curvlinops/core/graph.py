@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -30,8 +31,9 @@ def footprint(part: Any) -> int:
     sizes: dict[int, int] = {}
 
     def count(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
+        for part in _strided_parts(tensor):
+            storage = part.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
 
     for tensor in tensors:
         count(tensor)
@@ -47,6 +49,17 @@ def footprint(part: Any) -> int:
         if variable is not None:
             leaves.add(variable.untyped_storage().data_ptr())
     return sum(size for address, size in sizes.items() if address not in leaves)
+
+
+def _strided_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [] if tensor._is_zerotensor() else [tensor]
 
 
 _ATTRIBUTES: dict[type, list[str]] = {}

@@ -30,7 +30,8 @@ from curvlinops.core.autodiff import (
     pull,
     pull_columns,
 )
-from curvlinops.core.columns import add, in_chunks, single_columns
+from curvlinops.core.columns import add, in_chunks, room_for, single_columns
+from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns
 
@@ -158,34 +159,68 @@ class Forward:
         def apply(V: Columns) -> Tensor:
             products = []
             for v in single_columns(V, _dtypes(bound)):
-                with forward_ad.dual_level():
-                    scope, _ = _dual_scope(bound, v, requires_grad=False)
-                    with scope.active():
-                        output = bound.output(scope)
-                        tangent = _tangent(output, like=output).detach()
-                        products.append(head(output.detach())(tangent.unsqueeze(0)))
+                products.append(
+                    _push_forward(bound, v, lambda z, tangent: head(z)(tangent.unsqueeze(0)))
+                )
             return torch.cat(products)
 
         return apply
 
     def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
-        """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``Reverse``."""
+        """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``Reverse``.
+
+        ``J v`` and the graph for ``J^T`` come from one forward pass while that graph is small. But
+        autograd records the tangents, too, and needs two to four times the memory. A larger graph
+        is therefore built in a pass of its own, after one for the tangents alone.
+        """
+        together = room_for(2, bound.graph_bytes, bound.space.device)
+        linearize = _record_with_tangent if together else _record_after_tangent
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
-            with forward_ad.dual_level():
-                scope, duals = _dual_scope(bound, v)
-                with scope.active():
-                    dual_output = bound.output(scope)
-                    tangent = _tangent(dual_output, like=dual_output).detach()
-                    output = forward_ad.unpack_dual(dual_output).primal
-            # without the level, whose exit clears tangents: they would be carried backward
+            scope, leaves, output, tangent = linearize(bound, v)
             with scope.active():
                 curvature, terms = head(output.detach())
                 u = curvature(tangent.unsqueeze(0)).squeeze(0)
-                inputs = {name: duals[name] for name in names}
+                inputs = {name: leaves[name] for name in names}
                 return pull({"": output}, {"": u}, inputs, retain=False), terms
 
         return _apply_each(bound, product)
+
+
+#: A scope, the leaves and the output of the graph that was built in it, and the output's tangent.
+_Recorded = tuple[Scope, Tensors, Tensor, Tensor]
+
+
+def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+    """Compute output and tangent in one pass."""
+    with forward_ad.dual_level():
+        scope, duals = _dual_scope(bound, v)
+        with scope.active():
+            dual = bound.output(scope)
+            tangent = _tangent(dual, like=dual).detach()
+            output = forward_ad.unpack_dual(dual).primal
+    # the exit of the level clears tangents: they would be carried backward
+    return scope, duals, output, tangent
+
+
+def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+    """Compute the tangent first, without a graph, then the output again, with a graph."""
+    with preserved_rng(bound.space.device):  # the same Dropout in both
+        tangent = _push_forward(bound, v, lambda _, tangent: tangent)
+    leaves = bound.leaves()
+    scope = bound.scope(leaves, "gradient")
+    with scope.active():
+        return scope, leaves, bound.output(scope), tangent
+
+
+def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
+    with forward_ad.dual_level():
+        scope, _ = _dual_scope(bound, v, requires_grad=False)
+        with scope.active():
+            dual = bound.output(scope)
+            tangent = _tangent(dual, like=dual).detach()
+            return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
 
 def _apply_each(bound: BoundModel, product: Callable) -> Apply:

@@ -1,6 +1,5 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.border import is_torch_vector, read
+from curvlinops.core.border import check_shapes, is_ours, is_scalar, read
+from curvlinops.core.columns import multiple, total
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -49,6 +49,11 @@ class TorchLinearOperator(LinearOperator):
         if self.self_adjoint:
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
 
     @property
     def space(self) -> ParameterSpace:
@@ -94,36 +99,37 @@ class TorchLinearOperator(LinearOperator):
 
     def matvec(self, x: Any) -> Any:
         """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
-        return self._product(x) if _is_ours(x) else super().matvec(x)
+        return self._product(x) if is_ours(x) else super().matvec(x)
 
     def matmat(self, X: Any) -> Any:
         """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
-        return self._product(X) if _is_ours(X) else super().matmat(X)
+        return self._product(X) if is_ours(X) else super().matmat(X)
 
     def rmatvec(self, x: Any) -> Any:
         """Multiply one vector by the adjoint."""
-        return self._product(x, adjoint=True) if _is_ours(x) else super().rmatvec(x)
+        return self._product(x, adjoint=True) if is_ours(x) else super().rmatvec(x)
 
     def rmatmat(self, X: Any) -> Any:
         """Multiply several vectors by the adjoint."""
-        return self._product(X, adjoint=True) if _is_ours(X) else super().rmatmat(X)
+        return self._product(X, adjoint=True) if is_ours(X) else super().rmatmat(X)
 
     def dot(self, x: Any) -> Any:
         """Multiply a vector, several vectors, an operator, or a scalar."""
-        if _is_scalar(x):
-            return ScaledLinearOperator(self, float(x))
+        if is_scalar(x):
+            return self._scaled(float(x))
         if isinstance(x, TorchLinearOperator):
-            return ProductLinearOperator(self, x)
-        return self._product(x) if _is_ours(x) else super().dot(x)
+            product = self._times(x)
+            return ProductLinearOperator(self, x) if product is None else product
+        return self._product(x) if is_ours(x) else super().dot(x)
 
     def _rdot(self, x: Any) -> Any:
-        if _is_scalar(x):
-            return ScaledLinearOperator(self, float(x))
+        if is_scalar(x):
+            return self._scaled(float(x))
         if isinstance(x, TorchLinearOperator):
-            return ProductLinearOperator(x, self)
+            return x.dot(self)
         if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
             return self._product(x.T, adjoint=True).T
-        return self._product(x, adjoint=True) if _is_ours(x) else super()._rdot(x)
+        return self._product(x, adjoint=True) if is_ours(x) else super()._rdot(x)
 
     __mul__ = dot
     __rmul__ = _rdot
@@ -132,22 +138,45 @@ class TorchLinearOperator(LinearOperator):
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, TorchLinearOperator):
-            return SumLinearOperator(self, other)
+            total = self._plus(other)
+            return SumLinearOperator(self, other) if total is None else total
         return super().__add__(other)
 
     def __radd__(self, other: Any) -> LinearOperator:
         # Python's sum() starts with zero
-        return self if _is_scalar(other) and other == 0 else super().__add__(other)
+        return self if is_scalar(other) and other == 0 else super().__add__(other)
 
     def __neg__(self) -> "TorchLinearOperator":
-        return ScaledLinearOperator(self, -1.0)
+        return self._scaled(-1.0)
 
     def __truediv__(self, scalar: Any) -> "TorchLinearOperator":
-        if not _is_scalar(scalar):
+        if not is_scalar(scalar):
             raise ValueError("A linear operator can only be divided by a scalar.")
-        return ScaledLinearOperator(self, 1.0 / float(scalar))
+        return self._scaled(1.0 / float(scalar))
 
     def __pow__(self, exponent: Any) -> "TorchLinearOperator":
+        return self._raised(exponent)
+
+    # --- what an operator with structure overrides to keep it
+
+    _has_structure = False
+
+    def _structured(self) -> "TorchLinearOperator":
+        """Return the same matrix with its structure, if it has one."""
+        return self
+
+    def _plus(self, other: "TorchLinearOperator") -> "TorchLinearOperator | None":
+        """Return the sum with another operator, or None if it has no structure to keep."""
+        return None
+
+    def _times(self, other: "TorchLinearOperator") -> "TorchLinearOperator | None":
+        """Return the product with another operator, or None if it has no structure to keep."""
+        return None
+
+    def _scaled(self, scalar: float) -> "TorchLinearOperator":
+        return ScaledLinearOperator(self, scalar)
+
+    def _raised(self, exponent: Any) -> "TorchLinearOperator":
         return PowerLinearOperator(self, exponent)
 
     def _adjoint(self) -> "TorchLinearOperator":
@@ -156,22 +185,11 @@ class TorchLinearOperator(LinearOperator):
     _transpose = _adjoint
 
 
-def _is_ours(x: Any) -> bool:
-    """Return whether a product with ``x`` is computed without scipy's conversions."""
-    return type(x) is np.ndarray or is_torch_vector(x)
-
-
-def _is_scalar(x: Any) -> bool:
-    if isinstance(x, complex | np.complexfloating):
-        raise TypeError("The operator is real and cannot be multiplied by a complex number.")
-    return isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
-
-
 class SumLinearOperator(TorchLinearOperator):
     """The sum of two operators."""
 
     def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
-        _check_shapes(first.shape == second.shape, first, second, "added")
+        check_shapes(first.shape == second.shape, first.shape, second.shape, "added")
         first.domain.check_compatible(second.domain)
         first.codomain.check_compatible(second.codomain)
         # of two spaces that agree, keep the one that has parameter structure
@@ -191,7 +209,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         outs = [
@@ -200,7 +218,7 @@ class SumLinearOperator(TorchLinearOperator):
             )
             for term in self.terms
         ]
-        return _add(*outs)
+        return total(*outs)
 
 
 class ScaledLinearOperator(TorchLinearOperator):
@@ -211,17 +229,17 @@ class ScaledLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply(columns), self.scalar)
+        return multiple(self.operator._apply(columns), self.scalar)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return _scale(self.operator._apply_adjoint(columns), self.scalar)
+        return multiple(self.operator._apply_adjoint(columns), self.scalar)
 
 
 class ProductLinearOperator(TorchLinearOperator):
     """The product of two operators; the second is applied first."""
 
     def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
-        _check_shapes(left.shape[1] == right.shape[0], left, right, "multiplied")
+        check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
         left.domain.check_compatible(right.codomain)
         self.left, self.right = left, right
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
@@ -277,16 +295,3 @@ class AdjointLinearOperator(TorchLinearOperator):
         return self.operator
 
     _transpose = _adjoint
-
-
-def _check_shapes(fit: bool, first: LinearOperator, second: LinearOperator, verb: str) -> None:
-    if not fit:
-        raise ValueError(f"Operators of shapes {first.shape} and {second.shape} cannot be {verb}.")
-
-
-def _add(first: Columns, second: Columns) -> Columns:
-    return {name: first[name] + second[name] for name in first}
-
-
-def _scale(columns: Columns, scalar: float) -> Columns:
-    return {name: scalar * column for name, column in columns.items()}

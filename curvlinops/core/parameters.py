@@ -64,3 +64,23 @@ def check_params(params: Mapping[str, Tensor]) -> None:
 def alias(param: Tensor) -> Tensor:
     """Return the same values without history (a copy where autograd refuses the tensor)."""
     return param.detach().clone() if param.is_inference() else param.detach()
+
+
+def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
+    """Return the names in each diagonal block, given how many there are.
+
+    Raises:
+        ValueError: If the sizes do not add up.
+    """
+    if sizes is None:
+        return [names]
+    fits = isinstance(sizes, list | tuple) and all(
+        isinstance(size, int) and size > 0 for size in sizes
+    )
+    if not fits or sum(sizes) != len(names):
+        raise ValueError(
+            f"block_sizes must be positive integers that add up to the number of parameters, "
+            f"{len(names)}; got {sizes}."
+        )
+    rest = iter(names)
+    return [[next(rest) for _ in range(size)] for size in sizes]

@@ -14,6 +14,7 @@ from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, to_double
 from curvlinops.core.dependence import check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
+from curvlinops.core.graph import footprint
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -46,6 +47,11 @@ class BatchRisk:
         self.space = risk.space
         self.loss = risk.loss
         self.leaves = risk.model.leaves
+
+    @property
+    def graph_bytes(self) -> int:
+        """The memory of the graph of the first batch, in bytes."""
+        return self._risk.graph_bytes
 
     @property
     def num_samples(self) -> int:
@@ -118,6 +124,7 @@ class EmpiricalRisk:
 
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
+        graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
         self.values_checked = loss is None
+        self.graph_bytes = 0
         self._checked: set[int] = set()  # batches on which the graph was looked at
 
     def run(
@@ -140,8 +148,17 @@ class EmpiricalRisk:
         step: Callable[[BatchRisk], None],
         description: str,
         start: Callable[[], None] = lambda: None,
+        batches: Batches | None = None,
     ) -> None:
-        """Call ``start``, then ``step`` on every batch. This is the only loop over data."""
+        """Call ``start``, then ``step`` on every batch. This is the only loop over data.
+
+        Args:
+            step: What is done with a batch.
+            description: What it is done for, in the progress bar.
+            start: Called first.
+            batches: Other data than the risk's own.
+        """
+        batches = self.batches if batches is None else batches
         device = self.space.device
 
         def wrap(data: Iterable) -> Iterable:
@@ -151,7 +168,7 @@ class EmpiricalRisk:
         # autograd does not record what is computed in inference mode
         with _LOCK, preserved_rng(device), torch.inference_mode(False):
             start()
-            for batch in self.batches.iterate(device, wrap):
+            for batch in batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
                 if batch.index not in self._checked:
                     with preserved_rng(device):
@@ -255,3 +272,5 @@ class EmpiricalRisk:
                 self.loss.needs_graph = True
                 value = risk.loss_sum(value)[0]
         check_graph(value, self.model)
+        if not self._checked:
+            self.graph_bytes = footprint(value)

@@ -102,6 +102,11 @@ class ParameterSpace:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
         return self.split(torch.zeros(num_columns, self.dim, dtype=self.dtype, device=self.device))
 
+    def fill(self, columns: Columns) -> Columns:
+        """Return vectors of which only some tensors are given; the others are zero."""
+        num_columns = next(iter(columns.values())).shape[0]
+        return self.zeros(num_columns) | columns
+
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""
         flat = torch.randn(
@@ -149,6 +154,10 @@ class ParameterSpace:
     def widened(self, dtype: torch.dtype) -> "ParameterSpace":
         """Return the same space with vectors at least as wide as ``dtype``."""
         return ParameterSpace(self.shapes, torch.promote_types(self.dtype, dtype), self.device)
+
+    def restricted(self, names: Sequence[str]) -> "ParameterSpace":
+        """Return the space of some of the tensors, in the given order."""
+        return ParameterSpace({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def to(self, device: torch.device | str) -> "ParameterSpace":
         """Return the same space on another device."""

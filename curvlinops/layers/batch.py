@@ -1,23 +1,21 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvlinops.core.autodiff import BoundModel, pull, pull_columns
+from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
-from curvlinops.layers.forms import Direct, Form, Mapped
-from curvlinops.layers.layout import TOLERANCES, Along, Layout, detect, weights
+from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, guess, weights
+from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
-
-#: Those who ask know how many vectors the memory allows.
-_ANY_NUMBER = 2**31
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -39,8 +37,38 @@ class Key(NamedTuple):
     names: tuple[str, ...]
 
 
+class Part(NamedTuple):
+    """The gradients that a use contributes to a parameter.
+
+    Attributes:
+        key: The use.
+        name: The parameter.
+        form: The gradients.
+        rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
+            samples have as many.
+        shift: See ``Use``.
+        elsewhere: See ``Use``.
+    """
+
+    key: Key
+    name: str
+    form: Form
+    rows: Tensor | None
+    shift: float | None
+    elsewhere: bool
+
+
 class RecordedBatch:
-    """One captured forward pass."""
+    """One captured forward pass.
+
+    Attributes:
+        names: The parameters.
+        output: The model's output.
+        uses: What was recorded.
+        layouts: Which rows belong to which sample.
+        unconnected: Uses on which the output does not depend.
+        guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
+    """
 
     def __init__(self, bound: BoundModel, names: list[str], changes: Mapping[Call, Change]):
         self.names = names
@@ -64,13 +92,19 @@ class RecordedBatch:
         self._probe = self._random()
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
-        self._chunks = in_chunks(self._pull, _ANY_NUMBER)
+        self._chunks = in_chunks(self._pull, ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
+        self.unconnected: set[Key] = set()
+        self.guessed: set[Key] = set()
+        connected = set(graph_nodes(self.output))
         for ((_, index), place), recorded in self._capture.uses.items():
-            origins = _origins(recorded.tensor, by_id)
-            key = Key(index, place, recorded.call, tuple(origins))
-            self.uses[key], self._origins[key] = recorded, origins
+            found = origins(recorded.tensor, by_id)
+            key = Key(index, place, recorded.call, tuple(found))
+            if recorded.edge.node in connected:
+                self.uses[key], self._origins[key] = recorded, found
+            else:
+                self.unconnected.add(key)
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
@@ -110,8 +144,8 @@ class RecordedBatch:
         names = set(names)
         self.names = [name for name in self.names if name not in names]
         self._origins = {
-            key: {name: leaf for name, leaf in origins.items() if name not in names}
-            for key, origins in self._origins.items()
+            key: {name: leaf for name, leaf in found.items() if name not in names}
+            for key, found in self._origins.items()
         }
         self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
 
@@ -122,6 +156,8 @@ class RecordedBatch:
 
     def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
+        if len(u) == 0:
+            return {key: u.new_zeros(0, *recorded.shape) for key, recorded in self.uses.items()}
         edges = {key: recorded.edge for key, recorded in self.uses.items()}
         found: dict[Key, list[Tensor]] = {key: [] for key in self.uses}
         with self._scope.active():
@@ -153,9 +189,12 @@ class RecordedBatch:
             use = self.uses[key].use
             g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
             if not bool(g.any()):
-                del self.uses[key]  # no effect on the output, at least on this batch
-                continue
-            layout = detect(g, h, len(use.lead), r, self._tolerance)
+                self.guessed.add(key)
+                layout = guess(use.lead, self.num_samples)
+                if layout is None:
+                    del self.uses[key]
+            else:
+                layout = detect(g, h, len(use.lead), r, self._tolerance)
             if layout is not None:
                 self.layouts[key] = layout
 
@@ -189,19 +228,18 @@ class RecordedBatch:
                 wrong.append(name)
         return wrong
 
-    def forms(self, u: Tensor, absolute: bool = False) -> dict[str, Form]:
-        """Return the gradients of all parameters whose uses can be sorted by samples.
+    def parts(self, u: Tensor, by_position: bool = False, absolute: bool = False) -> Iterator[Part]:
+        """Yield the gradients of the uses that can be sorted by samples, one by one.
 
         Args:
-            u: Vectors, ``[V, *output]``.
+            u: What is backpropagated, ``[V, *output]``.
+            by_position: Whether gradients of biases are sums over positions, with inputs of one,
+                instead of written down.
             absolute: Whether all that they are made of is replaced by absolute values.
         """
-        found: dict[str, list[Form]] = {}
         gradients = self.gradients(u)
-        lost: set[str] = set()
         for key, recorded in self.uses.items():
             if key not in self.layouts:
-                lost |= set(self.names_of(key))
                 continue
             use, layout = recorded.use, self.layouts[key]
 
@@ -209,9 +247,25 @@ class RecordedBatch:
                 rows = layout.by_sample(x, start, len(use.lead), self.num_samples)
                 return rows.abs() if absolute else rows
 
-            form = use.form(sort(use.split(gradients[key]), 1), sort)
+            g = sort(use.split(gradients.pop(key)), 1)
+            if by_position and use.shift is not None:
+                ones = sort(g.new_ones(use.lead))
+                x = ones.reshape(*ones.shape, 1, 1)
+                g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
+                form = Outer(x, g, recorded.tensor.shape)
+            else:
+                form = use.form(g, sort)
+            rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
-                found.setdefault(name, []).append(_on_parameter(form, recorded.tensor, leaf))
+                own = on_parameter(form, recorded.tensor, leaf)
+                yield Part(key, name, own, rows, use.shift, use.elsewhere)
+
+    def forms(self, u: Tensor, absolute: bool = False) -> dict[str, Form]:
+        """Return the gradients of all parameters whose uses can be sorted by samples."""
+        found: dict[str, list[Form]] = {}
+        for part in self.parts(u, absolute=absolute):
+            found.setdefault(part.name, []).append(part.form)
+        lost = {name for key in self.uses if key not in self.layouts for name in self.names_of(key)}
         # parameters that are not used at all have zero gradients
         unrecorded = set(self.unrecorded())
         for name in self.names:
@@ -224,49 +278,3 @@ class RecordedBatch:
         generator = torch.Generator().manual_seed(0)
         random = torch.randn(self.output.shape, generator=generator, dtype=torch.float64)
         return random.to(self.output.device, self.output.dtype)
-
-
-def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the parameters of which a tensor is a function."""
-    if id(tensor) in by_id:
-        return {by_id[id(tensor)]: tensor}
-    found = (getattr(node, "variable", None) for node in graph_nodes(tensor))
-    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
-
-
-def _on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
-    """Return gradients with respect to a parameter of which a layer used a function."""
-    if tensor is leaf:
-        return form
-    if _is_permutation(tensor, leaf):
-
-        def arrange(rows: Tensor) -> Tensor:
-            flat = rows.new_empty(*rows.shape[:2], leaf.numel())
-            strides = (*flat.stride()[:2], *tensor.stride())
-            flat.as_strided(rows.shape, strides).copy_(rows)
-            return flat.reshape(*rows.shape[:2], *leaf.shape)
-
-        if isinstance(form, Outer):
-            return form.arranged(arrange, leaf.shape, (tensor.shape, tensor.stride()))
-        return Mapped(form, arrange, leaf.shape)
-
-    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": leaf}), _ANY_NUMBER)
-
-    def pull_back(rows: Tensor) -> Tensor:
-        out = rows.new_empty(*rows.shape[:2], *leaf.shape)
-        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
-            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
-        return out
-
-    return Mapped(form, pull_back, leaf.shape)
-
-
-def _is_permutation(tensor: Tensor, leaf: Tensor) -> bool:
-    """Return whether a tensor is a view of all of a parameter's entries."""
-    return (
-        leaf.is_contiguous()
-        and tensor.dtype == leaf.dtype
-        and tensor.numel() == leaf.numel()
-        and tensor.data_ptr() == leaf.data_ptr()
-        and 0 not in tensor.stride()
-    )

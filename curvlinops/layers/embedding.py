@@ -23,7 +23,7 @@ def embedding(
     """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
 
     def form(g: Tensor, sort: Sort) -> Form:
-        return Lookup(sort(indices), wide(g), weight.shape)
+        return Lookup(sort(indices), wide(g), weight.shape, padding_idx)
 
     return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
 
@@ -85,24 +85,26 @@ class Lookup(Form):
         indices: Which row, ``[N, S]``.
         g: Output gradients ``[V, N, S, I]``.
         shape: The parameter's shape; in rows of I entries, it is the table.
+        padding: The row that is a constant; -1 for none.
     """
 
-    def __init__(self, indices: Tensor, g: Tensor, shape: Sequence[int]):
-        self._indices, self._g = indices, g
+    def __init__(self, indices: Tensor, g: Tensor, shape: Sequence[int], padding: int = -1):
+        self.indices, self.g, self.padding = indices, g, padding
+        self.num_positions = indices.shape[1]
         self.num_vectors, self.num_samples = g.shape[:2]
         self.shape = tuple(shape)
-        self._num_rows = prod(shape) // max(g.shape[-1], 1)
+        self.num_rows = prod(shape) // max(g.shape[-1], 1)
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
-        g, indices = self._g[:, samples], self._indices[samples]
-        rows = g.new_zeros(*g.shape[:2], self._num_rows, g.shape[-1])
+        g, indices = self.g[:, samples], self.indices[samples]
+        rows = g.new_zeros(*g.shape[:2], self.num_rows, g.shape[-1])
         rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
         return rows.reshape(*g.shape[:2], *self.shape)
 
     def select(self, samples: Tensor) -> "Lookup":
         """Return the gradients of some samples only."""
-        return Lookup(self._indices[samples], self._g[:, samples], self.shape)
+        return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""
@@ -114,13 +116,13 @@ class Lookup(Form):
         """Return the sum of squares, in memory proportional to the table."""
         sums, _, rows = self._sums()
         squares = sums.square().sum(0)
-        out = squares.new_zeros(self._num_rows, squares.shape[-1])
+        out = squares.new_zeros(self.num_rows, squares.shape[-1])
         return out.index_add_(0, rows, squares).reshape(self.shape)
 
     def inner(self, other: Form) -> Tensor:
         """Return all inner products; only rows that both looked up count."""
         # a table may be read by rows, and by entries
-        if not isinstance(other, Lookup) or self._num_rows != other._num_rows:
+        if not isinstance(other, Lookup) or self.num_rows != other.num_rows:
             return super().inner(other)
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
         out = left.new_zeros(
@@ -138,9 +140,9 @@ class Lookup(Form):
 
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the non-zero rows of all samples ``[V, P, I]``, and of which sample and row."""
-        sample = torch.arange(self.num_samples, device=self._indices.device)
-        keys = sample[:, None] * self._num_rows + self._indices
+        sample = torch.arange(self.num_samples, device=self.indices.device)
+        keys = sample[:, None] * self.num_rows + self.indices
         unique, where = keys.flatten().unique(return_inverse=True)
-        sums = self._g.new_zeros(self.num_vectors, len(unique), self._g.shape[-1])
-        sums.index_add_(1, where, self._g.flatten(1, 2))
-        return sums, unique // self._num_rows, unique % self._num_rows
+        sums = self.g.new_zeros(self.num_vectors, len(unique), self.g.shape[-1])
+        sums.index_add_(1, where, self.g.flatten(1, 2))
+        return sums, unique // self.num_rows, unique % self.num_rows

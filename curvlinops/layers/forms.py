@@ -8,6 +8,7 @@ where that is cheaper.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,17 +148,80 @@ class Mapped(Form):
     """
 
     def __init__(self, form: Form, pull: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
-        self._form, self._pull = form, pull
+        self.form, self._pull = form, pull
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pull(self._form.rows(samples))
+        return self._pull(self.form.rows(samples))
 
     def select(self, samples: Tensor) -> "Mapped":
         """Return the gradients of some samples only."""
-        return Mapped(self._form.select(samples), self._pull, self.shape)
+        return Mapped(self.form.select(samples), self._pull, self.shape)
+
+
+class Place(NamedTuple):
+    """Which of a parameter's entries, in the order of the flat vector, a part of it has.
+
+    Attributes:
+        offset: The first one.
+        shape: The part's shape.
+        stride: Steps along its axes.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, leaf: Tensor) -> "Place | None":
+        """Return which part of a parameter a tensor is, ``None`` if it is none."""
+        storages = (x.untyped_storage().data_ptr() for x in (tensor, leaf))
+        if not leaf.is_contiguous() or tensor.dtype != leaf.dtype or len(set(storages)) > 1:
+            return None
+        offset = tensor.storage_offset() - leaf.storage_offset()
+        place = cls(offset, tuple(tensor.shape), tensor.stride())
+        entries = place.entries(tensor.device)
+        return place if len(entries.unique()) == len(entries) else None
+
+    def entries(self, device: torch.device) -> Tensor:
+        """Return the entries' indices."""
+        index = torch.full((), self.offset, device=device)
+        for axis, (length, step) in enumerate(zip(self.shape, self.stride, strict=True)):
+            along = step * torch.arange(length, device=device)
+            index = index.unsqueeze(axis) + along
+        return index.flatten()
+
+
+class Within(Form):
+    """Gradients with respect to a part of a parameter; the rest of the parameter is not used.
+
+    Args:
+        form: The gradients with respect to the part.
+        place: Which part.
+        shape: The parameter's shape.
+    """
+
+    def __init__(self, form: Form, place: Place, shape: tuple[int, ...]):
+        self.form, self.place = form, place
+        self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
+        self.shape = tuple(shape)
+
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples."""
+        part = _flat(self.form.rows(samples))
+        rows = part.new_zeros(*part.shape[:2], prod(self.shape))
+        rows[:, :, self.place.entries(part.device)] = part
+        return rows.reshape(*part.shape[:2], *self.shape)
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared norms: those of the part."""
+        return self.form.squared_norms()
+
+    def select(self, samples: Tensor) -> "Within":
+        """Return the gradients of some samples only."""
+        return Within(self.form.select(samples), self.place, self.shape)
 
 
 def _flat(rows: Tensor) -> Tensor:

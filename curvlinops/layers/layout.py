@@ -27,6 +27,8 @@ class Layout(Protocol):
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Turn ``[*, *lead, *features]`` into ``[*, N, S, *features]``.
 
+        Samples with fewer rows than others are filled up with zeros.
+
         Args:
             x: Rows, behind ``start`` other axes, along ``num_lead`` axes.
             start: Number of other axes.
@@ -163,6 +165,13 @@ def detect(
     ratio = (rows * found).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(torch.float64).tiny)
     scattered = Scattered.of((ratio[:, None] - r.double()).abs().argmin(1), num_samples)
     return scattered if explains(scattered) else None
+
+
+def guess(lead: tuple[int, ...], num_samples: int) -> Layout | None:
+    """Return the most likely layout of rows with leading axes of some lengths."""
+    if num_samples == 1:
+        return Single()
+    return next(_regular(lead, num_samples), None)
 
 
 def _regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.uses import Use, broadcast, contraction, handles
+from curvlinops.layers.uses import Use, contraction, handles, shift
 
 
 @handles(F.linear)
@@ -22,7 +22,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[st
         )
     }
     if bias is not None:
-        uses["bias"] = broadcast(bias.shape, [*input.shape[:-1], *outputs])
+        uses["bias"] = shift(bias.shape, [*input.shape[:-1], *outputs])
     return uses
 
 
@@ -56,7 +56,7 @@ def addmm(
 ) -> dict[str, Use]:
     """``beta input + alpha mat1 @ mat2``."""
     uses = {
-        "input": broadcast(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
+        "input": shift(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
         "mat1": _factor(mat2 * alpha, mat1, left=True),
         "mat2": _factor(mat1 * alpha, mat2, left=False),
     }
@@ -69,7 +69,7 @@ def addmv(
 ) -> dict[str, Use]:
     """``beta input + alpha mat @ vec``."""
     return {
-        "input": broadcast(input.shape, mat.shape[:1], float(beta)),
+        "input": shift(input.shape, mat.shape[:1], float(beta)),
         "mat": _factor(vec * alpha, mat, left=True),
         "vec": _factor(mat * alpha, vec, left=False),
     }
@@ -96,7 +96,7 @@ def bilinear(
         )
     }
     if bias is not None:
-        uses["bias"] = broadcast(bias.shape, [*input1.shape[:-1], weight.shape[0]])
+        uses["bias"] = shift(bias.shape, [*input1.shape[:-1], weight.shape[0]])
     return uses
 
 

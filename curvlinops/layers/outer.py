@@ -1,6 +1,7 @@
 """Gradients that are sums of outer products: those of all matrix products and convolutions."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,41 @@ class Inputs(Protocol):
     def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """A permutation of a matrix's entries.
+
+    Attributes:
+        stages: Pairs of a shape into which the entries are brought, and the new order of its axes.
+    """
+
+    stages: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, shape: Sequence[int], order: Sequence[int]) -> "Arrangement":
+        """Return the arrangement of entries of some shape with axes in another order."""
+        trivial = list(order) == sorted(order)
+        return cls() if trivial else cls(((tuple(shape), tuple(order)),))
+
+    def then(self, other: "Arrangement") -> "Arrangement":
+        """Return this arrangement, followed by another one."""
+        return Arrangement(self.stages + other.stages)
+
+    def apply(self, x: Tensor, start: int) -> Tensor:
+        """Permute the entries along all axes but the first ``start``; the shape is arbitrary."""
+        for shape, order in self.stages:
+            x = x.reshape(*x.shape[:start], *shape)
+            x = x.permute(*range(start), *(start + axis for axis in order))
+        return x
+
+    def undo(self, x: Tensor, start: int) -> Tensor:
+        """Permute them back."""
+        for shape, order in reversed(self.stages):
+            x = x.reshape(*x.shape[:start], *(shape[axis] for axis in order))
+            x = x.permute(*range(start), *(start + order.index(i) for i in range(len(order))))
+        return x
+
+
 class Selected:
     """Inputs of some samples, in the given order."""
 
@@ -29,6 +65,10 @@ class Selected:
         return self._inputs[self._samples[samples]]
 
 
+#: The trivial one.
+IN_ORDER = Arrangement()
+
+
 class Outer(Form):
     """Sums of outer products over positions: ``sum_s g[v, n, s] x[n, s]^T``, for each group.
 
@@ -36,9 +76,7 @@ class Outer(Form):
         x: Inputs ``[N, S, G, I]``.
         g: Output gradients ``[V, N, S, G, O]``.
         shape: The parameter's shape.
-        arrange: Turns ``[V, n, G, O, I]`` into ``[V, n, *shape]``, a permutation of the entries.
-            Default: they have that order already.
-        kind: Equal for forms whose ``arrange`` is the same.
+        arrangement: Where the entries of the matrices ``[G, O, I]`` are in the parameter.
     """
 
     def __init__(
@@ -46,12 +84,16 @@ class Outer(Form):
         x: Inputs,
         g: Tensor,
         shape: Sequence[int],
-        arrange: Callable[[Tensor], Tensor] | None = None,
-        kind: Hashable = None,
+        arrangement: Arrangement = IN_ORDER,
     ):
-        self.x, self.g, self._arrange, self.kind = x, g, arrange, kind
+        self.x, self.g, self.arrangement = x, g, arrangement
         self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)
         self.num_positions = x.shape[1]
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for forms whose entries mean the same."""
+        return self.arrangement, self.shape, *self.x.shape[2:]
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
@@ -63,7 +105,7 @@ class Outer(Form):
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, for the only vector, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        if self._arrange is not None or groups > 1 or out.dtype != self.g.dtype:
+        if self.arrangement.stages or groups > 1 or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
         x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
@@ -76,7 +118,7 @@ class Outer(Form):
     def select(self, samples: Tensor) -> "Outer":
         """Return the gradients of some samples only."""
         x = Selected(self.x, samples)
-        return Outer(x, self.g[:, samples], self.shape, self._arrange, self.kind)
+        return Outer(x, self.g[:, samples], self.shape, self.arrangement)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
@@ -136,22 +178,20 @@ class Outer(Form):
             rows.append(torch.cat(blocks, dim=3))
         return torch.cat(rows, dim=1)
 
-    def arranged(
-        self, again: Callable[[Tensor], Tensor], shape: Sequence[int], kind: Hashable
-    ) -> "Outer":
-        """Return the same gradients with their entries permuted by a function of ``kind``."""
-        return Outer(self.x, self.g, shape, lambda m: again(self._arranged(m)), (self.kind, kind))
+    def arranged(self, again: Arrangement, shape: Sequence[int]) -> "Outer":
+        """Return the same gradients with their entries permuted once more."""
+        return Outer(self.x, self.g, shape, self.arrangement.then(again))
 
     def reshaped(self, shape: Sequence[int]) -> "Outer":
         """Return the same gradients in another shape."""
-        return Outer(self.x, self.g, shape, self._arrange, self.kind)
+        return Outer(self.x, self.g, shape, self.arrangement)
 
     @staticmethod
     def merge(forms: list["Outer"]) -> "Outer":
         """Return the sum of forms of one kind: their positions side by side."""
         x = torch.cat([form.x[:] for form in forms], dim=1)
         g = torch.cat([form.g for form in forms], dim=2)
-        return Outer(x, g, forms[0].shape, forms[0]._arrange, forms[0].kind)
+        return Outer(x, g, forms[0].shape, forms[0].arrangement)
 
     def parts(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
@@ -162,8 +202,7 @@ class Outer(Form):
 
     def _arranged(self, matrices: Tensor) -> Tensor:
         """Turn ``[V, n, G, O, I]`` into gradients."""
-        if self._arrange is not None:
-            matrices = self._arrange(matrices)
+        matrices = self.arrangement.apply(matrices, 2)
         return matrices.reshape(*matrices.shape[:2], *self.shape)
 
     def _is_cheaper_by_positions(self, other: "Outer") -> bool:

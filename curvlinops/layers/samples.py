@@ -1,7 +1,7 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.batch import Key, RecordedBatch
+from curvlinops.layers.batch import Key, Part, RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import TOLERANCES, Along
@@ -65,7 +65,7 @@ class SampleBackward:
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        fresh = set(batch.layouts) - self._checked
+        fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh or not self._checked:
             self._refuse(batch.check(), "its rule does not agree with autograd")
             self._checked |= fresh
@@ -101,7 +101,9 @@ class SampleBackward:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
         if self._trusting:
             self._layouts |= {
-                key: layout for key, layout in batch.layouts.items() if isinstance(layout, Along)
+                key: layout
+                for key, layout in batch.layouts.items()
+                if isinstance(layout, Along) and key not in batch.guessed
             }
         return batch
 
@@ -197,6 +199,14 @@ class SampleGradients:
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(2 * BYTES // max(size, 1), 1)
 
+    def parts(self, u: Tensor) -> Iterator[Part]:
+        """Yield the gradients of layers' uses of parameters, one by one.
+
+        Args:
+            u: What is backpropagated, ``[V, *output]``.
+        """
+        return iter(()) if self._batch is None else self._batch.parts(u, by_position=True)
+
     def backward(self, u: Tensor) -> list[Group]:
         """Backpropagate vectors; a sample's gradient is that of its own share.
 
@@ -205,6 +215,11 @@ class SampleGradients:
         """
         known = {} if self._batch is None else self._batch.forms(u)
         groups: list[Group] = [([name], form) for name, form in known.items()]
+        return groups + self.rest(u)
+
+    def rest(self, u: Tensor) -> list[Group]:
+        """Do the same for the parameters that ``parts`` does not know."""
+        groups: list[Group] = []
         if self._rest:
             shapes = {name: self._bound.space.shapes[name] for name in self._rest}
             space = ParameterSpace(shapes, self._bound.space.dtype, self._bound.space.device)

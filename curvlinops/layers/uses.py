@@ -6,14 +6,14 @@ returns a ``Use`` for each argument that may be a parameter, and register it wit
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.outer import Arrangement, Outer
 
 #: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
 Sort = Callable[[Tensor], Tensor]
@@ -32,11 +32,15 @@ class Use:
             each row belongs to one sample.
         form: Takes the rows sorted by samples, ``[V, N, S, *features]``, and a function that
             sorts others in the same way, and returns the gradients with respect to the argument.
+        shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
+        elsewhere: Whether its positions are others than those of the product.
     """
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
     form: Callable[[Tensor, Sort], Form]
+    shift: float | None = None
+    elsewhere: bool = False
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
@@ -138,19 +142,12 @@ def contraction(
         shape = *value.shape[: len(lead)], *only
         return value.reshape(*shape, _length(groups, lengths), _length(inner, lengths))
 
-    def arrange(matrices: Tensor) -> Tensor:
-        full = matrices.reshape(*matrices.shape[:2], *(lengths[axis] for axis in order))
-        return full.permute(0, 1, *(2 + order.index(axis) for axis in w_labels))
+    arrangement = Arrangement.of(
+        [lengths[axis] for axis in order], [order.index(axis) for axis in w_labels]
+    )
 
     def form(g: Tensor, sort: Sort) -> Form:
-        kind = (
-            tuple(order.index(axis) for axis in w_labels),
-            len(groups),
-            len(outer),
-            tuple(w_shape),
-        )
-        in_order = None if order == list(w_labels) else arrange
-        return Outer(wide(sort(inputs())), wide(g), w_shape, in_order, kind)
+        return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
     extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
     return Use((*(extent[axis] for axis in lead), *only), rows, form)
@@ -183,6 +180,11 @@ def broadcast(
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
     return Use(tuple(output[axis] for axis in lead) or (1,), split, form)
+
+
+def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
+    """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
+    return replace(broadcast(shape, output, scale, aligned), shift=scale)
 
 
 def _length(axes: Sequence[Hashable], lengths: dict[Hashable, int]) -> int:

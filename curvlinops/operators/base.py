@@ -17,6 +17,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import Model, wrap_model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
@@ -106,7 +107,7 @@ class DataLinearOperator(TorchLinearOperator):
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
-        self._blocks = _split_blocks(self.risk.space.names, block_sizes)
+        self._blocks = split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
         self._chunk_size = chunk_size
         self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size))
@@ -145,25 +146,36 @@ class DataLinearOperator(TorchLinearOperator):
     # --- products
 
     def _apply(self, columns: Columns) -> Columns:
+        return self._sum(columns, self.space)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        if type(self)._apply is not DataLinearOperator._apply:  # it has products of its own
+            return super()._apply_restricted(columns, names)
+        return self._sum(columns, self.space.restricted(names))
+
+    def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
+        """Multiply some tensors of vectors, for some tensors of the product."""
         num_columns = next(iter(columns.values())).shape[0]
-        out = self.space.zeros(num_columns)
-        if num_columns == 0:
+        out = codomain.zeros(num_columns)
+        both = [[[n for n in block if n in x] for x in (columns, out)] for block in self._blocks]
+        both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
+        if num_columns == 0 or not both:
             return out
         total: Tensor | float = 0.0
 
         def step(bound: BatchRisk) -> None:
             nonlocal total
-            apply = self._prepare(bound, num_columns * len(self._blocks))
-            for block in self._blocks:
-                V, product = ({name: x[name] for name in block} for x in (columns, out))
+            apply = self._prepare(bound, num_columns * len(both))
+            for inputs, outputs in both:
+                V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
                 terms = apply(V, product)
             total = total + terms
 
         self._run(step)
         scale = self.risk.scale(total)
         if scale != 1.0:
-            self.space.join(out).mul_(scale)
-        self._check_finite(out, self.space)
+            codomain.join(out).mul_(scale)
+        self._check_finite(out, codomain)
         return out
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
@@ -179,14 +191,14 @@ class DataLinearOperator(TorchLinearOperator):
         key = (kind, bound.batch.index)
         return self._kept.prepare(key, bound.batch, lambda own: build(bound.on(own)))
 
-    def _run(self, step: Callable[[BatchRisk], None]) -> None:
-        """Call ``step``, which computes a product, on every batch."""
+    def _run(self, step: Callable[[BatchRisk], None], batches: Batches | None = None) -> None:
+        """Call ``step``, which computes a product, on every batch of the data, or of others."""
 
         def start() -> None:
             if self._kept.start(self._dependencies(), self.risk.space.device):
                 self._reconsider()
 
-        self.risk.run(step, "product", start)
+        self.risk.run(step, "product", start, batches)
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
@@ -266,21 +278,6 @@ class DataLinearOperator(TorchLinearOperator):
 def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
-
-
-def _split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
-    if sizes is None:
-        return [names]
-    fits = isinstance(sizes, list | tuple) and all(
-        isinstance(size, int) and size > 0 for size in sizes
-    )
-    if not fits or sum(sizes) != len(names):
-        raise ValueError(
-            f"block_sizes must be positive integers that add up to the number of parameters, "
-            f"{len(names)}; got {sizes}."
-        )
-    rest = iter(names)
-    return [[next(rest) for _ in range(size)] for size in sizes]
 
 
 def _allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:

@@ -3,16 +3,14 @@
 import warnings
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.risk import BatchRisk
-from curvlinops.losses import Loss
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.vectors import check_sampling, would_be_gradients
 
 
 class GGNLinearOperator(DataLinearOperator):
@@ -79,15 +77,6 @@ class FisherMCLinearOperator(DataLinearOperator):
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
 
 
-def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
-    bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-    # neighboring seeds make correlated generators: mix them
-    mixed = np.random.SeedSequence([seed, bound.batch.index]).generate_state(1, np.uint64)
-    generator = torch.Generator(output.device).manual_seed(int(mixed[0]) >> 1)
-    return bound.loss.sample(output, bound.batch.y, num_samples, generator)
-
-
 def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
     """Return the head that multiplies with outer products of would-be gradients."""
 
@@ -97,13 +86,3 @@ def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
         return bound.loss.outer(vectors, output), terms
 
     return curvature
-
-
-def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> None:
-    """Check the arguments of an operator that samples."""
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
-    if type(mc_samples) is not int or mc_samples < at_least:
-        raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
-    if mc_samples and not loss.can_sample:
-        loss.refuse_sampling()

@@ -11,7 +11,7 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.samples import SampleBackward, SampleGradients, split
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.operators.ggn import check_sampling, would_be_gradients
+from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
 
 
 class GGNDiagonalLinearOperator(DataLinearOperator):
@@ -96,18 +96,12 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def _vectors(self, bound: BatchRisk, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
-        output, loss = gradients.output, bound.loss
+        output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
         if self.mc_samples:
             vectors = would_be_gradients(bound, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
             return
-        bound.check_loss(output)
-        roots = loss.to_terms(loss.hessian_sqrt(output, bound.batch.y))
-        roots = roots.unflatten(1, (output.shape[0], -1))  # [V, N, positions, C]
-        for position in range(roots.shape[2]):
-            alone = torch.zeros_like(roots)
-            alone[:, :, position] = roots[:, :, position]
-            vectors = loss.from_terms(alone.flatten(1, 2), output)
-            yield from vectors.split(gradients.vectors_at_once)
+        for roots in hessian_roots(bound, output):
+            yield from roots.split(gradients.vectors_at_once)

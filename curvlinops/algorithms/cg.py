@@ -1,0 +1,199 @@
+"""The inverse of a positive definite matrix by conjugate gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import NegativeCurvatureError
+from curvlinops.algorithms.inverse import (
+    KrylovInverseLinearOperator,
+    Solution,
+    Systems,
+    dots,
+    norms,
+    scaled,
+)
+from curvlinops.core.border import read
+
+
+class CGInverseLinearOperator(KrylovInverseLinearOperator):
+    """The inverse of a symmetric positive definite matrix by conjugate gradients.
+
+    ``(A + damping I)^-1`` (Hestenes and Stiefel, 1952), for all right-hand sides at once; those
+    that are solved drop out. A singular matrix is fine if the right-hand side lies in its range.
+
+    For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
+
+    Args:
+        A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
+        **options: ``preconditioner``, ``rtol=1e-5``, ``atol=0``, ``maxiter``, ``damping=0``,
+            ``x0``, ``on_failure="warn"``.
+
+    Raises:
+        NegativeCurvatureError: If the iteration meets a direction of negative curvature.
+        ConvergenceError: Without convergence, if ``on_failure="raise"``.
+    """
+
+    def set_cg_hyperparameters(
+        self,
+        x0: Any = None,
+        maxiter: int | None = None,
+        M: Any = None,
+        tol: float = 1e-5,
+        atol: float | None = None,
+    ) -> None:
+        """Set options after construction, under their traditional names.
+
+        Args:
+            x0: Start of the iteration.
+            maxiter: Largest number of iterations.
+            M: Preconditioner.
+            tol: Relative tolerance.
+            atol: Absolute tolerance.
+        """
+        self._preconditioner = self._read_preconditioner(M)
+        self._set(tol, 0.0 if atol is None else atol, maxiter, x0)
+
+    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
+        P = self._precondition(R)
+        rho, place = self._positive(dots(R, P), R), torch.arange(len(R), device=R.device)
+        s = _State(place, R, goal, P, rho, torch.zeros_like(goal))
+        for _ in range(budget):
+            Q = self._multiply(s.P)
+            curvature = self._curvature(s, Q)
+            # a direction without curvature is of no use: the matrix is singular
+            alpha = (s.rho / curvature).where(curvature > 0, 0.0)
+            X.index_add_(0, s.place, scaled(alpha, s.P))
+            count[s.place] += 1
+            s.R = s.R - scaled(alpha, Q)
+            going = (norms(s.R) > s.goal) & (curvature > 0)
+            if not bool(going.any()):
+                break
+            s.keep(going)
+            Z = self._precondition(s.R)
+            s.rho, before = self._positive(dots(s.R, Z), s.R), s.rho
+            s.P = Z + scaled(s.rho / before, s.P)
+        return X, count
+
+    def _curvature(self, s: "_State", Q: Tensor) -> Tensor:
+        """Return ``<p, A p>``, unless it is negative beyond rounding."""
+        curvature, size = dots(s.P, Q), dots(s.P, s.P)
+        s.scale = s.scale.maximum(norms(Q) / size.sqrt())
+        negative = curvature < -100 * torch.finfo(Q.dtype).eps * s.scale * size
+        if bool(negative.any()):
+            lowest = float((curvature / size)[negative].min())
+            raise NegativeCurvatureError(
+                f"The matrix is not positive definite: conjugate gradients met a direction of "
+                f"curvature {lowest:.1e} (the norm is at least {float(s.scale.max()):.1e}). Use "
+                "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
+                f"{-lowest:.1e}."
+            )
+        return curvature
+
+    def solve_shifted(self, B: Any, dampings: Sequence[float]) -> list[Solution]:
+        """Solve for several values of the damping, with the products of one.
+
+        Multi-shift conjugate gradients (van den Eshof and Sleijpen, Accurate conjugate gradient
+        methods for families of shifted systems, 2004): the Krylov spaces of all are the same.
+
+        Args:
+            B: Right-hand sides: a vector or several, of any kind that operators take.
+            dampings: The values, which replace ``damping``.
+
+        Returns:
+            A solution for each of the values, in their order. ``iterations`` counts those shared.
+
+        Raises:
+            ValueError: If there is a preconditioner, for which the spaces differ.
+        """
+        if self._preconditioner is not None:
+            raise ValueError("Several dampings at once work without a preconditioner only.")
+        shifts = torch.tensor([float(damping) for damping in dampings], dtype=torch.float64)
+        if not len(shifts) or not bool(shifts.isfinite().all()):
+            raise ValueError(f"dampings must be finite numbers, got {dampings}.")
+        base, solutions = self.damping, []
+        try:
+            with torch.inference_mode(False):
+                columns, write = read(B, self.domain)
+                rows = self.domain.join(columns)
+                self.damping = float(shifts.min())
+                starts, shared = self._solve_family(rows, (shifts - shifts.min()).to(rows.device))
+                for damping, start in zip(dampings, starts.unbind(1), strict=True):
+                    self.damping = float(damping)
+                    X, residuals, extra, converged = self._solve(rows, start)
+                    out = write(self.codomain.split(X), self.codomain)
+                    solutions.append(Solution(out, residuals, shared + extra, converged))
+        finally:
+            self.damping = base
+        return solutions
+
+    def _solve_family(self, B: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``[K, S, D]``, solutions as the recursion sees them, and the iterations."""
+        goal = 0.9 * (self.rtol * norms(B)).clamp(min=self.atol)
+        X = torch.zeros(len(B), len(shifts), B.shape[1], dtype=B.dtype, device=B.device)
+        count = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+        s = _start_family(B, goal, len(shifts))
+        s.keep(norms(B) > goal)
+        for _ in range(self.maxiter if len(s.place) else 0):
+            Q = self._multiply(s.P)
+            curvature = self._curvature(s, Q)
+            alpha = (s.rho / curvature).where(curvature > 0, 0.0)
+            going = s.zeta.abs() * s.rho.sqrt()[:, None] > s.goal[:, None]
+            ratio = _ratio(s, alpha, shifts).where(going, 0.0)
+            X.index_add_(0, s.place, (alpha[:, None] * ratio)[..., None].to(B) * s.shifted)
+            count[s.place] += 1
+            s.R = s.R - scaled(alpha, Q)
+            rho = dots(s.R, s.R)
+            s.beta, s.rho, s.alpha = rho / s.rho, rho, alpha
+            s.zeta, s.zeta_old = (s.zeta * ratio).where(going, s.zeta), s.zeta
+            s.shifted = s.zeta[..., None].to(B) * s.R[:, None] + (
+                (s.beta[:, None] * ratio**2)[..., None].to(B) * s.shifted
+            )
+            s.P = s.R + scaled(s.beta, s.P)
+            going &= s.zeta.abs() * s.rho.sqrt()[:, None] > s.goal[:, None]
+            going = going.any(dim=1) & (curvature > 0)
+            if not bool(going.any()):
+                break
+            s.keep(going)
+        return X, count
+
+
+@dataclass
+class _State(Systems):
+    """Conjugate gradients: residuals, directions, and their sizes."""
+
+    R: Tensor
+    goal: Tensor
+    P: Tensor
+    rho: Tensor  # <r, M r>
+    scale: Tensor  # of the matrix
+
+
+@dataclass
+class _Family(_State):
+    """S shifted systems for each right-hand side: their residuals are multiples of one."""
+
+    shifted: Tensor  # directions [K, S, D]
+    zeta: Tensor  # the multiples [K, S]
+    zeta_old: Tensor
+    alpha: Tensor  # of the step before
+    beta: Tensor
+
+
+def _start_family(B: Tensor, goal: Tensor, num_shifts: int) -> _Family:
+    place, one = torch.arange(len(B), device=B.device), torch.ones_like(goal)
+    shifted = B[:, None].expand(-1, num_shifts, -1)
+    zeta = one[:, None].expand(-1, num_shifts)
+    rho, zero = dots(B, B), torch.zeros_like(goal)
+    return _Family(place, B, goal, B, rho, zero, shifted, zeta, zeta, one, zero)
+
+
+def _ratio(s: _Family, alpha: Tensor, shifts: Tensor) -> Tensor:
+    """Return the next zeta in units of this one, ``[K, S]``."""
+    alpha, before, beta = alpha[:, None], s.alpha[:, None], s.beta[:, None]
+    numerator = before * s.zeta_old
+    return numerator / (numerator * (1 + alpha * shifts) + alpha * beta * (s.zeta_old - s.zeta))

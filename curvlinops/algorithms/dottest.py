@@ -1,0 +1,54 @@
+"""Whether an operator and its adjoint belong together."""
+
+from typing import Any
+
+import torch
+
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.seeds import read_generator
+
+
+def dottest(
+    A: Any,
+    num_tests: int = 3,
+    rtol: float | None = None,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Check ``<u, A v> = <A^T u, v>`` for random vectors (Claerbout, 1992).
+
+    Args:
+        A: An operator or matrix of any kind.
+        num_tests: Number of pairs of random vectors.
+        rtol: Largest difference, relative to ``||u|| ||A v|| + ||A^T u|| ||v||``. Default: 1e-4 in
+            single, 1e-10 in double precision.
+        seed: Seeds the vectors. Default: PyTorch's global generator does.
+        generator: Draws the vectors, instead of ``seed``.
+
+    Returns:
+        The largest relative difference.
+
+    Raises:
+        ValueError: If it exceeds ``rtol``.
+    """
+    matrix = Matrix(A)
+    rng = read_generator(matrix.device, seed, generator)
+    if type(num_tests) is not int or num_tests < 1:
+        raise ValueError(f"num_tests must be a positive integer, got {num_tests!r}.")
+    rtol = rtol if rtol is not None else (1e-10 if matrix.dtype == torch.float64 else 1e-4)
+    u, v = (
+        torch.randn(num_tests, dim, generator=rng, dtype=matrix.dtype, device=matrix.device).T
+        for dim in matrix.shape
+    )
+    Av, Atu = (matrix @ v).double(), matrix.adjoint_matmul(u).double()
+    u, v = u.double(), v.double()
+    size = u.norm(dim=0) * Av.norm(dim=0) + Atu.norm(dim=0) * v.norm(dim=0)
+    difference = ((u * Av).sum(dim=0) - (Atu * v).sum(dim=0)).abs()
+    worst = float((difference / size.where(size > 0, 1.0)).max())
+    if worst > rtol:
+        raise ValueError(
+            f"<u, A v> and <A^T u, v> differ by {worst:.1e}, relative to the vectors' norms: the "
+            "adjoint is not that of the operator, or one of them is not linear."
+        )
+    return worst

@@ -1,0 +1,121 @@
+"""Some eigenvalues and eigenvectors of a symmetric matrix."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import check_on_failure
+from curvlinops.algorithms.krylov import KrylovSpace
+from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.seeds import read_generator
+
+#: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
+_BASIS_BYTES = 2**30
+
+
+def eigsh(
+    A: Any,
+    k: int = 6,
+    which: str = "LM",
+    *,
+    block_size: int | None = None,
+    ncv: int | None = None,
+    v0: Tensor | np.ndarray | None = None,
+    tol: float = 0.0,
+    maxiter: int | None = None,
+    confirm: bool = True,
+    on_failure: str = "warn",
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Eigenpairs:
+    """Compute k eigenpairs ``A x = lambda x`` of a symmetric matrix, on its device.
+
+    Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
+    Appl. 2000).
+
+    Args:
+        A: A symmetric operator or matrix of any kind, ``[D, D]``.
+        k: Number of eigenpairs, at most D.
+        which: Eigenvalues of largest magnitude (``"LM"``), the largest (``"LA"``), the smallest
+            (``"SA"``), or from both ends (``"BE"``; one more from the upper end if k is odd).
+        block_size: How many vectors are multiplied at once. Default: as many as ``v0`` has, or
+            one, which needs the fewest products. More pay where a product with several vectors
+            costs little more than with one.
+        ncv: Largest number of basis vectors that are kept, at least ``k + 2 * block_size`` or D.
+            More need memory (``D * ncv`` numbers) and fewer products. Default: ``2 k + 50`` as
+            long as that is at most 1 GiB, then fewer, but not below ``max(2 k + 1, 20)``.
+        v0: Start vectors, ``[D]`` or ``[D, block_size]``. Default: random.
+        tol: Residuals shall be at most ``tol * |lambda|``, or about ten units of rounding
+            relative to the norm of ``A`` if that is larger. With zero they are as small as the
+            accuracy of products allows.
+        maxiter: Largest number of restarts. Default: 1000.
+        confirm: Whether to confirm converged pairs by 3 to about ``log(D) / 2 + 1`` products more,
+            from a fresh random vector that is orthogonal to them. Copies of a multiple eigenvalue,
+            which a Krylov space of few vectors does not contain, show up there.
+        on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
+        seed: Seeds start vectors. Default: PyTorch's global generator does.
+        generator: Draws start vectors, instead of ``seed``.
+
+    Returns:
+        The named tuple ``(eigenvalues, eigenvectors, residuals)``, with attribute
+        ``num_products``. Tensors for an operator of this package or a tensor, else numpy arrays.
+
+    Raises:
+        ValueError: If an argument is out of its range, or ``A`` is not symmetric.
+        ConvergenceError: Without convergence, if ``on_failure="raise"``.
+
+    Example:
+        >>> import numpy as np
+        >>> from curvlinops import eigsh
+        >>> eigsh(np.diag([1.0, 2.0, 3.0]), k=2, which="LA").eigenvalues.round(6)
+        array([2., 3.])
+    """
+    check_on_failure(on_failure)
+    matrix = Matrix(A, square=True)
+    rng = read_generator(matrix.device, seed, generator)
+    start = _start(matrix, v0, block_size, rng)
+    _check(matrix.shape[0], k, which, tol, maxiter)
+    ncv = _basis_size(matrix, k, len(start), ncv)
+    space = KrylovSpace(matrix, start, ncv)
+    search = LanczosSearch(matrix, space, k, which, tol, ncv, confirm, rng)
+    finished = search.run(1000 if maxiter is None else maxiter)
+    return search.result(finished, on_failure)
+
+
+def _start(matrix: Matrix, v0: Any, block_size: int | None, generator: torch.Generator) -> Tensor:
+    """Return the rows of the first block, ``[b, D]``."""
+    given = None if v0 is None else matrix.read(v0).T
+    size = block_size if block_size is not None else (1 if given is None else len(given))
+    if type(size) is not int or not 1 <= size <= matrix.shape[0]:
+        raise ValueError(f"block_size must be an integer from 1 to D, got {block_size!r}.")
+    if given is None:
+        return random_rows(size, matrix, generator)
+    if len(given) != size:
+        raise ValueError(f"v0 has {len(given)} vectors, but block_size is {size}.")
+    return given
+
+
+def _check(dim: int, k: int, which: str, tol: float, maxiter: int | None) -> None:
+    if which not in ("LM", "LA", "SA", "BE"):
+        raise ValueError(f"which must be 'LM', 'LA', 'SA' or 'BE', got {which!r}.")
+    if not isinstance(k, int | np.integer) or not 1 <= k <= dim:
+        raise ValueError(f"k must be an integer from 1 to D = {dim}, got {k!r}.")
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
+    if maxiter is not None and (not isinstance(maxiter, int | np.integer) or maxiter < 0):
+        raise ValueError(f"maxiter must be a non-negative integer, got {maxiter!r}.")
+
+
+def _basis_size(matrix: Matrix, k: int, block: int, ncv: int | None) -> int:
+    dim, least = matrix.shape[0], k + 2 * block
+    if ncv is None:
+        affordable = _BASIS_BYTES // (dim * matrix.dtype.itemsize)
+        return min(dim, max(2 * k + 1, 20, k + 4 * block, min(2 * k + 50, affordable)))
+    if not isinstance(ncv, int | np.integer) or not min(least, dim) <= ncv:
+        raise ValueError(
+            f"ncv must be an integer of at least k + 2 * block_size = {least}, got {ncv!r}."
+        )
+    return min(int(ncv), dim)

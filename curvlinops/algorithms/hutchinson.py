@@ -1,0 +1,179 @@
+"""Traces, diagonals and Frobenius norms as averages over random vectors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.probes import Goal, Probes, average, check_split
+
+
+def hutchinson_trace(
+    A: Any,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the trace of a square matrix.
+
+    ``tr(A) = E[x^T A x]`` (Hutchinson, A stochastic estimator of the trace of the influence matrix,
+    Communications in Statistics 1989). Unbiased for every matrix.
+
+    Args:
+        A: An operator, any other scipy LinearOperator, or a matrix.
+        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        distribution: That of the random vectors x, all with ``E[x x^T] = I``: ``"rademacher"``
+            (signs; exact for diagonal matrices), ``"gaussian"``, or ``"sphere"`` (exact for
+            multiples of the identity).
+        rtol: Stop when the standard error is this small, relative to the estimate.
+        return_error: Whether to return the standard error, too. It needs two products at least.
+        chunk_size: How many vectors are multiplied at once. Default: as many as need 64 MiB.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors. Default: one seeded by PyTorch's global generator.
+
+    Returns:
+        The estimate, a scalar tensor (a numpy number if ``A`` is not of PyTorch). With
+        ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+
+    Raises:
+        ValueError: If the matrix is not square, or an argument is not among its choices.
+    """
+    matrix = Matrix(A, square=True)
+    probes = Probes(matrix, distribution, chunk_size, seed, generator)
+    goal = Goal(rtol, return_error)
+    return _average_products(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
+
+
+def hutchinson_diag(
+    A: Any,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the diagonal of a square matrix.
+
+    ``diag(A) = E[x * (A x)]``, entry by entry (Bekas et al., An estimator for the diagonal of a
+    matrix, Applied Numerical Mathematics 2007). Unbiased for every matrix; with Rademacher vectors
+    exact for diagonal ones.
+
+    Args:
+        A: See ``hutchinson_trace``, also for the other arguments.
+        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
+        rtol: Stop when the norm of the standard errors is this small, relative to that of the
+            estimate.
+        return_error: Whether to return the standard errors, too.
+        chunk_size: How many vectors are multiplied at once.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        The estimate ``[D]``. With ``return_error`` a named tuple of ``estimate`` and
+        ``standard_error``, both ``[D]``.
+    """
+    matrix = Matrix(A, square=True)
+    probes = Probes(matrix, distribution, chunk_size, seed, generator)
+    return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
+
+
+def hutchinson_squared_fro(
+    A: Any,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the squared Frobenius norm of a matrix, square or not.
+
+    ``|A|_F^2 = tr(A^T A) = E[|A x|^2]``. Unbiased for every matrix.
+
+    Args:
+        A: See ``hutchinson_trace``, also for the other arguments.
+        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
+        rtol: Stop when the standard error is this small, relative to the estimate.
+        return_error: Whether to return the standard error, too.
+        chunk_size: How many vectors are multiplied at once.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
+        ``standard_error``.
+    """
+    probes = Probes(Matrix(A), distribution, chunk_size, seed, generator)
+    goal = Goal(rtol, return_error)
+    return _average_products(probes, num_matvecs, goal, lambda X, AX: AX.square().sum(0))
+
+
+def hutchpp_trace(
+    A: Any,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the trace of a square matrix: exactly in a subspace, at random in the rest.
+
+    ``tr(A) = tr(Q^T A Q) + E[x^T (I - Q Q^T) A (I - Q Q^T) x]``, with Q an orthonormal basis of the
+    range of ``A S``, S random vectors (Algorithm 1 of Meyer et al., Hutch++: optimal stochastic
+    trace estimation, SOSA 2021). Unbiased for every matrix, and exact if the rank is at most
+    ``num_matvecs / 3``.
+
+    Args:
+        A: See ``hutchinson_trace``, also for the other arguments.
+        num_matvecs: The number of products with ``A``, a multiple of three, at most D. A third each
+            goes into Q, its part of the trace, and the rest.
+        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
+        rtol: Stop when the standard error is this small, relative to the estimate. The first two
+            thirds of the products are spent in any case.
+        return_error: Whether to return the standard error, too: that of the random part.
+        chunk_size: How many vectors are multiplied at once. Q is held in memory in any case.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
+        ``standard_error``.
+    """
+    matrix = Matrix(A, square=True)
+    probes = Probes(matrix, distribution, chunk_size, seed, generator)
+    goal = Goal(rtol, return_error)
+    num = check_split(num_matvecs, 3, matrix.shape[0], goal)
+    Q = torch.linalg.qr(probes.multiply(probes.draw(num))).Q
+    # contiguous vectors multiply fastest
+    inside = (Q * probes.multiply(Q.T.contiguous().T)).sum()
+
+    def sample(X: Tensor) -> Tensor:
+        outside = X - Q @ (Q.T @ X)
+        return (outside * (matrix @ outside)).sum(0)
+
+    return average(probes, num, goal, sample, inside)
+
+
+def _average_products(
+    probes: Probes, num_matvecs: int, goal: Goal, sample: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Average a function of random vectors X and of ``A X``."""
+    num = goal.check_count("num_matvecs", num_matvecs)
+    return average(probes, num, goal, lambda X: sample(X, probes.matrix @ X))

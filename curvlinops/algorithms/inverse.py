@@ -1,0 +1,217 @@
+"""What inverses by Krylov methods share: goals, true residuals, and failures."""
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.border import read
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.space import Columns
+
+
+class Solution(NamedTuple):
+    """Solutions of linear systems, and how good they are.
+
+    Attributes:
+        x: The solutions, of the kind of the right-hand sides.
+        residuals: True residual norms ``||b - A x||``, ``[K]``.
+        iterations: Number of iterations, ``[K]``.
+        converged: Whether the tolerance is reached, ``[K]``.
+    """
+
+    x: Any
+    residuals: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+
+class KrylovInverseLinearOperator(TorchLinearOperator):
+    """The inverse of a symmetric matrix, ``(A + damping I)^-1``, by an iteration.
+
+    A subclass writes ``_correct``, which reduces residuals as its own recursion sees them. The true
+    residuals decide: where they are larger, the iteration starts again from the solution so far.
+
+    Args:
+        A: A symmetric operator or matrix of any kind, ``[D, D]``.
+        preconditioner: A symmetric positive definite operator or matrix that approximates the
+            inverse.
+        rtol: See ``atol``.
+        atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
+        maxiter: Largest number of iterations. Default: ``10 D``.
+        damping: Multiple of the identity that is added to ``A``.
+        x0: Start of the iteration for every right-hand side, ``[D]``. Default: zero.
+        on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
+    """
+
+    def __init__(
+        self,
+        A: Any,
+        *,
+        preconditioner: Any = None,
+        rtol: float = 1e-5,
+        atol: float = 0.0,
+        maxiter: int | None = None,
+        damping: float = 0.0,
+        x0: Any = None,
+        on_failure: str = "warn",
+    ):
+        self._matrix = Matrix(A, square=True)
+        operator = self._matrix.operator
+        operator.domain.check_compatible(operator.codomain)
+        super().__init__(operator.domain, self_adjoint=True)
+        self._preconditioner = self._read_preconditioner(preconditioner)
+        self._set(rtol, atol, maxiter, x0)
+        self._limit = 100 * torch.finfo(self.torch_dtype).eps
+        self.damping = float(damping)
+        check_on_failure(on_failure)
+        self.on_failure = on_failure
+
+    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """Solve ``(A + damping I) X = R`` approximately, starting from zero.
+
+        Args:
+            R: Right-hand sides as rows, ``[K, D]``, none of which has reached its goal.
+            goal: The residual norms that shall be reached, ``[K]``.
+            budget: Largest number of iterations.
+
+        Returns:
+            The rows X, and the number of iterations of each.
+        """
+        raise NotImplementedError
+
+    def _read_preconditioner(self, preconditioner: Any) -> Matrix | None:
+        if preconditioner is None:
+            return None
+        matrix = Matrix(preconditioner, square=True)
+        self.domain.check_compatible(matrix.operator.domain)
+        return matrix
+
+    def _set(self, rtol: float, atol: float, maxiter: int | None, x0: Any) -> None:
+        if not (rtol >= 0 and atol >= 0 and rtol + atol > 0):
+            raise ValueError(
+                f"rtol and atol must not be negative, and not both zero; got {rtol}, {atol}."
+            )
+        if maxiter is not None and (type(maxiter) is not int or maxiter < 1):
+            raise ValueError(f"maxiter must be a positive integer, got {maxiter!r}.")
+        self.rtol, self.atol = rtol, atol
+        self.maxiter = 10 * self.shape[0] if maxiter is None else maxiter
+        self._x0 = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
+
+    # --- products
+
+    def solve(self, B: Any, x0: Any = None) -> Solution:
+        """Solve linear systems.
+
+        Args:
+            B: Right-hand sides: a vector or several, of any kind that operators take.
+            x0: Start of the iteration: one vector, or one for each right-hand side.
+
+        Returns:
+            The named tuple ``(x, residuals, iterations, converged)``.
+        """
+        with torch.inference_mode(False):
+            columns, write = read(B, self.domain)
+            start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
+            X, *info = self._solve(self.domain.join(columns), start)
+            return Solution(write(self.codomain.split(X), self.codomain), *info)
+
+    def _apply(self, columns: Columns) -> Columns:
+        X, *_ = self._solve(self.domain.join(columns), self._x0)
+        return self.codomain.split(X)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        out = (self._matrix @ rows.T).T.contiguous()
+        return out.add_(rows, alpha=self.damping) if self.damping else out
+
+    def _precondition(self, rows: Tensor) -> Tensor:
+        if self._preconditioner is None:
+            return rows
+        return (self._preconditioner @ rows.T).T.to(rows).contiguous()
+
+    def _positive(self, product: Tensor, rows: Tensor) -> Tensor:
+        """Return ``<r, M r>`` if the preconditioner M is positive definite."""
+        if bool(((product <= 0) & (rows.abs().amax(dim=1) > 0)).any()):
+            raise ValueError("The preconditioner is not positive definite.")
+        return product
+
+    def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
+        goal = (self.rtol * norms(B)).clamp(min=self.atol)
+        X = torch.zeros_like(B) if x0 is None else x0.expand_as(B).clone()
+        R = B if x0 is None else B - self._multiply(X)
+        residuals = norms(R)
+        iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+        trying = residuals > goal
+        while bool(trying.any()) and int(iterations.max()) < self.maxiter:
+            chosen, done = trying.nonzero().squeeze(1), int(iterations.max())
+            # a bit more than needed, as recursions drift; but rounding limits what one run reaches
+            target = (0.9 * goal[chosen]).maximum(self._limit * residuals[chosen])
+            # and what it has spoiled is not worth more products than there were
+            budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
+            step, count = self._correct(R[chosen], target, budget)
+            step += X[chosen]
+            rest = B[chosen] - self._multiply(step)
+            found, before = norms(rest), residuals[chosen]
+            iterations[chosen] += count
+            better = found < before
+            chosen, found, before = chosen[better], found[better], before[better]
+            X[chosen], residuals[chosen] = step[better], found
+            R = R.clone()
+            R[chosen] = rest[better]
+            trying = torch.zeros_like(trying)
+            # what does not even halve has come as far as rounding allows
+            trying[chosen] = (found > goal[chosen]) & (found < before / 2)
+        converged = residuals <= goal
+        self._report(converged, residuals, norms(B), iterations)
+        return X, residuals, iterations, converged
+
+    def _report(
+        self, converged: Tensor, residuals: Tensor, sizes: Tensor, iterations: Tensor
+    ) -> None:
+        if bool(converged.all()):
+            return
+        worst = float((residuals / sizes)[~converged].max())
+        fail(
+            f"{type(self).__name__}: {int((~converged).sum())} of {len(converged)} systems are not "
+            f"solved after {int(iterations.max())} iterations, ||b - A x|| / ||b|| is up to "
+            f"{worst:.1e} (rtol={self.rtol:.1e}, atol={self.atol:.1e}). Allow a larger tolerance "
+            "or maxiter, precondition, or damp.",
+            self.on_failure,
+        )
+
+
+@dataclass
+class Systems:
+    """The state of an iteration for K systems; every field has K as its first axis.
+
+    Attributes:
+        place: Which of the right-hand sides each system is.
+    """
+
+    place: Tensor
+
+    def keep(self, going: Tensor) -> None:
+        """Drop all systems but those where ``going`` is true."""
+        if bool(going.all()):
+            return
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name)[going])
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows, ``[K]``, in double precision."""
+    return torch.linalg.vector_norm(rows, dim=1).double()
+
+
+def dots(first: Tensor, second: Tensor) -> Tensor:
+    """Return the inner products of rows, ``[K]``, in double precision."""
+    return torch.linalg.vecdot(first, second).double()
+
+
+def scaled(factors: Tensor, rows: Tensor) -> Tensor:
+    """Multiply each row by its factor."""
+    return factors.to(rows.dtype).unsqueeze(1) * rows

@@ -1,0 +1,196 @@
+"""The search for eigenpairs in a Krylov space: what to keep, and when to stop."""
+
+from math import acosh, log
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import fail
+from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
+from curvlinops.algorithms.matrix import Matrix
+
+#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
+_ASYMMETRY = 1e-3
+#: As many products as a confirmation needs at least.
+_FEW = 3
+
+
+class _Fields(NamedTuple):
+    eigenvalues: Tensor | np.ndarray
+    eigenvectors: Tensor | np.ndarray
+    residuals: Tensor | np.ndarray
+
+
+class Eigenpairs(_Fields):
+    """Eigenvalues, eigenvectors and residuals; unpacks into these three.
+
+    Attributes:
+        eigenvalues: Ascending, ``[k]``.
+        eigenvectors: Orthonormal columns, ``[D, k]``.
+        residuals: Norms ``||A x - lambda x||``, ``[k]``.
+        num_products: Number of vectors that ``A`` has been multiplied with.
+    """
+
+    num_products: int
+
+
+class LanczosSearch:
+    """The iteration: expand the space, restart it, and confirm what has converged."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        space: KrylovSpace,
+        k: int,
+        which: str,
+        tol: float,
+        ncv: int,
+        confirm: bool,
+        generator: torch.Generator,
+    ):
+        self.matrix, self.space, self.generator = matrix, space, generator
+        self.k, self.which, self.tol, self.ncv = k, which, tol, ncv
+        self.confirm = confirm
+        self.locked: Tensor | None = None
+        self.locked_at = 0
+
+    def run(self, maxiter: int) -> bool:
+        """Iterate until the pairs are found; return whether they are."""
+        space, dim = self.space, self.matrix.shape[0]
+        restarts, checked = 0, 0
+        while space.dim < dim:
+            if space.dim + max(space.pending, 1) > self.ncv:
+                if restarts == maxiter:
+                    return False
+                restarts, checked = restarts + 1, 0
+                self._restart()
+            if not space.pending:
+                space.inject(random_rows(1, self.matrix, self.generator))
+            space.expand()
+            # in large spaces Ritz pairs cost more than they may save
+            if space.dim >= self.k and space.dim - checked > space.dim // 32:
+                if self._finished(space.ritz()):
+                    return True
+                checked = space.dim
+        return True
+
+    def _finished(self, ritz: RitzPairs) -> bool:
+        """Return whether the wanted pairs have converged, and are confirmed by a fresh start."""
+        wanted = _order(ritz.values, self.which)[: self.k].sort().values
+        self._check_symmetric(ritz.noise[wanted])
+        if bool(self._unfinished(ritz, wanted).any()):
+            return False
+        if not self.confirm:
+            return True
+        if self.matrix.shape[0] - self.space.dim <= _FEW:
+            return False  # the whole space, soon, leaves nothing to confirm
+        values = ritz.values[wanted]
+        slack = 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
+        if self.locked is None or bool(((values - self.locked).abs() > slack).any()):
+            self.locked, self.locked_at = values, self.matrix.num_products
+            fresh = random_rows(1, self.matrix, self.generator)
+            self.space.lock(ritz.vectors[:, wanted], fresh)
+            return False
+        return self._nothing_missing(ritz, wanted)
+
+    def _nothing_missing(self, ritz: RitzPairs, wanted: Tensor) -> bool:
+        """Return whether a fresh random start would by now have shown a missing eigenvalue.
+
+        The start contains about ``1/sqrt(D)`` of a missing eigenvector. j products amplify it, in
+        comparison with eigenvectors of an interval of eigenvalues, by ``cosh(j arccosh(rho))``,
+        where rho is the missing eigenvalue's distance from the center in units of the radius.
+        """
+        products, dim = self.matrix.num_products - self.locked_at, self.matrix.shape[0]
+        rest = torch.ones_like(ritz.values, dtype=torch.bool)
+        rest[wanted] = False
+        if products < 3 or not bool(rest.any()):
+            return False
+        low = float((ritz.values - ritz.coupling)[rest].min())
+        high = float((ritz.values + ritz.coupling)[rest].max())
+        distance = float((ritz.values[wanted] - (low + high) / 2).abs().min())
+        # distances may be tiny, and what is that close cannot be told apart anyway
+        ratio = max(2 * distance / max(high - low, 1e-30), 1.6)
+        return products * acosh(ratio) >= log(2 * dim**0.5)
+
+    def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
+        return (self.tol * ritz.values[chosen].abs()).clamp(min=self._rounding())
+
+    def _unfinished(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
+        """Return which of the chosen pairs further products may improve."""
+        return ritz.coupling[chosen] > self._goal(ritz, chosen).maximum(ritz.noise[chosen])
+
+    def _rounding(self) -> float:
+        return 10 * torch.finfo(self.matrix.dtype).eps * self.space.norm
+
+    def _restart(self) -> None:
+        ritz = self.space.ritz()
+        order = _order(ritz.values, self.which)
+        if not self.space.pending:  # nothing is lost, everything has converged
+            self.space.restart(ritz.vectors[:, order[: self.k]])
+            return
+        wanted = order[: self.k]
+        done = self.k - int(self._unfinished(ritz, wanted).sum())
+        keep = self.k + done // 2 + (self.ncv - self.k) // 2
+        keep = min(keep, self.ncv - 2 * self.space.pending)
+        self.space.restart(ritz.vectors[:, order[:keep]])
+
+    def _check_symmetric(self, noise: Tensor) -> None:
+        # what locking drops looks like asymmetry
+        if self.locked is None and float(noise.max()) > _ASYMMETRY * self.space.norm:
+            raise ValueError(
+                f"The matrix is not symmetric: its products differ from those of its transpose by "
+                f"about {float(noise.max()) / self.space.norm:.1e} of its norm."
+            )
+
+    def result(self, finished: bool, on_failure: str) -> Eigenpairs:
+        """Return the wanted pairs; say so if they are not what was asked for."""
+        ritz = self.space.ritz()
+        wanted = _order(ritz.values, self.which)[: self.k].sort().values
+        self._check_symmetric(ritz.noise[wanted])
+        values, residuals, goal = (
+            ritz.values[wanted],
+            ritz.residuals[wanted],
+            self._goal(ritz, wanted),
+        )
+        X = self.space.combine(ritz.vectors[:, wanted])
+        missed = self._unfinished(ritz, wanted)
+        if self.tol > 0 and bool((residuals > goal).any()):  # or estimates are too large
+            residuals = (self.matrix @ X - X * values.to(X)).norm(dim=0).double().cpu()
+            missed |= residuals > 2 * goal + 10 * self._rounding()
+        if bool(missed.any()) or not finished:
+            self._fail(int(missed.sum()), float(residuals.max()), on_failure)
+        out = (values.to(X), X, residuals.to(X))
+        pairs = Eigenpairs(*(self.matrix.write(part) for part in out))
+        pairs.num_products = self.matrix.num_products
+        return pairs
+
+    def _fail(self, missed: int, worst: float, on_failure: str) -> None:
+        if missed:
+            what = f"{missed} of {self.k} pairs have not converged, residuals reach {worst:.1e}"
+        else:
+            what = "the pairs have converged, but it is not confirmed that none is missing"
+        fail(
+            f"eigsh: after {self.matrix.num_products} products {what}. Allow a larger ncv, maxiter "
+            "or tol.",
+            on_failure,
+        )
+
+
+def random_rows(count: int, matrix: Matrix, generator: torch.Generator) -> Tensor:
+    """Return standard normal rows ``[count, D]``."""
+    shape = (count, matrix.shape[0])
+    return torch.randn(shape, generator=generator, dtype=matrix.dtype, device=matrix.device)
+
+
+def _order(values: Tensor, which: str) -> Tensor:
+    """Return the indices of ascending values, the most wanted ones first."""
+    up = torch.arange(len(values))
+    if which == "SA":
+        return up
+    if which == "LA":
+        return up.flip(0)
+    if which == "LM":
+        return values.abs().argsort(descending=True)
+    return torch.stack([up.flip(0), up], dim=1).flatten()[: len(values)]

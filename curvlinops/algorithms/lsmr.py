@@ -1,0 +1,262 @@
+"""Least squares: the pseudo-inverse of any matrix."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.inverse import Systems, norms, scaled
+from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.core.border import read
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.space import Columns
+
+
+class LSMRSolution(NamedTuple):
+    """What ``scipy.sparse.linalg.lsmr`` returns, for every right-hand side, ``[K]``.
+
+    Attributes:
+        x: The solutions, of the kind of the right-hand sides.
+        istop: Why the iteration ended. 0: x = 0 is the solution. 1: ``A x = b`` is solved. 2: the
+            least-squares problem is solved. 3: the condition number exceeds ``conlim``. 7:
+            ``maxiter`` is reached.
+        itn: Number of iterations.
+        normr: ``||b - A x||``; with damping the root of ``||b - A x||^2 + damp^2 ||x||^2``.
+        normar: ``||A^T (b - A x) - damp^2 x||``.
+        norma: Estimate of the Frobenius norm of ``[A; damp I]``.
+        conda: Estimate of its condition number.
+        normx: ``||x||``.
+    """
+
+    x: Any
+    istop: Tensor
+    itn: Tensor
+    normr: Tensor
+    normar: Tensor
+    norma: Tensor
+    conda: Tensor
+    normx: Tensor
+
+
+class LSMRInverseLinearOperator(TorchLinearOperator):
+    """The damped pseudo-inverse of any matrix, symmetric or not, square or not, by LSMR.
+
+    ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; of all minimizers the one of least norm (Fong and
+    Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci. Comput.
+    2011). For all right-hand sides at once; those that are solved drop out. Its adjoint is the
+    pseudo-inverse of the adjoint.
+
+    Args:
+        A: An operator with an adjoint, or a matrix of any kind, ``[M, D]``.
+        damp: Damping.
+        atol: See ``btol``.
+        btol: The iteration ends if ``||r|| <= btol ||b|| + atol ||A|| ||x||``, or if
+            ``||A^T r|| <= atol ||A|| ||r||``; r is the residual of the damped problem.
+        conlim: Largest condition number.
+        maxiter: Largest number of iterations. Default: ten times the smaller dimension.
+        on_failure: If neither tolerance is reached, ``"warn"`` or ``"raise"``.
+
+    Raises:
+        ConvergenceError: Without convergence, if ``on_failure="raise"``.
+    """
+
+    def __init__(
+        self,
+        A: Any,
+        *,
+        damp: float = 0.0,
+        atol: float = 1e-6,
+        btol: float = 1e-6,
+        conlim: float = 1e8,
+        maxiter: int | None = None,
+        on_failure: str = "warn",
+    ):
+        self._matrix = Matrix(A)
+        operator = self._matrix.operator
+        super().__init__(operator.codomain, operator.domain, operator.self_adjoint)
+        check_on_failure(on_failure)
+        self.on_failure = on_failure
+        self.set_lsmr_hyperparameters(damp, atol, btol, conlim, maxiter)
+
+    def set_lsmr_hyperparameters(
+        self,
+        damp: float = 0.0,
+        atol: float = 1e-6,
+        btol: float = 1e-6,
+        conlim: float = 1e8,
+        maxiter: int | None = None,
+    ) -> None:
+        """Set the options of the constructor again."""
+        if not (atol >= 0 and btol >= 0 and conlim > 0):
+            raise ValueError("atol and btol must not be negative, and conlim must be positive.")
+        if maxiter is not None and (type(maxiter) is not int or maxiter < 1):
+            raise ValueError(f"maxiter must be a positive integer, got {maxiter!r}.")
+        self.damp, self.atol, self.btol, self.conlim = abs(damp), atol, btol, conlim
+        self.maxiter = 10 * min(self.shape) if maxiter is None else maxiter
+
+    def matvec_with_info(self, x: Any) -> LSMRSolution:
+        """Solve for right-hand sides, and return all that is known about the solutions."""
+        with torch.inference_mode(False):
+            columns, write = read(x, self.domain)
+            X, *info = self._solve(self.domain.join(columns), adjoint=False)
+            return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
+
+    def _apply(self, columns: Columns) -> Columns:
+        X, *_ = self._solve(self.domain.join(columns), adjoint=False)
+        return self.codomain.split(X)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        X, *_ = self._solve(self.codomain.join(columns), adjoint=True)
+        return self.domain.split(X)
+
+    def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
+        """Solve for rows; return the fields of ``LSMRSolution``."""
+        forward = partial(_rows, self._matrix.__matmul__)
+        backward = partial(_rows, self._matrix.adjoint_matmul)
+        if adjoint:
+            forward, backward = backward, forward
+        state, X = _start(B, backward, self.damp)
+        info = torch.zeros(5, len(B), dtype=torch.float64, device=B.device)
+        sizes = norms(B)
+        while len(state.place):
+            # the first check is for solutions that are zero
+            stop = self._stop(state, norms(X[state.place]), sizes[state.place])
+            ended = stop >= 0
+            done = state.place[ended]
+            info[:, done] = torch.stack(
+                [stop, state.itn, state.normar, state.norma, state.conda()]
+            )[:, ended]
+            state.keep(~ended)
+            if len(state.place):
+                X.index_add_(0, state.place, _advance(state, forward, backward, self.damp))
+        istop, itn, normar, norma, conda = info
+        R = B - forward(X)
+        gradient = backward(R) - self.damp**2 * X
+        normx, normr = norms(X), torch.hypot(norms(R), self.damp * norms(X))
+        self._report(istop, norms(gradient), normar, normr, norma)
+        return X, istop.long(), itn.long(), normr, norms(gradient), norma, conda, normx
+
+    def _stop(self, s: "_State", normx: Tensor, normb: Tensor) -> Tensor:
+        """Return for each system why it ends, or -1."""
+        normr = torch.hypot(norms(s.R), self.damp * normx)
+        solved = normr <= self.btol * normb + self.atol * s.norma * normx
+        least = s.normar <= self.atol * s.norma * normr
+        reasons = [
+            (s.itn >= self.maxiter, 7.0),
+            (s.conda() >= self.conlim, 3.0),
+            (least, 2.0),
+            (solved, 1.0),
+            (s.normar == 0, torch.where(s.itn == 0, 0.0, 2.0).to(s.normar)),
+        ]
+        stop = torch.full_like(s.normar, -1.0)
+        for condition, reason in reasons:
+            stop = torch.where(condition, reason, stop)
+        return stop
+
+    def _report(
+        self, istop: Tensor, true: Tensor, normar: Tensor, normr: Tensor, norma: Tensor
+    ) -> None:
+        """Say which systems are not solved, or only in the eyes of the recursion."""
+        eps = torch.finfo(self.torch_dtype).eps
+        drifted = true > 10 * (normar + (self.atol + 10 * eps) * norma * normr)
+        failed = (istop >= 3) | ((istop == 2) & drifted)
+        if not bool(failed.any()):
+            return
+        reasons = {3: "conlim is exceeded", 7: "maxiter is reached", 2: "rounding prevents it"}
+        why = [text for code, text in reasons.items() if bool((istop[failed] == code).any())]
+        worst = float((true / (norma * normr))[failed].max())
+        fail(
+            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} problems are not "
+            f"solved ({', '.join(why)}), ||A^T r|| / (||A|| ||r||) is up to {worst:.1e} "
+            f"(atol={self.atol:.1e}). Allow a larger tolerance, conlim or maxiter, or damp.",
+            self.on_failure,
+        )
+
+
+def _rows(multiply: Product, rows: Tensor) -> Tensor:
+    return multiply(rows.T).T.contiguous()
+
+
+@dataclass
+class _State(Systems):
+    """The Golub-Kahan bidiagonalization and the two QR decompositions of its matrix."""
+
+    itn: Tensor
+    R: Tensor  # residuals b - A x
+    u: Tensor
+    v: Tensor
+    alpha: Tensor
+    h: Tensor  # directions, and their products with A
+    h_bar: Tensor
+    Ah: Tensor
+    Ah_bar: Tensor
+    turn: Tensor  # what h loses of its predecessor
+    alpha_bar: Tensor
+    zeta_bar: Tensor
+    rho: Tensor
+    rho_bar: Tensor
+    cos_bar: Tensor
+    sin_bar: Tensor
+    squares: Tensor  # of the bidiagonal matrix
+    largest: Tensor  # diagonal entries of its second factor
+    smallest: Tensor
+
+    @property
+    def normar(self) -> Tensor:
+        return self.zeta_bar.abs()
+
+    @property
+    def norma(self) -> Tensor:
+        return self.squares.sqrt()
+
+    def conda(self) -> Tensor:
+        """Return the estimated condition number, one before there is any."""
+        return (self.largest / self.smallest).where(self.largest > 0, 1.0)
+
+
+def _unit(rows: Tensor) -> tuple[Tensor, Tensor]:
+    size = norms(rows)
+    return scaled(1 / size.where(size > 0, 1.0), rows), size
+
+
+def _start(B: Tensor, backward: Product, damp: float) -> tuple[_State, Tensor]:
+    u, beta = _unit(B)
+    v, alpha = _unit(backward(u))
+    zero, one = torch.zeros_like(beta), torch.ones_like(beta)
+    rows, images = torch.zeros_like(v), torch.zeros_like(u)
+    state = _State(
+        *(torch.arange(len(B), device=B.device), zero, B, u, v, alpha),
+        *(v, rows, images, images, zero, alpha, alpha * beta),
+        *(one, one, one, zero, alpha**2 + damp**2, zero, torch.full_like(one, torch.inf)),
+    )
+    return state, torch.zeros_like(v)
+
+
+def _advance(s: _State, forward: Product, backward: Product, damp: float) -> Tensor:
+    """Do one iteration; return the step of x."""
+    image = forward(s.v)
+    s.u, beta = _unit(image - scaled(s.alpha, s.u))
+    s.v, s.alpha = _unit(backward(s.u) - scaled(beta, s.v))
+    s.Ah = image - scaled(s.turn, s.Ah)
+    alpha_hat = torch.hypot(s.alpha_bar, torch.full_like(beta, damp))
+    rho, rho_old = torch.hypot(alpha_hat, beta), s.rho
+    cos, sin = alpha_hat / rho, beta / rho
+    theta, s.alpha_bar = sin * s.alpha, cos * s.alpha
+    theta_bar, diagonal = s.sin_bar * rho, s.cos_bar * rho
+    rho_bar, rho_bar_old = torch.hypot(diagonal, theta), s.rho_bar
+    s.cos_bar, s.sin_bar = diagonal / rho_bar, theta / rho_bar
+    zeta, s.zeta_bar = s.cos_bar * s.zeta_bar, -s.sin_bar * s.zeta_bar
+    turn_bar = theta_bar * rho / (rho_old * rho_bar_old)
+    s.h_bar = s.h - scaled(turn_bar, s.h_bar)
+    s.Ah_bar = s.Ah - scaled(turn_bar, s.Ah_bar)
+    length = zeta / (rho * rho_bar)
+    s.R = s.R - scaled(length, s.Ah_bar)
+    s.turn = theta / rho
+    s.h = s.v - scaled(s.turn, s.h)
+    s.rho, s.rho_bar, s.itn = rho, rho_bar, s.itn + 1
+    s.squares = s.squares + beta**2 + s.alpha**2 + damp**2
+    s.largest, s.smallest = s.largest.maximum(rho_bar), s.smallest.minimum(rho_bar)
+    return scaled(length, s.h_bar)

@@ -1,0 +1,176 @@
+"""Any operator and any matrix, read as one kind of thing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from curvlinops.core.columns import not_finite
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.space import Columns, ParameterSpace
+
+#: Multiplies several vectors ``[D, K]``.
+Product = Callable[[Tensor], Tensor]
+
+
+class ForeignLinearOperator(TorchLinearOperator):
+    """A matrix that is not of this package, as an operator that is.
+
+    Args:
+        shape: The matrix's shape.
+        dtype: The type in which products are returned, float32 or float64.
+        device: Where the matrix lives.
+        multiply: Multiplies ``[columns, K]`` by the matrix.
+        multiply_adjoint: Multiplies ``[rows, K]`` by its transpose.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        multiply: Product,
+        multiply_adjoint: Product,
+    ):
+        rows, columns = shape
+        self._multiply, self._multiply_adjoint = multiply, multiply_adjoint
+        domain = ParameterSpace.flat(columns, dtype, device)
+        super().__init__(domain, ParameterSpace.flat(rows, dtype, device))
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": self._multiply(columns[""].T).T}
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return {"": self._multiply_adjoint(columns[""].T).T}
+
+
+class Matrix:
+    """Any operator or matrix, multiplied with tensors, and the number of its products.
+
+    Args:
+        A: An operator of this package, any other scipy LinearOperator, or a matrix: a tensor, a
+            numpy array, or a sparse matrix of scipy's.
+        square: Whether the algorithm needs a square matrix.
+
+    Attributes:
+        operator: ``A`` as an operator of this package.
+        shape: Its shape.
+        device: Where its products live.
+        dtype: The type of its products, float32 or float64.
+        num_products: Number of columns that were multiplied so far, by it or its adjoint.
+
+    Raises:
+        TypeError: If ``A`` is none of these, or complex.
+        ValueError: If it is not a matrix, or not square though it must be.
+    """
+
+    def __init__(self, A: Any, square: bool = False):
+        self.operator = as_operator(A)
+        self.shape: tuple[int, int] = tuple(self.operator.shape)
+        self.device, self.dtype = self.operator.device, self.operator.torch_dtype
+        self.num_products = 0
+        self._takes_numpy = not isinstance(A, TorchLinearOperator | Tensor)
+        if square and self.shape[0] != self.shape[1]:
+            raise ValueError(f"The matrix must be square, got shape {list(self.shape)}.")
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        """Multiply vectors ``[columns, K]``.
+
+        Fastest if each vector is contiguous, that is, if ``X`` is the transpose of a contiguous
+        tensor.
+
+        Raises:
+            ValueError: If the product is not finite.
+        """
+        return self._multiply(self.operator, X)
+
+    def adjoint_matmul(self, X: Tensor) -> Tensor:
+        """Multiply vectors ``[rows, K]`` by the transpose."""
+        return self._multiply(self.operator.T, X)
+
+    def _multiply(self, operator: TorchLinearOperator, X: Tensor) -> Tensor:
+        self.num_products += X.shape[1]
+        out = operator @ X
+        if X.shape[1] and not_finite({"": out}) is not None:
+            raise ValueError("A product with the matrix is not finite, though the vector is.")
+        return out
+
+    def read(self, x: Any) -> Tensor:
+        """Return vectors ``[columns, K]`` that a user passed as an array or tensor.
+
+        Args:
+            x: A numpy array or a tensor, ``[columns]`` or ``[columns, K]``.
+        """
+        tensor = x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+        if tensor.is_complex():
+            raise TypeError("The matrix is real, the vector complex.")
+        tensor = tensor.to(self.device, self.dtype)
+        if tensor.ndim not in (1, 2) or tensor.shape[0] != self.shape[1]:
+            raise ValueError(
+                f"Vector has shape {list(tensor.shape)}, expected [{self.shape[1]}] or "
+                f"[{self.shape[1]}, K]."
+            )
+        if not_finite({"": tensor}) is not None:
+            raise ValueError("The vector contains NaN or infinite values.")
+        return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor
+
+    def write(self, x: Tensor) -> Tensor | np.ndarray:
+        """Return a result in the matrix's own kind.
+
+        Returns:
+            The tensor for an operator of this package or a tensor; a numpy array for any other
+            scipy operator, a numpy array, or a sparse matrix of scipy's.
+        """
+        return x.cpu().numpy() if self._takes_numpy else x
+
+
+def as_operator(A: Any) -> TorchLinearOperator:
+    """Return any operator or matrix as an operator of this package."""
+    if isinstance(A, TorchLinearOperator):
+        return A
+    if isinstance(A, Tensor):
+        return _wrap_tensor(A)
+    if isinstance(A, LinearOperator) or issparse(A):
+        return _wrap_scipy(A)
+    if isinstance(A, np.ndarray):
+        return _wrap_tensor(torch.from_numpy(np.array(A)))
+    raise TypeError(f"Expected a LinearOperator, a tensor, or an array, got a {type(A).__name__}.")
+
+
+def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
+    if A.ndim != 2:
+        raise ValueError(f"A matrix has two axes, got shape {list(A.shape)}.")
+    if A.is_complex():
+        raise TypeError(f"The matrix must be real, got {A.dtype}.")
+    narrow = A.is_floating_point() and A.dtype != torch.float64
+    A = A.detach().to(torch.float32 if narrow else torch.float64)
+    return ForeignLinearOperator(
+        tuple(A.shape), A.dtype, A.device, lambda X: A @ X, lambda X: A.T @ X
+    )
+
+
+def _wrap_scipy(A: Any) -> TorchLinearOperator:
+    dtype = np.dtype(A.dtype)
+    if np.issubdtype(dtype, np.complexfloating):
+        raise TypeError(f"The matrix must be real, got {dtype}.")
+    narrow = np.issubdtype(dtype, np.floating) and dtype.itemsize < 8
+    torch_dtype = torch.float32 if narrow else torch.float64
+
+    def through_numpy(operator: Any) -> Product:
+        def multiply(X: Tensor) -> Tensor:
+            out = np.asarray(operator @ X.cpu().numpy())
+            if np.iscomplexobj(out):
+                raise TypeError("A product with the matrix is complex; it must be real.")
+            return torch.from_numpy(np.array(out)).to(X.device, torch_dtype)
+
+        return multiply
+
+    def adjoint(X: Tensor) -> Tensor:  # not every operator has one
+        return through_numpy(A.T)(X)
+
+    cpu = torch.device("cpu")
+    return ForeignLinearOperator(A.shape, torch_dtype, cpu, through_numpy(A), adjoint)

@@ -1,0 +1,109 @@
+"""The inverse of a symmetric matrix, indefinite or singular, by minimal residuals."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.inverse import (
+    KrylovInverseLinearOperator,
+    Systems,
+    dots,
+    norms,
+    scaled,
+)
+
+
+class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
+    """The inverse of a symmetric matrix by minimal residuals.
+
+    ``(A + damping I)^-1`` for a matrix that may be indefinite, such as a Hessian, for all
+    right-hand sides at once (Paige and Saunders, Solution of sparse indefinite systems of linear
+    equations, SIAM J. Numer. Anal. 1975). A singular matrix is fine if the right-hand side lies in
+    its range; the solution then is one of many.
+
+    For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
+
+    Args:
+        A: A symmetric operator or matrix of any kind, ``[D, D]``.
+        **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
+            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``.
+
+    Raises:
+        ConvergenceError: Without convergence, if ``on_failure="raise"``.
+    """
+
+    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
+        z = self._precondition(R)
+        state = _start(R, z, self._positive(dots(R, z), R).sqrt(), goal)
+        for _ in range(budget):
+            v, alpha = self._lanczos(state)
+            tau, ended = _rotate(state, v, alpha)
+            X.index_add_(0, state.place, scaled(tau, state.w))
+            count[state.place] += 1
+            going = (norms(state.R) > state.goal) & ~ended
+            if not bool(going.any()):
+                break
+            state.keep(going)
+        return X, count
+
+    def _lanczos(self, s: "_State") -> tuple[Tensor, Tensor]:
+        """Extend the Krylov space; return its last vector, and the matrix's value there."""
+        v = scaled(1 / s.beta, s.z)
+        u = self._multiply(v) - scaled(s.beta / s.beta_old, s.y_old)
+        alpha = dots(v, u)
+        u = u - scaled(alpha / s.beta, s.y)
+        s.y, s.y_old, s.z = u, s.y, self._precondition(u)
+        # rounding may make it negative where the space ends
+        s.beta, s.beta_old = dots(s.y, s.z).clamp(min=0.0).sqrt(), s.beta
+        return v, alpha
+
+
+@dataclass
+class _State(Systems):
+    """The three-term recurrence, and the QR decomposition of its tridiagonal matrix."""
+
+    R: Tensor  # residuals
+    goal: Tensor
+    y: Tensor  # v = M y / beta
+    y_old: Tensor
+    z: Tensor  # M y
+    beta: Tensor
+    beta_old: Tensor
+    phi: Tensor  # the residual's norm in the preconditioner's norm
+    scale: Tensor  # of the matrix
+    cos: Tensor  # the last rotation
+    sin: Tensor
+    below: Tensor  # what it has left for the next column
+    above: Tensor
+    w: Tensor  # directions
+    w_old: Tensor
+
+
+def _start(R: Tensor, z: Tensor, beta: Tensor, goal: Tensor) -> _State:
+    zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(R)
+    place = torch.arange(len(R), device=R.device)
+    return _State(
+        place, R, goal, R, rows, z, beta, one, beta, zero, -one, zero, zero, zero, rows, rows
+    )
+
+
+def _rotate(s: _State, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Update the directions and residuals; return the step's length, and which spaces end."""
+    s.scale = s.scale.maximum(torch.hypot(alpha, s.beta))
+    tiny = 10 * torch.finfo(v.dtype).eps * s.scale
+    delta, gamma_bar = s.cos * s.below + s.sin * alpha, s.sin * s.below - s.cos * alpha
+    above, s.above, s.below = s.above, s.sin * s.beta, -s.cos * s.beta
+    gamma = torch.hypot(gamma_bar, s.beta)
+    # what is left of the residual is out of the matrix's range
+    outside = (torch.hypot(gamma_bar, s.below) <= tiny) | (gamma <= tiny)
+    gamma = gamma.where(~outside, 1.0)
+    s.cos, s.sin = gamma_bar / gamma, s.beta / gamma
+    w = v - scaled(above, s.w_old) - scaled(delta, s.w)
+    s.w, s.w_old = scaled(1 / gamma, w), s.w
+    tau, s.phi = (s.cos * s.phi).where(~outside, 0.0), s.sin * s.phi
+    ended = outside | (s.beta <= tiny)
+    fresh = (s.phi * s.cos / s.beta).where(~ended, 0.0)
+    s.R = scaled(s.sin**2, s.R) - scaled(fresh, s.y)
+    return tau, ended

@@ -1,0 +1,82 @@
+"""A figure of a spectral density."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def plot_spectrum(
+    grid: Any,
+    density: Any,
+    standard_error: Any = None,
+    *,
+    log_x: bool = False,
+    log_y: bool = True,
+    floor: float = 1e-7,
+    ax: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw a spectral density with matplotlib, ``pip install 'curvlinops[plot]'``.
+
+    Args:
+        grid: The eigenvalues, ``[num_points]``, of ``lanczos_approximate_spectrum`` or
+            ``lanczos_approximate_log_spectrum``. A result with an error can be passed as
+            ``plot_spectrum(*result)``.
+        density: The density per unit of the eigenvalue, ``[num_points]``.
+        standard_error: Its standard error, drawn as a band of one standard error to both sides.
+        log_x: Whether the axis of eigenvalues is logarithmic. The density drawn is then that per
+            unit of the natural logarithm, ``grid * density``.
+        log_y: Whether the axis of densities is logarithmic.
+        floor: Densities are drawn down to this one if their axis is logarithmic.
+        ax: The axes to draw into. Default: those of a new figure.
+        **line: Passed to ``ax.plot``, such as ``label`` and ``color``.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If the arrays do not fit each other, or a logarithmic axis the eigenvalues.
+    """
+    x, y, error = (None if v is None else _to_numpy(v) for v in (grid, density, standard_error))
+    if x.ndim != 1 or any(v is not None and v.shape != x.shape for v in (y, error)):
+        raise ValueError(
+            f"grid and density must be vectors of one length, got {list(x.shape)} and "
+            f"{list(y.shape)}."
+        )
+    if log_x and x.min() <= 0:
+        raise ValueError(
+            f"A logarithmic axis needs positive eigenvalues, got {x.min():.3e}. Use "
+            "lanczos_approximate_log_spectrum."
+        )
+    ax = _new_axes() if ax is None else ax
+    unit = x if log_x else 1.0
+    (drawn,) = ax.plot(x, y * unit, **line)
+    if error is not None:
+        low, high = (np.clip(y + sign * error, 0, None) * unit for sign in (-1, 1))
+        ax.fill_between(x, low, high, color=drawn.get_color(), alpha=0.3, linewidth=0)
+    ax.set(
+        xlabel="eigenvalue",
+        ylabel="density" + (" per log eigenvalue" if log_x else ""),
+        xscale="log" if log_x else "linear",
+        yscale="log" if log_y else "linear",
+    )
+    if log_y:
+        ax.set_ylim(bottom=floor)
+    return ax
+
+
+def _new_axes() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "plot_spectrum needs matplotlib: pip install matplotlib, or pip install "
+            "'curvlinops[plot]'."
+        ) from error
+    return plt.subplots(layout="constrained")[1]
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)

@@ -1,0 +1,203 @@
+"""Random vectors, and averages over them with their errors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.seeds import read_generator
+
+#: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
+_BLOCK = 64 * 2**20
+
+#: Samples before an error is believed: that of two or three may be small by chance.
+_FEWEST = 8
+
+DISTRIBUTIONS = ("rademacher", "gaussian", "sphere")
+
+
+class Estimate(NamedTuple):
+    """A random estimate, and its standard error (the estimated standard deviation).
+
+    Attributes:
+        estimate: A number or a vector.
+        standard_error: Of the same shape.
+    """
+
+    estimate: Any
+    standard_error: Any
+
+
+class Probes:
+    """Random vectors x with ``E[x x^T] = I``.
+
+    Args:
+        matrix: What they are multiplied with.
+        distribution: ``"rademacher"`` (entries are signs), ``"gaussian"`` (standard normal), or
+            ``"sphere"`` (uniform on the sphere of radius ``sqrt(D)``).
+        chunk_size: How many are multiplied at once. Default: as many as need 64 MiB.
+        seed: Seeds the generator.
+        generator: Where random numbers come from.
+        held: How many vectors an algorithm holds in memory for each of them.
+
+    Raises:
+        ValueError: If one of the arguments is not among the choices.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        distribution: str,
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        held: int = 1,
+    ):
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(
+                f"distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}."
+            )
+        self.matrix, self.distribution = matrix, distribution
+        self.dim = matrix.shape[1]
+        if chunk_size is None:
+            chunk_size = max(_BLOCK // max(held * self.dim * matrix.dtype.itemsize, 1), 1)
+        self.chunk_size = check_count("chunk_size", chunk_size)
+        self.generator = read_generator(matrix.device, seed, generator)
+
+    def draw(self, num: int) -> Tensor:
+        """Draw random vectors ``[D, num]``, each contiguous."""
+        X = torch.empty(num, self.dim, dtype=self.matrix.dtype, device=self.matrix.device)
+        if self.distribution == "rademacher":
+            return X.bernoulli_(0.5, generator=self.generator).mul_(2).sub_(1).T
+        X.normal_(generator=self.generator)
+        if self.distribution == "sphere":
+            X *= self.dim**0.5 / X.norm(dim=1, keepdim=True)
+        return X.T
+
+    def chunks(self, num: int, often: bool = False) -> Iterator[Tensor]:
+        """Yield ``num`` random vectors, some at a time; few if somebody looks at them often."""
+        size = min(self.chunk_size, _FEWEST) if often else self.chunk_size
+        for start in range(0, num, size):
+            yield self.draw(min(size, num - start))
+
+    def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
+        """Multiply any number of vectors ``[D, K]`` by the matrix, or its transpose."""
+        product = self.matrix.adjoint_matmul if adjoint else self.matrix.__matmul__
+        parts = [product(part) for part in X.split(self.chunk_size, dim=1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class Average:
+    """The running average of samples, and its standard error (Chan et al. 1979)."""
+
+    def __init__(self):
+        self.count = 0
+        self.mean: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0
+
+    def update(self, samples: Tensor) -> None:
+        """Take in samples, along the last axis."""
+        num, mean = samples.shape[-1], samples.mean(-1)
+        total = self.count + num
+        delta = mean - self.mean
+        around = (samples - mean.unsqueeze(-1)).square().sum(-1)
+        self._squares = self._squares + around + delta.square() * (self.count * num / total)
+        self.mean = self.mean + delta * (num / total)
+        self.count = total
+
+    @property
+    def standard_error(self) -> Tensor:
+        """The average's estimated standard deviation; NaN for a single sample."""
+        if self.count < 2:
+            return torch.full_like(self.mean, torch.nan)
+        return (self._squares / (self.count * (self.count - 1))).sqrt()
+
+
+class Goal:
+    """What a caller wants: how accurate an estimate, and whether with its error.
+
+    Args:
+        rtol: Sampling stops when the standard error is at most ``rtol`` times the estimate, both
+            in the Euclidean norm. ``None``: never.
+        return_error: Whether to return the error, too.
+    """
+
+    def __init__(self, rtol: float | None, return_error: bool):
+        if rtol is not None and not 0 < rtol < 1:
+            raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
+        self.rtol, self.return_error = rtol, return_error
+
+    def check_count(self, name: str, value: Any) -> int:
+        """Return a number of samples, of which an error needs two."""
+        return check_count(name, value, at_least=1 + self.return_error)
+
+    def reached(self, estimate: Tensor, error: Tensor, count: int) -> bool:
+        """Return whether an estimate from ``count`` samples is accurate enough."""
+        if self.rtol is None or count < _FEWEST:
+            return False
+        return bool(error.norm() <= self.rtol * estimate.norm())
+
+    def steps(self, num: int) -> list[int]:
+        """Return after how many of ``num`` samples to look at the error."""
+        counts = [num]
+        while self.rtol is not None and counts[0] >= 2 * _FEWEST:
+            counts.insert(0, counts[0] // 2)
+        return counts
+
+    def report(self, matrix: Matrix, estimate: Tensor, error: Tensor) -> Any:
+        """Return what the caller wants."""
+        if not self.return_error:
+            return matrix.write(estimate)[()]
+        return Estimate(matrix.write(estimate)[()], matrix.write(error)[()])
+
+
+def check_count(name: str, value: Any, at_least: int = 1) -> int:
+    """Return a number that must be an integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
+        raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}.")
+    return int(value)
+
+
+def check_split(num_matvecs: Any, parts: int, dim: int, goal: Goal) -> int:
+    """Return the number of products in each of ``parts`` equal parts.
+
+    Raises:
+        ValueError: If ``num_matvecs`` is not divisible by ``parts``, larger than the matrix, or too
+            small for a standard error that is wanted.
+    """
+    num = check_count("num_matvecs", num_matvecs, at_least=parts * (1 + goal.return_error))
+    if num % parts:
+        raise ValueError(f"num_matvecs must be divisible by {parts}, got {num}.")
+    if num > dim:
+        raise ValueError(
+            f"num_matvecs = {num} products are more than the matrix has columns, {dim}: multiply "
+            "the identity, which is exact."
+        )
+    return num // parts
+
+
+def average(
+    probes: Probes,
+    num: int,
+    goal: Goal,
+    sample: Callable[[Tensor], Tensor],
+    known: Tensor | float = 0.0,
+) -> Any:
+    """Average a function of random vectors.
+
+    Args:
+        probes: The random vectors.
+        num: How many of them; fewer if the goal is reached earlier.
+        goal: When to stop, and what to return.
+        sample: Takes vectors ``[D, K]``, returns samples along the last axis.
+        known: The part of the result that is not random.
+    """
+    total = Average()
+    for X in probes.chunks(num, often=goal.rtol is not None):
+        total.update(sample(X))
+        if goal.reached(known + total.mean, total.standard_error, total.count):
+            break
+    return goal.report(probes.matrix, known + total.mean, total.standard_error)

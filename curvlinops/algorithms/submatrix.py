@@ -1,0 +1,153 @@
+"""Parts of a matrix."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.matrix import as_operator
+from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.space import Columns, ParameterSpace
+
+
+class SubmatrixLinearOperator(TorchLinearOperator):
+    """Some rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
+
+    Only what is asked for is computed: of an operator on data, the model is differentiated with
+    respect to the parameters that have a row or column in the submatrix.
+
+    Args:
+        A: An operator, any other scipy LinearOperator, or a matrix. The submatrix of a submatrix is
+            one of the original.
+        row_idxs: Which rows, in this order: integers from 0 on, or names of parameters. By names,
+            vectors may also be lists and dictionaries of tensors.
+        col_idxs: Which columns.
+
+    Raises:
+        ValueError: If indices are out of range, names unknown, or one of them occurs twice or is
+            missing altogether.
+        TypeError: If they are neither integers nor names.
+    """
+
+    def __init__(self, A: Any, row_idxs: Any, col_idxs: Any):
+        A = as_operator(A)
+        self._rows = _select(A.codomain, row_idxs, "row_idxs")
+        self._columns = _select(A.domain, col_idxs, "col_idxs")
+        if isinstance(A, SubmatrixLinearOperator):
+            self._rows = self._rows.of_selection(A._rows)
+            self._columns = self._columns.of_selection(A._columns)
+            A = A.operator
+        self.operator = A
+        symmetric = A.self_adjoint and self._rows.equals(self._columns)
+        super().__init__(self._columns.space, self._rows.space, symmetric)
+
+    def _apply(self, columns: Columns) -> Columns:
+        inner = self._columns.embed(columns)
+        return self._rows.cut(self.operator._apply_restricted(inner, self._rows.names))
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        inner = self._rows.embed(columns)
+        return self._columns.cut(self.operator.T._apply_restricted(inner, self._columns.names))
+
+
+class _Selection:
+    """Some coordinates of a space.
+
+    Args:
+        parent: The space.
+        names: The tensors in which they lie.
+        places: Where they lie in these tensors' flat vector, ``[n]``; ``None`` if they are all
+            coordinates of these tensors.
+    """
+
+    def __init__(self, parent: ParameterSpace, names: list[str], places: Tensor | None = None):
+        self.parent, self.names, self._places = parent, names, places
+        self._inner = parent.restricted(names)
+        self.space = self._inner
+        if places is not None:
+            self.space = ParameterSpace.flat(len(places), parent.dtype, parent.device)
+
+    @classmethod
+    def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
+        """Return the selection of coordinates ``[n]`` of the flat vector."""
+        ends = torch.tensor([parent.slice(name).stop for name in parent.names])
+        # tensors without entries end where they start, and are never the first with a larger end
+        owners = torch.bucketize(indices, ends, right=True)
+        touched = owners.unique().tolist()
+        names = [parent.names[owner] for owner in touched]
+        inner = parent.restricted(names)
+        shifts = torch.zeros(len(parent.names), dtype=torch.long)
+        for owner, name in zip(touched, names, strict=True):
+            shifts[owner] = inner.slice(name).start - parent.slice(name).start
+        return cls(parent, names, (indices + shifts[owners]).to(parent.device))
+
+    def of_selection(self, other: "_Selection") -> "_Selection":
+        """Return these coordinates of another selection as coordinates of its parent."""
+        if self._places is None and other._places is None:
+            return _Selection(other.parent, self.names)
+        return _Selection.of_indices(other.parent, other._indices()[self._indices()])
+
+    def equals(self, other: "_Selection") -> bool:
+        """Return whether both have the same coordinates in the same order."""
+        if self._places is None or other._places is None:
+            return self._places is other._places and self.names == other.names
+        return torch.equal(self._indices(), other._indices())
+
+    def embed(self, columns: Columns) -> Columns:
+        """Return vectors of the tensors, with zeros where nothing is selected."""
+        if self._places is None:
+            return columns
+        flat = self.space.join(columns)
+        full = flat.new_zeros(len(flat), self._inner.dim)
+        full[:, self._places] = flat
+        return self._inner.split(full)
+
+    def cut(self, columns: Columns) -> Columns:
+        """Return what is selected of vectors of the tensors."""
+        if self._places is None:
+            return columns
+        return self.space.split(self._inner.join(columns)[:, self._places])
+
+    def _indices(self) -> Tensor:
+        """Return the coordinates in the parent's flat vector, ``[n]``."""
+        slices = [self.parent.slice(name) for name in self.names]
+        every = torch.cat([torch.arange(part.start, part.stop) for part in slices])
+        return every if self._places is None else every[self._places.cpu()]
+
+
+def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
+    if isinstance(idxs, str):
+        raise TypeError(f"{what} must be a list, got a string. Pass [{idxs!r}].")
+    values = idxs.tolist() if hasattr(idxs, "tolist") else list(idxs)
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
+    kinds = {type(value) for value in values}
+    if kinds == {str}:
+        _check_names(space, values, what)
+        return _Selection(space, values)
+    if kinds != {int}:
+        names = sorted(kind.__name__ for kind in kinds)
+        raise TypeError(f"{what} must be integers, or names of parameters, got {names}.")
+    indices = torch.tensor(values)
+    outside = indices[(indices < 0) | (indices >= space.dim)]
+    if len(outside):
+        raise ValueError(
+            f"{what} must lie between 0 and {space.dim - 1}, got {outside[:5].tolist()}."
+        )
+    found, counts = indices.unique(return_counts=True)
+    if len(found) < len(indices):
+        raise ValueError(f"{what} has indices twice: {found[counts > 1][:5].tolist()}.")
+    return _Selection.of_indices(space, indices)
+
+
+def _check_names(space: ParameterSpace, names: list[str], what: str) -> None:
+    if space.is_flat:
+        raise ValueError(
+            f"{what} are names, but the matrix has none there: its vectors are flat. Pass integers."
+        )
+    unknown = [name for name in names if name not in space.shapes]
+    if unknown:
+        raise ValueError(f"{what} has unknown names {unknown}; there are {space.names}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} has names twice: {twice}.")

@@ -1,0 +1,55 @@
+"""Seeded generators of random numbers."""
+
+import numpy as np
+import torch
+
+
+def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
+    """Return a generator for a device, seeded by non-negative integers.
+
+    Args:
+        device: The generator's device.
+        *seeds: What the generator is to depend on, in this order.
+    """
+    # neighboring seeds make correlated generators: mix them
+    mixed = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(mixed[0]) >> 1)
+
+
+def read_generator(
+    device: torch.device, seed: int | None, generator: torch.Generator | None
+) -> torch.Generator:
+    """Return the generator that the arguments ``seed`` and ``generator`` describe.
+
+    Args:
+        device: Where random numbers are needed.
+        seed: A non-negative integer. The same seed makes the same numbers.
+        generator: A generator to draw from, which is advanced. One of another device seeds a
+            generator of ``device``.
+
+    Returns:
+        A generator on ``device``. With neither argument it is seeded by PyTorch's global generator,
+        so that ``torch.manual_seed`` makes the numbers repeatable.
+
+    Raises:
+        ValueError: If both are given, or the seed is negative.
+        TypeError: If one of them is of the wrong kind.
+    """
+    if seed is not None and generator is not None:
+        raise ValueError("Pass either seed or generator, not both.")
+    if seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise TypeError(f"seed must be an integer, got {seed!r}.")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}.")
+        return seeded(device, int(seed))
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got a {type(generator).__name__}. Integers are "
+            "passed as seed."
+        )
+    if generator is not None and generator.device == device:
+        return generator
+    source = torch.device("cpu") if generator is None else generator.device
+    drawn = torch.randint(2**62, (), generator=generator, device=source)
+    return seeded(device, int(drawn))

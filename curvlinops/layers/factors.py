@@ -1,0 +1,197 @@
+"""Factors of Kronecker-factored curvature: second moments of inputs and of output gradients.
+
+A use's gradient is ``sum_s g_s a_s^T``, with inputs a and output gradients g at S positions. The
+*expand* setting treats positions like samples; the *reduce* setting treats a sample as one position
+with the mean input and the sum of output gradients (Eschenhagen et al., Kronecker-factored
+approximate curvature for modern neural network architectures, NeurIPS 2023, arXiv:2311.00636).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce as fold
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.batch import Part
+from curvlinops.layers.convolution import Patches
+from curvlinops.layers.embedding import Lookup
+from curvlinops.layers.forms import Form
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The shape of a Kronecker product, and where its entries are in a parameter.
+
+    Attributes:
+        groups: G; the matrix is block-diagonal, with a block for each group.
+        outputs: O, the size of a group's output gradients.
+        inputs: I, the size of a group's inputs.
+        arrangement: From entries ``[G, O, I]`` to the parameter's.
+        lookup: Whether inputs have a single one among zeros.
+        shift: Whether inputs are ones, as those of biases are.
+    """
+
+    groups: int
+    outputs: int
+    inputs: int
+    arrangement: Arrangement = IN_ORDER
+    lookup: bool = False
+    shift: bool = False
+
+    @classmethod
+    def of(cls, form: Form, shift: bool) -> "Kind | None":
+        """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
+        if isinstance(form, Outer):
+            groups, inputs = form.x.shape[2:]
+            return cls(groups, form.g.shape[-1], inputs, form.arrangement, shift=shift)
+        if isinstance(form, Lookup):
+            rows, width = form.num_rows, form.g.shape[-1]
+            return cls(1, width, rows, Arrangement.of((width, rows), (1, 0)), lookup=True)
+        return None
+
+
+def relation(kind: Kind, other: Kind) -> str | None:
+    """Say how the entries of two kinds for one parameter are related.
+
+    Returns:
+        ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
+        ``None``.
+    """
+    if (kind.groups, kind.shift) != (other.groups, other.shift):
+        return None
+    size = kind.groups * kind.outputs * kind.inputs
+    index = other.arrangement.apply(torch.arange(size).unsqueeze(0), 1)
+    index = kind.arrangement.undo(index, 1).flatten()
+    if (kind.outputs, kind.inputs) == (other.outputs, other.inputs) and bool(
+        (index == torch.arange(size)).all()
+    ):
+        return "same"
+    matrix = torch.arange(size).reshape(other.groups, other.outputs, other.inputs)
+    transposed = (kind.outputs, kind.inputs) == (other.inputs, other.outputs)
+    return "transposed" if transposed and bool((index == matrix.mT.flatten()).all()) else None
+
+
+def input_factor(
+    parts: Sequence[Part], reduce: bool, bias: float | None, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of inputs' outer products, and the number of summands.
+
+    Args:
+        parts: The uses of a parameter on a batch, of one kind.
+        reduce: Whether a sample's inputs are averaged first.
+        bias: What the inputs get as last entry, ``None`` for nothing.
+        diagonal: Whether only the diagonal is wanted.
+
+    Returns:
+        The sum, ``[G, I, I]`` or ``[G, I]``, and a scalar.
+    """
+    if reduce:
+        return _reduced_inputs(parts, bias, diagonal)
+    summed = [_expanded_inputs(part, bias, diagonal) for part in parts]
+    return sum(found for found, _ in summed), sum(count for _, count in summed)
+
+
+def gradient_factor(parts: Sequence[Part], reduce: bool, diagonal: bool) -> Tensor:
+    """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
+    gradients = [_gradients(part.form) for part in parts]
+    if reduce:
+        return moment(sum(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
+    return sum(moment(g.flatten(0, 2), diagonal) for g in gradients)
+
+
+def _gradients(form: Form) -> Tensor:
+    """Return output gradients, ``[V, N, S, G, O]``."""
+    return form.g.unsqueeze(3) if isinstance(form, Lookup) else form.g
+
+
+def _positions(part: Part) -> Tensor:
+    """Return the number of each sample's positions, ``[N]``."""
+    form, device = part.form, _gradients(part.form).device
+    if part.rows is None:
+        return torch.full((form.num_samples,), float(form.num_positions), device=device)
+    # a row may be an image with many positions
+    return part.rows * (form.num_positions / max(int(part.rows.max()), 1))
+
+
+def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
+    form = part.form
+    if isinstance(form, Lookup):
+        found = form.indices[_is_lookup(part)]
+        counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
+        return counts, counts.sum()
+    count = _positions(part).sum()
+    if isinstance(form.x, Patches) and not diagonal:
+        found = form.x.second_moment()
+    else:
+        some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
+        found = fold(Tensor.add_, (moment(x, diagonal) for x in some))
+    if bias is not None:
+        found = _with_bias(found, _totals(form).sum(0), count, bias)
+    return found, count
+
+
+def _with_bias(found: Tensor, total: Tensor, count: Tensor, bias: float) -> Tensor:
+    """Return the moment of inputs that have one more entry, a constant."""
+    size = found.shape[1]
+    corner = (bias**2 * count).to(found).expand(len(found), 1)
+    if found.ndim == 2:
+        return torch.cat([found, corner], dim=1)
+    out = found.new_empty(len(found), size + 1, size + 1)
+    out[:, :size, :size] = found
+    out[:, size, :size] = out[:, :size, size] = bias * total
+    out[:, size, size:] = corner
+    return out
+
+
+def _reduced_inputs(
+    parts: Sequence[Part], bias: float | None, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    if any(isinstance(part.form, Lookup) for part in parts):
+        counts = sum(_lookups(part) for part in parts)
+        positions = counts.sum(-1, keepdim=True)
+        means = counts / positions.clamp(min=1.0)
+        return means.square().sum(0), (positions > 0).sum()
+    positions = sum(_positions(part) for part in parts)
+    totals = sum(_totals(part.form) for part in parts)
+    means = totals / positions.clamp(min=1.0).to(totals).reshape(-1, 1, 1)
+    if bias is not None:
+        means = torch.cat([means, torch.full_like(means[..., :1], bias)], dim=2)
+        means = means * (positions > 0).to(means).reshape(-1, 1, 1)
+    return moment(means, diagonal), (positions > 0).sum()
+
+
+def _totals(form: Outer) -> Tensor:
+    """Return the sums of the samples' inputs, ``[N, G, I]``."""
+    if isinstance(form.x, Patches):
+        return form.x.totals()
+    return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
+
+
+def _lookups(part: Part) -> Tensor:
+    """Return how often samples looked up the rows of a table, ``[N, 1, I]``; padding is none."""
+    form = part.form
+    counts = form.g.new_zeros(form.num_samples, form.num_rows)
+    return counts.scatter_add_(1, form.indices, _is_lookup(part).to(counts)).unsqueeze(1)
+
+
+def _is_lookup(part: Part) -> Tensor:
+    """Return which indices are neither padding nor fill samples up to the longest, ``[N, S]``."""
+    form = part.form
+    valid = form.indices != form.padding
+    if part.rows is None:
+        return valid
+    place = torch.arange(form.num_positions, device=valid.device)
+    return valid & (place < part.rows[:, None])
+
+
+def moment(rows: Tensor, diagonal: bool) -> Tensor:
+    """Return the sum of outer products of ``[P, G, I]``, or its diagonal."""
+    if diagonal:
+        return rows.square().sum(0)
+    if rows.shape[1] == 1:
+        rows = rows[:, 0]
+        return (rows.T @ rows).unsqueeze(0)
+    rows = rows.transpose(0, 1)
+    return rows.transpose(1, 2) @ rows

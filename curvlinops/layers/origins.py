@@ -1,0 +1,63 @@
+"""Tensors that are functions of parameters, such as parts, and gradients with respect to these."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from curvlinops.core.autodiff import pull_columns
+from curvlinops.core.columns import in_chunks
+from curvlinops.core.graph import graph_nodes
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.layers.outer import Arrangement, Outer
+
+#: Those who ask know how many vectors the memory allows.
+ANY_NUMBER = 2**31
+
+
+def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the parameters of which a tensor is a function."""
+    if id(tensor) in by_id:
+        return {by_id[id(tensor)]: tensor}
+    found = (getattr(node, "variable", None) for node in graph_nodes(tensor))
+    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
+
+
+def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
+    """Return gradients with respect to a parameter of which a layer used a function."""
+    if tensor is leaf:
+        return form
+    if _is_permutation(tensor, leaf):
+        order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+        arrangement = Arrangement.of(tensor.shape, order)
+        if isinstance(form, Outer):
+            return form.arranged(arrangement, leaf.shape)
+
+        def arrange(rows: Tensor) -> Tensor:
+            return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
+
+        return Mapped(form, arrange, leaf.shape)
+
+    place = Place.of(tensor, leaf)
+    if place is not None:
+        return Within(form, place, leaf.shape)
+
+    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": leaf}), ANY_NUMBER)
+
+    def pull_back(rows: Tensor) -> Tensor:
+        out = rows.new_empty(*rows.shape[:2], *leaf.shape)
+        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
+        return out
+
+    return Mapped(form, pull_back, leaf.shape)
+
+
+def _is_permutation(tensor: Tensor, leaf: Tensor) -> bool:
+    """Return whether a tensor is a view of all of a parameter's entries."""
+    return (
+        leaf.is_contiguous()
+        and tensor.dtype == leaf.dtype
+        and tensor.numel() == leaf.numel()
+        and tensor.data_ptr() == leaf.data_ptr()
+        and 0 not in tensor.stride()
+    )

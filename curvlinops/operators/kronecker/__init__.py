@@ -1,0 +1,1 @@
+"""Kronecker-factored approximations of curvature matrices."""

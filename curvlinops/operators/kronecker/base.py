@@ -1,0 +1,299 @@
+"""What Kronecker-factored approximations share."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.data import Batches
+from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
+from curvlinops.operators.kronecker.estimate import Sums
+from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
+from curvlinops.operators.kronecker.options import (
+    Fallback,
+    FisherType,
+    KFACType,
+    Options,
+    check_choice,
+    reduced_parameters,
+)
+from curvlinops.operators.kronecker.passes import Passes
+from curvlinops.operators.kronecker.report import (
+    BlockReport,
+    ModuleFactors,
+    by_module,
+    check_pairs,
+    report,
+)
+from curvlinops.operators.kronecker.storage import pack, read, unpack, write
+from curvlinops.operators.structured import StructuredDataLinearOperator
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+
+
+class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
+    """A block-diagonal approximation whose blocks are made of small matrices.
+
+    The matrices are computed at the first use, and then kept: they do not follow changes of the
+    model or of the data. ``compute_kronecker_factors`` computes them anew.
+
+    Args:
+        *args: Shared arguments, see ``DataLinearOperator``.
+        fisher_type: What is backpropagated, see ``FisherType``.
+        mc_samples: How many would-be gradients are sampled for each term (``"mc"``), or how often
+            random signs are drawn (``"type-2"``, if samples have several terms).
+        kfac_approx: How positions that share a weight are treated, see ``KFACType``: one setting
+            for all, or a mapping from names of modules or parameters, the others being expanded.
+        num_per_example_loss_terms: The number of a sample's terms, which is checked. Default: as
+            many as there are.
+        separate_weight_and_bias: Whether biases have their own blocks, or form one with the weight.
+        seed: Seeds the samples, together with the index of the batch.
+        fallback: What parameters get that enter the model in a way without Kronecker
+            structure: ``"error"``; the ``"diagonal"``, or all (``"dense"``) of their exact block.
+        exact: Whether ``"type-2"`` backpropagates each term on its own. That is exact also where
+            terms of one sample interact in the model, with a backward pass for each position.
+        max_factor_size: Above this size, only the diagonal of a matrix is computed.
+        **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If an option is unknown, or does not go together with the others.
+        NotImplementedError: If the loss does not support the type of Fisher matrix; when factors
+            are computed, if a parameter has no structure, and no fallback was chosen.
+    """
+
+    _per_sample = True
+
+    def __init__(
+        self,
+        *args: Any,
+        fisher_type: str = FisherType.MC,
+        mc_samples: int = 1,
+        kfac_approx: str | Mapping[str, str] = KFACType.EXPAND,
+        num_per_example_loss_terms: int | None = None,
+        separate_weight_and_bias: bool = True,
+        seed: int = 2147483647,
+        fallback: str = Fallback.ERROR,
+        exact: bool = False,
+        max_factor_size: int = 16384,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self._options = Options(
+            check_choice(FisherType, "fisher_type", fisher_type),
+            mc_samples,
+            seed,
+            exact,
+            reduced_parameters(kfac_approx, self.space.names),
+            not separate_weight_and_bias,
+            check_choice(Fallback, "fallback", fallback),
+            max_factor_size,
+        )
+        self._options.check(self.risk.loss)
+        if num_per_example_loss_terms is not None and (
+            type(num_per_example_loss_terms) is not int or num_per_example_loss_terms < 1
+        ):
+            raise ValueError(
+                "num_per_example_loss_terms must be a positive integer, got "
+                f"{num_per_example_loss_terms!r}."
+            )
+        if len(self._blocks) > 1:
+            raise ValueError(
+                f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
+                "block_sizes cannot be chosen."
+            )
+        self._passes = Passes(
+            type(self).__name__, self.space, self._options, num_per_example_loss_terms
+        )
+        self._sums: Sums | None = None
+        self._forget()
+
+    # --- factors
+
+    def compute_kronecker_factors(self) -> None:
+        """Compute the factors from all data, anew if they are there already."""
+        self._sums = self._passes.sum_over_all(self._run)
+        self._forget()
+
+    def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
+        """Add a batch to the data from which the factors are computed.
+
+        Args:
+            batch: A pair ``(X, y)`` like those in the data.
+            decay: By what the sums over all data before are multiplied first. Below one, factors
+                are exponentially weighted means (sums for a loss with reduction ``"sum"``).
+
+        Raises:
+            ValueError: If ``decay`` is not between zero and one.
+            RuntimeError: If layers use parameters in ways that the data before did not show.
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
+        sums = self._computed()
+        more = Sums(sums.blocks, num_batches=sums.num_batches)
+        self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
+        more.num_batches -= sums.num_batches
+        self._sums = sums.scaled(decay).plus(more)
+        self._forget()
+
+    def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
+        """Add the data of another operator, such as one on another shard of the data.
+
+        The result is the operator on both data sets, except for which labels are sampled: that
+        depends on the operators' seeds, which may differ.
+
+        Raises:
+            ValueError: If the other one is of another kind, or has other parameters or options.
+        """
+        alike = type(other) is type(self) and self._options == replace(
+            other._options, seed=self._options.seed
+        )
+        if not alike:
+            raise ValueError("Only operators of one class with equal options can be merged.")
+        self.space.check_compatible(other.space)
+        self._sums = self._computed().plus(other._computed())
+        self._forget()
+
+    def _computed(self) -> Sums:
+        if self._sums is None:
+            self.compute_kronecker_factors()
+        return self._sums
+
+    def _forget(self) -> None:
+        # what was made of the sums
+        self._structure: BlockDiagonalLinearOperator | None = None
+        self._modules: dict[str, ModuleFactors] | None = None
+
+    def _reconsider(self) -> None:
+        super()._reconsider()
+        self._passes.forget()
+
+    # --- what was computed
+
+    def blocks(self) -> list[BlockReport]:
+        """Return for each diagonal block which structure it has, and why."""
+        return report(self._factors())
+
+    @property
+    def input_covariances(self) -> dict[str, Tensor]:
+        """A by module, for modules whose weight's block is one Kronecker product.
+
+        ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
+        ``[G, I, I]``.
+        """
+        return {name: found.inputs for name, found in self._by_module().items()}
+
+    @property
+    def gradient_covariances(self) -> dict[str, Tensor]:
+        """B by module, ``[O, O]`` or ``[G, O, O]``."""
+        return {name: found.gradients for name, found in self._by_module().items()}
+
+    @property
+    def mapping(self) -> dict[str, dict[str, int]]:
+        """Where the modules' weights and biases are among ``params``."""
+        return {name: found.positions for name, found in self._by_module().items()}
+
+    def _by_module(self) -> dict[str, ModuleFactors]:
+        if self._modules is None:
+            # copies: whoever reads them may scale them in place
+            self._modules = by_module(self._factors(), self.space.names)
+        return self._modules
+
+    def _dense_pairs(self) -> "KroneckerFactoredLinearOperator":
+        check_pairs(self._computed().blocks, self._by_module())
+        return self
+
+    # names that published programs read, which rely on one dense pair for each weight
+    _input_covariances = property(lambda self: self._dense_pairs().input_covariances)
+    _gradient_covariances = property(lambda self: self._dense_pairs().gradient_covariances)
+    _mapping = property(lambda self: self._dense_pairs().mapping)
+
+    # --- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factors as tensors by name, and metadata as a string.
+
+        They are sums, so that more data can be added after loading.
+        """
+        return pack(self._computed(), self.space, self._options)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the factors by saved ones.
+
+        Raises:
+            ValueError: If these are of other parameters or options.
+        """
+        self._load(*unpack(state, self.space, self._options))
+
+    def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
+        """Replace the sums; a subclass also what it has added to the state."""
+        self._sums = sums
+        self._forget()
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> "KroneckerFactoredLinearOperator":
+        """Build an operator from saved factors and its arguments, without a pass over the data."""
+        operator = cls(*args, **{"check_deterministic": False, **kwargs})
+        operator.load_state_dict(state)
+        return operator
+
+    def save(self, path: str | Path) -> None:
+        """Write the factors to a safetensors file."""
+        write(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> None:
+        """Replace the factors by those in a file, which are moved to the operator's device.
+
+        Raises:
+            ValueError: If these are of other parameters or options, or the file has none.
+        """
+        self.load_state_dict(read(path))
+
+    # --- the structured matrix
+
+    @property
+    def structure(self) -> BlockDiagonalLinearOperator:
+        """The approximation as a block-diagonal operator."""
+        if self._structure is None:
+            factors = self._factors()
+            blocks = assemble(factors, self.space, self._builder())
+            self._structure = BlockDiagonalLinearOperator(blocks, self.space)
+        return self._structure
+
+    @abstractmethod
+    def _builder(self) -> Build:
+        """Return what makes a block from its factors."""
+
+    @abstractmethod
+    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+        """Return the damped inverses of all blocks."""
+
+    def _factors(self, sums: Sums | None = None) -> list[BlockFactors]:
+        sums = self._computed() if sums is None else sums
+        return normalized(sums, self.risk.scale(sums.terms), self._options)
+
+    def inverse(
+        self,
+        damping: float | tuple[float, float] = 0.0,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        use_exact_damping: bool = False,
+        retry_double_precision: bool = True,
+    ) -> KFACInverseLinearOperator:
+        """Return the damped inverse, see ``KFACInverseLinearOperator``."""
+        damped = damping, use_heuristic_damping, min_damping, use_exact_damping
+        return KFACInverseLinearOperator(self, *damped, retry_double_precision)
+
+    def to_device(self, device: torch.device | str) -> "KroneckerFactoredLinearOperator":
+        """Move the operator, and the user's module and loss, to another device."""
+        super().to_device(device)
+        self._reconsider()
+        self._forget()
+        if self._sums is not None:
+            self._sums.to(self.space.device)
+        return self

@@ -1,0 +1,162 @@
+"""Turns sums over the data into structured matrices."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from curvlinops.core.space import ParameterSpace
+from curvlinops.layers.factors import Kind, relation
+from curvlinops.operators.kronecker.entries import Entries
+from curvlinops.operators.kronecker.estimate import Sums
+from curvlinops.operators.kronecker.options import FisherType, Options
+from curvlinops.operators.kronecker.plan import Block
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
+from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.factors import Dense, Diagonal, Factor
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.rearranged import RearrangedLinearOperator
+from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
+
+
+class Product(NamedTuple):
+    """A Kronecker product of a block.
+
+    Attributes:
+        kind: Its shape.
+        gradients: B, the second moment of output gradients.
+        inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
+    """
+
+    kind: Kind
+    gradients: Factor
+    inputs: Factor | None
+
+
+class BlockFactors(NamedTuple):
+    """What a block consists of.
+
+    Attributes:
+        block: The block.
+        products: Its Kronecker products, whose sum it is.
+        matrix: If it has none: matrices ``[G, D, D]`` of its parts, or their diagonals ``[G, D]``.
+    """
+
+    block: Block
+    products: tuple[Product, ...] = ()
+    matrix: Tensor | None = None
+
+
+def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]:
+    """Turn sums into means.
+
+    Args:
+        sums: The sums.
+        scale: The risk's normalization c.
+        options: The options of the approximation.
+    """
+    gradients = {}
+    for (number, kind), factors in sums.products.items():
+        if options.fisher_type is FisherType.FORWARD_ONLY:
+            ones = factors.inputs.new_ones(kind.groups, kind.outputs)
+            gradients[number, kind] = Diagonal(ones)
+        elif factors.gradients is not None:
+            gradients[number, kind] = _factor(scale * factors.gradients)
+    found = []
+    for number, block in enumerate(sums.blocks):
+        products = []
+        for kind in block.kinds:
+            factors = sums.products.get((number, kind))
+            if factors is None:  # planned, but not on this data
+                continue
+            # no input at all: zeros; with decay, counts are below one, too
+            count = factors.count.masked_fill(factors.count == 0, 1.0)
+            inputs = _factor(factors.inputs / count.to(factors.inputs))
+            twin = block.twin
+            own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
+            products.append(Product(kind, gradients[own], None if kind.shift else inputs))
+        matrix = sums.matrices.get(number)
+        found.append(
+            BlockFactors(block, tuple(products), None if matrix is None else scale * matrix)
+        )
+    return found
+
+
+def _factor(matrix: Tensor) -> Factor:
+    return Diagonal(matrix) if matrix.ndim == 2 else Dense(matrix, symmetric=True)
+
+
+#: Turns what a block consists of into a structured operator on its entries.
+Build = Callable[[BlockFactors], StructuredLinearOperator]
+
+
+def assemble(
+    factors: Sequence[BlockFactors], space: ParameterSpace, build: Build
+) -> dict[str, StructuredLinearOperator]:
+    """Return all blocks, on their parameters.
+
+    Args:
+        factors: What the blocks consist of.
+        space: All parameters.
+        build: Makes one block.
+    """
+    blocks = {}
+    for names, own in _by_names(factors):
+        shapes = {name: space.shapes[name] for name in names}
+        entries = Entries.of(shapes, [each.block for each in own])
+        with about(", ".join(names)):
+            operators = [build(each) for each in own]
+        if entries.num_rest:
+            zeros = _zeros(entries.num_rest, space)
+            operators.append(DiagonalLinearOperator(zeros))
+        one = operators[0] if len(operators) == 1 else BlockDiagonalLinearOperator(operators)
+        own_space = ParameterSpace(shapes, space.dtype, space.device)
+        blocks[", ".join(names)] = RearrangedLinearOperator(one, own_space, entries)
+    return blocks
+
+
+def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[BlockFactors]]]:
+    groups: dict[tuple[str, ...], list[BlockFactors]] = {}
+    for each in factors:
+        groups.setdefault(each.block.names, []).append(each)
+    return iter(groups.items())
+
+
+def _zeros(size: int, space: ParameterSpace) -> Tensor:
+    return space.zeros(1)[space.names[0]].new_zeros(size)
+
+
+def plain(space: ParameterSpace) -> Build:
+    """Return what makes a block of its factors as they are."""
+
+    def build(factors: BlockFactors) -> StructuredLinearOperator:
+        return operator_of(factors, space)
+
+    return build
+
+
+def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
+    """Return the operator on a block's entries."""
+    if factors.products:
+        return summed(factors.products)
+    if factors.matrix is not None:
+        return KroneckerProductLinearOperator(_factor(factors.matrix))
+    size = Entries.of(space.shapes, [factors.block]).sizes[0]
+    return DiagonalLinearOperator(_zeros(size, space))
+
+
+def factors_of(product: Product) -> list[Factor]:
+    """Return the one or two factors of a product."""
+    return [product.gradients] + ([] if product.inputs is None else [product.inputs])
+
+
+def summed(products: Sequence[Product]) -> StructuredLinearOperator:
+    """Return the sum of Kronecker products, in the order of the first one's entries."""
+    terms = []
+    for product in products:
+        factors = factors_of(product)
+        if relation(products[0].kind, product.kind) == "transposed":
+            factors.reverse()
+        terms.append(KroneckerProductLinearOperator(*factors))
+    return terms[0] if len(terms) == 1 else SumOfKroneckersLinearOperator(terms)

@@ -1,0 +1,135 @@
+"""Second moments of gradients in the eigenbasis of a Kronecker product."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.batch import Part
+from curvlinops.layers.embedding import Lookup
+from curvlinops.layers.factors import Kind
+from curvlinops.layers.outer import Inputs, Outer, add
+from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
+from curvlinops.structured.factors import Diagonal, Factor, decompose
+
+
+@dataclass(frozen=True)
+class Basis:
+    """An orthogonal basis of a block's matrices ``[G, O, I]``.
+
+    Attributes:
+        kind: The shape of these matrices.
+        outputs: The basis of their columns; a unit factor for the standard basis.
+        inputs: The basis of their rows; ``None`` for biases.
+        bias: The last entry of all inputs if the block has a bias.
+    """
+
+    kind: Kind
+    outputs: Factor
+    inputs: Factor | None
+    bias: float | None
+
+    def to(self, device: torch.device | str) -> "Basis":
+        """Return the basis on another device."""
+        moved = (
+            None if factor is None else factor.to(torch.device(device), factor.diagonal().dtype)
+            for factor in (self.outputs, self.inputs)
+        )
+        return Basis(self.kind, *moved, self.bias)
+
+    def second_moment(self, parts: Sequence[Part]) -> Tensor:
+        """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``.
+
+        Args:
+            parts: All uses of the block's weight on a batch.
+        """
+        forms = [part.form for part in parts]
+        shape = self.kind.groups, self.kind.outputs, -1
+        if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
+            form = Outer.merge(forms) if len(forms) > 1 else forms[0]
+            x = Rotated(form.x, self.inputs, self.bias)
+            rotated = Outer(x, _rotated(form.g, self.outputs), (*shape[:2], x.shape[-1]))
+            return rotated.sum_of_squares()
+        if all(isinstance(form, Lookup) for form in forms) and _is_unit(self.inputs):
+            indices = torch.cat([form.indices for form in forms], dim=1)
+            g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
+            g = _rotated(g, self.outputs).squeeze(3)
+            shape = forms[0].num_rows, g.shape[-1]
+            return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
+        total, form = 0.0, add(forms)
+        for some in form.parts():
+            rows = form.rows(some).flatten(0, 1)
+            rows = self.kind.arrangement.undo(rows, 1).reshape(len(rows), *shape)
+            rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
+            rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
+            total = total + rows.square().sum(0).permute(1, 2, 0)
+        return total
+
+
+class Rotated:
+    """Inputs in another basis, possibly with a constant as last entry before.
+
+    Args:
+        inputs: Inputs ``[N, S, G, I]``.
+        basis: The basis, ``None`` for that in which they are.
+        bias: The constant, ``None`` for none.
+    """
+
+    def __init__(self, inputs: Inputs, basis: Factor | None, bias: float | None):
+        self._inputs, self._basis, self._bias = inputs, basis, bias
+        width = inputs.shape[-1] + (bias is not None)
+        self.shape = (*inputs.shape[:-1], width)
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make those of some samples."""
+        x = self._inputs[samples]
+        if self._bias is not None:
+            # where a sample has fewer positions than others, output gradients are zero
+            x = torch.cat([x, torch.full_like(x[..., :1], self._bias)], dim=-1)
+        return _rotated(x, self._basis)
+
+
+def bases(factors: Sequence[BlockFactors]) -> dict[int, Basis]:
+    """Return the eigenbases of the blocks that are Kronecker products, by number.
+
+    Of a block that is a sum of several, the first one's is taken, except that axes along which
+    another one is diagonal keep the standard basis.
+    """
+    found = {n: each for n, each in enumerate(factors) if each.products}
+    matrices = [m for each in found.values() for p in each.products for m in factors_of(p)]
+    names = [
+        f"A factor of '{each.block.names[0]}'"
+        for each in found.values()
+        for product in each.products
+        for _ in factors_of(product)
+    ]
+    decompose(matrices, names)
+    return {number: _basis(each) for number, each in found.items()}
+
+
+def _basis(factors: BlockFactors) -> Basis:
+    first: Product = factors.products[0]
+    outputs, inputs = first.gradients, first.inputs
+    for other in factors.products[1:]:
+        # lookups are transposed: their inputs are the outputs of the head with the same weight
+        if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
+            outputs = Diagonal(other.inputs.entries)
+    return Basis(
+        first.kind,
+        outputs.eigenvectors(),
+        None if inputs is None else inputs.eigenvectors(),
+        factors.block.scale,
+    )
+
+
+def _is_unit(factor: Factor | None) -> bool:
+    return factor is None or isinstance(factor, Diagonal)
+
+
+def _rotated(x: Tensor, basis: Factor | None) -> Tensor:
+    """Multiply ``[*, G, n]`` by the transposed basis of each group."""
+    if _is_unit(basis):
+        return x
+    Q = basis.tensor
+    return x @ Q[0] if len(Q) == 1 else torch.einsum("...gi,gij->...gj", x, Q)

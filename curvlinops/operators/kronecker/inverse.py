@@ -1,0 +1,151 @@
+"""Inverses of Kronecker-factored approximations, with damping."""
+
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any, Protocol
+
+from curvlinops.core.space import ParameterSpace
+from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+
+
+@dataclass(frozen=True)
+class Damping:
+    """What is added to which diagonal, checked; see ``KFACInverseLinearOperator``."""
+
+    values: tuple[float, float]
+    heuristic: bool = False
+    minimum: float = 1e-8
+    exact: bool = False
+    retry_double_precision: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        damping: float | tuple[float, float],
+        heuristic: bool,
+        minimum: float,
+        exact: bool,
+        retry_double_precision: bool,
+    ) -> "Damping":
+        """Check and return the options.
+
+        Raises:
+            ValueError: If they do not go together.
+        """
+        is_pair = isinstance(damping, tuple | list)
+        values = tuple(damping) if is_pair else (damping,) * 2
+        if len(values) != 2 or not all(_is_valid(value) for value in values):
+            raise ValueError(
+                f"damping must be a non-negative number, or a pair of these, got {damping!r}."
+            )
+        values = tuple(float(value) for value in values)
+        if not _is_valid(minimum):
+            raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
+        if heuristic and exact:
+            raise ValueError("Damping is either heuristic or exact, not both.")
+        if is_pair and (heuristic or exact):
+            raise ValueError("Heuristic and exact damping need one number, not a pair.")
+        return cls(values, heuristic, minimum, exact, retry_double_precision)
+
+    def check_for_eigenvalues(self) -> None:
+        """Check that the damping can be added to eigenvalues.
+
+        Raises:
+            ValueError: If it is a pair, or heuristic.
+        """
+        if self.heuristic or self.values[0] != self.values[1]:
+            raise ValueError(
+                "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
+                "one number, which is added to the eigenvalues."
+            )
+
+    def invert(self, factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
+        """Return the inverse of one block, on its entries."""
+        damping, retry = self.values[1], self.retry_double_precision
+        whole = self.exact or not factors.products
+        if whole:
+            return operator_of(factors, space).inverse(damping, retry_double_precision=retry)
+        damped = summed([self._damped(product) for product in factors.products])
+        return damped.inverse(retry_double_precision=retry)
+
+    def _damped(self, product: Product) -> Product:
+        """Add damping to both factors."""
+        of_inputs, of_gradients = self.values
+        if self.heuristic and product.inputs is not None:
+            of_inputs, of_gradients = self._balanced(product)
+        inputs = None if product.inputs is None else product.inputs.shifted(of_inputs)
+        return product._replace(gradients=product.gradients.shifted(of_gradients), inputs=inputs)
+
+    def _balanced(self, product: Product) -> tuple[float, float]:
+        """Divide the damping among the factors according to their average eigenvalues."""
+        means = [float(f.diagonal().mean()) for f in (product.inputs, product.gradients)]
+        ratio = sqrt(means[0] / means[1]) if min(means) > 0 else 1.0
+        root = sqrt(self.values[0])
+        return max(ratio * root, self.minimum), max(root / ratio, self.minimum)
+
+
+def _is_valid(value: Any) -> bool:
+    try:
+        return isfinite(value) and value >= 0
+    except TypeError:
+        return False
+
+
+class Invertible(Protocol):
+    """A Kronecker-factored approximation."""
+
+    space: ParameterSpace
+
+    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+        """Return the damped inverses of all blocks."""
+
+
+class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
+    """The damped inverse of a ``KFACLinearOperator`` or an ``EKFACLinearOperator``.
+
+    A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default. That is
+    not the inverse of ``B (x) A + a I``, which is what ``use_exact_damping`` computes, by
+    eigendecompositions. Blocks that are no Kronecker products, and all of EKFAC's, have exact
+    damping in any case. The inverse does not follow later changes of ``A``.
+
+    Args:
+        A: The operator to invert.
+        damping: a = b, or the pair ``(a, b)``.
+        use_heuristic_damping: Whether a and b are ``pi sqrt(damping)`` and ``sqrt(damping) / pi``,
+            with ``pi^2`` the ratio of average eigenvalues of A and B (Martens and Grosse,
+            Optimizing neural networks with Kronecker-factored approximate curvature, ICML 2015,
+            section 6.3). Biases with a block of their own get the number itself.
+        min_damping: The smallest value of these two.
+        use_exact_damping: See above.
+        retry_double_precision: Whether factors that cannot be factorized in float32 are factorized
+            in float64.
+
+    Raises:
+        ValueError: If options do not go together; if a factor is singular to working precision or
+            not finite, naming its block.
+    """
+
+    def __init__(
+        self,
+        A: Invertible,
+        damping: float | tuple[float, float] = 0.0,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        use_exact_damping: bool = False,
+        retry_double_precision: bool = True,
+    ):
+        if not hasattr(A, "_inverse_blocks"):
+            raise ValueError(
+                f"Only KFAC and EKFAC operators have such inverses, not {type(A).__name__}. "
+                "Structured operators have a method inverse()."
+            )
+        checked = Damping.of(
+            damping,
+            use_heuristic_damping,
+            min_damping,
+            use_exact_damping,
+            retry_double_precision,
+        )
+        super().__init__(A._inverse_blocks(checked), A.space)

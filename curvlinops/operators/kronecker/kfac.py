@@ -1,0 +1,30 @@
+"""Kronecker-factored approximate curvature."""
+
+from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
+from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of
+from curvlinops.operators.kronecker.inverse import Damping
+from curvlinops.structured.base import StructuredLinearOperator
+
+
+class KFACLinearOperator(KroneckerFactoredLinearOperator):
+    """Kronecker-factored approximate curvature (KFAC), block-diagonal with a block for each layer.
+
+    The GGN's block of a weight ``[out, in]`` is approximated by ``B (x) A``, with the second
+    moments of the layer's inputs a and output gradients g (those of l_t, without c) over positions
+    that share the weight: ``A = mean a a^T`` and ``B = c * sum g g^T`` in the expand setting,
+    see ``curvlinops.layers.factors`` for the reduce setting. Biases have A = 1. A weight that is
+    used several times has one pair of moments over all its uses. Embeddings have a diagonal A.
+    Convolutions with several groups have a pair of factors for each group. Normalization layers and
+    other parameters that are added, or multiplied elementwise, have their exact block.
+
+    Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature,
+    ICML 2015; Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution
+    layers, ICML 2016; Eschenhagen et al., Kronecker-factored approximate curvature for modern
+    neural network architectures, NeurIPS 2023.
+    """
+
+    def _builder(self) -> Build:
+        return lambda factors: operator_of(factors, self.space)
+
+    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+        return assemble(self._factors(), self.space, lambda f: damping.invert(f, self.space))

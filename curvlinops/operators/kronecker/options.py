@@ -1,0 +1,125 @@
+"""The choices that define a Kronecker-factored approximation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from curvlinops.losses import Loss
+from curvlinops.operators.vectors import check_sampling
+
+
+class FisherType(str, Enum):
+    """What is backpropagated to compute output gradients."""
+
+    #: The columns of the square root of each term's loss Hessian.
+    TYPE2 = "type-2"
+    #: Sampled would-be gradients, whose outer products have the loss Hessian as expectation.
+    MC = "mc"
+    #: The loss's own gradients.
+    EMPIRICAL = "empirical"
+    #: Nothing: the second moment of output gradients is replaced by the identity.
+    FORWARD_ONLY = "forward-only"
+
+    __str__ = str.__str__
+
+
+class KFACType(str, Enum):
+    """How positions that share a weight are treated, see ``curvlinops.layers.factors``."""
+
+    EXPAND = "expand"
+    REDUCE = "reduce"
+
+    __str__ = str.__str__
+
+
+class Fallback(str, Enum):
+    """What parameters get that enter the model in a way without Kronecker structure."""
+
+    ERROR = "error"
+    DIAGONAL = "diagonal"
+    DENSE = "dense"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an approximation, checked; see ``KFACLinearOperator``.
+
+    Attributes:
+        fisher_type: What is backpropagated.
+        mc_samples: How many samples, or draws of signs.
+        seed: Seeds them.
+        exact: Whether each term is backpropagated on its own (type-2).
+        reduced: The parameters that are treated by the reduce setting.
+        joint: Whether weight and bias have one block.
+        fallback: What parameters without Kronecker structure get.
+        max_factor_size: Above this size, matrices are replaced by their diagonals.
+    """
+
+    fisher_type: FisherType
+    mc_samples: int
+    seed: int
+    exact: bool
+    reduced: frozenset[str]
+    joint: bool
+    fallback: Fallback
+    max_factor_size: int
+
+    def check(self, loss: Loss) -> None:
+        """Check that the options go together.
+
+        Raises:
+            ValueError: If one is out of range, or has no meaning beside the others.
+            NotImplementedError: If the loss has no likelihood to sample from.
+        """
+        fisher = self.fisher_type
+        check_sampling(loss, self.mc_samples, self.seed, 1, required=fisher is FisherType.MC)
+        if self.mc_samples != 1 and fisher not in (FisherType.MC, FisherType.TYPE2):
+            raise ValueError(
+                f"mc_samples has no meaning for fisher_type='{fisher}': leave it at 1, got "
+                f"{self.mc_samples}."
+            )
+        if self.exact and fisher is not FisherType.TYPE2:
+            raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")
+        if type(self.max_factor_size) is not int or self.max_factor_size < 0:
+            raise ValueError(
+                f"max_factor_size must be a non-negative integer, got {self.max_factor_size!r}."
+            )
+
+
+def check_choice(kind: type[Enum], name: str, value: object) -> Enum:
+    """Return a member of an enumeration, given itself or its value.
+
+    Raises:
+        ValueError: If there is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        choices = [str(member) for member in kind]
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}.") from None
+
+
+def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
+    """Return the parameters for which the reduce setting is wanted.
+
+    Args:
+        kfac_approx: A ``KFACType``, or a mapping to these from names of parameters, or of the
+            modules that contain them; the others are treated by the expand setting.
+        names: The names of all parameters.
+
+    Raises:
+        ValueError: If there is no such setting, or no parameter of that name.
+    """
+    if not isinstance(kfac_approx, Mapping):
+        reduce = check_choice(KFACType, "kfac_approx", kfac_approx) is KFACType.REDUCE
+        return frozenset(names if reduce else ())
+    chosen: dict[str, KFACType] = {}
+    for key in sorted(kfac_approx, key=len):  # what is said of a part counts more
+        value = check_choice(KFACType, f"kfac_approx[{key!r}]", kfac_approx[key])
+        found = [name for name in names if name == key or name.startswith(f"{key}.") or key == ""]
+        if not found:
+            raise ValueError(f"kfac_approx names '{key}', but there is no such parameter: {names}.")
+        chosen |= dict.fromkeys(found, value)
+    return frozenset(name for name, value in chosen.items() if value is KFACType.REDUCE)

@@ -1,0 +1,272 @@
+"""Which structure the blocks of an approximation have, given how layers use the parameters."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from curvlinops.core.space import ParameterSpace
+from curvlinops.layers.batch import Part
+from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
+
+#: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
+_WHOLE = 4096
+
+
+class Partner(NamedTuple):
+    """The bias that is added to a product with a weight; seen from the bias, the weight.
+
+    Attributes:
+        name: The parameter.
+        place: The part of it, ``None`` for all.
+        scale: By what the bias is multiplied before.
+    """
+
+    name: str
+    place: Place | None
+    scale: float
+
+
+class Usage(NamedTuple):
+    """How a layer uses a parameter.
+
+    Attributes:
+        place: The part of it, ``None`` for all.
+        kind: The Kronecker product, ``None`` if there is none.
+        partner: What belongs to the same product.
+        mapped: Whether the layer uses a function of the parameter.
+        product: Whether the layer multiplies with it, or with this function, as with a matrix.
+    """
+
+    place: Place | None
+    kind: Kind | None
+    partner: Partner | None = None
+    mapped: bool = False
+    product: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A diagonal block of the approximation.
+
+    Attributes:
+        names: A parameter, or a weight and its bias.
+        structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
+        kinds: The Kronecker products of which it is the sum.
+        places: The parts of the parameters, ``None`` for all.
+        scale: The last entry of all inputs if there is a bias, else ``None``.
+        groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
+        twin: The number of a block with the same output gradients: that of the weight to which a
+            bias belongs. Then only inputs are its own.
+        reason: Why it has this structure.
+    """
+
+    names: tuple[str, ...]
+    structure: str
+    kinds: tuple[Kind, ...] = ()
+    places: tuple[Place | None, ...] = (None,)
+    scale: float | None = None
+    groups: int = 1
+    twin: int | None = None
+    reason: str = ""
+
+
+def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
+    """Return how a batch's layers use the parameters."""
+    parts = list(parts)
+    biases, weights = {}, {}
+    for part in parts:
+        if part.shift is not None and not part.elsewhere:
+            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
+    for part in parts:
+        bias = biases.get(_call(part))
+        if bias is not None and part.shift is None:
+            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
+    found: dict[str, set[Usage]] = {}
+    for part in parts:
+        partners = biases if part.shift is None else weights
+        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
+        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
+        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
+        found.setdefault(part.name, set()).add(usage)
+    return found
+
+
+def _call(part: Part) -> tuple[Callable, int]:
+    """Return what is equal for the arguments of one call only."""
+    return part.key.call, part.key.index
+
+
+def place_of(part: Part) -> Place | None:
+    """Return which part of its parameter a layer uses, ``None`` if all."""
+    return part.form.place if isinstance(part.form, Within) else None
+
+
+def kind_of(part: Part) -> Kind | None:
+    """Return the kind of the Kronecker product that a use makes."""
+    form = part.form.form if isinstance(part.form, Within) else part.form
+    return Kind.of(form, part.shift is not None)
+
+
+def _innermost(form: Form) -> Form:
+    """Return the gradients with respect to what the layer uses."""
+    return form.form if isinstance(form, Mapped | Within) else form
+
+
+def plan(
+    used: Mapping[str, set[Usage]],
+    unknown: Mapping[str, str],
+    space: ParameterSpace,
+    options: Options,
+) -> list[Block]:
+    """Choose the structure of all blocks.
+
+    Args:
+        used: How layers use the parameters.
+        unknown: Parameters whose uses are not known, and why.
+        space: All parameters.
+        options: The options of the approximation.
+
+    Raises:
+        NotImplementedError: If a parameter has no structure and none was chosen as fallback.
+    """
+    pairs = _pairs(used, space)
+    joined = pairs if options.joint else {}
+    blocks = []
+    for name in space.names:
+        if name in joined.values():
+            continue
+        if name in unknown:
+            blocks.append(_fallback(name, unknown[name], space, options))
+        elif name not in used:
+            blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
+        else:
+            blocks.extend(_known(name, used[name], joined.get(name), space, options))
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        _check_without_gradients(blocks)
+    return blocks if options.joint else _with_twins(blocks, used, pairs)
+
+
+def _check_without_gradients(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.structure in ("dense", "diagonal"):
+            raise NotImplementedError(
+                f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
+                f"has none ({block.reason}). Leave it out of params."
+            )
+
+
+def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
+    """Return the weights that are always used together with one bias, and the bias."""
+    pairs = {}
+    for name, usages in used.items():
+        partners = {usage.partner for usage in usages if usage.kind and not usage.kind.shift}
+        names = {partner.name for partner in partners if partner is not None}
+        if None in partners or len(names) != 1:
+            continue
+        (bias,) = names
+        others = used[bias]
+        if (
+            len({usage.kind for usage in usages}) == 1
+            and len({usage.place for usage in usages}) == len(partners) == len(usages)
+            and all(_fits(usage, space) for usage in usages)
+            and all(other.partner and other.partner.name == name for other in others)
+            and {other.place for other in others} == {partner.place for partner in partners}
+        ):
+            pairs[name] = bias
+    return pairs
+
+
+def _fits(usage: Usage, space: ParameterSpace) -> bool:
+    """Return whether the bias has an entry for each output of the product."""
+    kind, bias = usage.kind, usage.partner
+    size = prod(space.shapes[bias.name] if bias.place is None else bias.place.shape)
+    return not kind.lookup and size == kind.groups * kind.outputs
+
+
+def _with_twins(
+    blocks: list[Block], used: Mapping[str, set[Usage]], pairs: Mapping[str, str]
+) -> list[Block]:
+    """Let biases' blocks refer to those of the weights with the same output gradients."""
+    numbers = {
+        (block.names[0], block.places[0]): number
+        for number, block in enumerate(blocks)
+        if block.structure == "kronecker"
+    }
+    for weight in pairs:
+        for usage in used[weight]:
+            own, bias = numbers.get((weight, usage.place)), usage.partner
+            other = numbers.get((bias.name, bias.place))
+            if None not in (own, other) and usage.kind.groups == 1 and bias.scale == 1.0:
+                blocks[other] = replace(blocks[other], twin=own)
+    return blocks
+
+
+def _known(
+    name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
+) -> list[Block]:
+    if not any(usage.product for usage in usages):
+        return [_written(name, space, options)]
+    if any(usage.mapped for usage in usages):
+        reason = "a layer uses a function of it"
+        return [_fallback(name, reason, space, options)]
+    by_place: dict[Place | None, set[Usage]] = {}
+    for usage in usages:
+        by_place.setdefault(usage.place, set()).add(usage)
+    if any(usage.kind is None for usage in usages) or not _disjoint(list(by_place)):
+        reason = "layers use it in ways that do not go together"
+        return [_fallback(name, reason, space, options)]
+    blocks = []
+    for place, own in by_place.items():
+        kinds = tuple(sorted({usage.kind for usage in own}, key=lambda k: (k.lookup, repr(k))))
+        if not all(relation(kinds[0], kind) for kind in kinds):
+            reason = "layers use it as matrices of different shapes"
+            return [_fallback(name, reason, space, options)]
+        names, places, scale = (name,), (place,), None
+        if bias is not None:
+            partner = next(iter(own)).partner
+            names, places, scale = (name, bias), (place, partner.place), partner.scale
+        blocks.append(Block(names, "kronecker", kinds, places, scale))
+    return blocks
+
+
+def _disjoint(places: Sequence[Place | None]) -> bool:
+    """Return whether parts of a parameter have no entries in common."""
+    if len(places) == 1:
+        return True
+    if None in places:
+        return False
+    entries = torch.cat([place.entries(torch.device("cpu")) for place in places])
+    return len(entries.unique()) == len(entries)
+
+
+def _written(name: str, space: ParameterSpace, options: Options) -> Block:
+    """Return the block of a parameter that is added, or multiplied elementwise."""
+    lengths = [length for length in space.shapes[name] if length != 1] or [1]
+    groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if groups * width <= min(limit, _WHOLE):
+        groups, width = 1, groups * width
+    if width > limit or groups * width**2 > limit**2:
+        return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
+    reason = "used elementwise: its exact block"
+    if groups > 1:
+        reason += f", for each of {groups} vectors along the last axis"
+    return Block((name,), "dense", groups=groups, reason=reason)
+
+
+def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -> Block:
+    if options.fallback is Fallback.ERROR:
+        raise NotImplementedError(
+            f"Parameter '{name}', {list(space.shapes[name])}, has no Kronecker-factored block: "
+            f"{reason}. Leave it out of params, or choose fallback='diagonal' or "
+            "fallback='dense'."
+        )
+    size, limit = prod(space.shapes[name]), options.max_factor_size
+    if options.fallback is Fallback.DENSE and size > limit:
+        reason += f", and it is larger than max_factor_size={limit}"
+        return Block((name,), "diagonal", reason=reason)
+    return Block((name,), options.fallback.value, reason=reason)

@@ -1,0 +1,144 @@
+"""What the blocks of an approximation are, and their factors by module."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
+from curvlinops.operators.kronecker.plan import Block
+from curvlinops.structured.factors import Diagonal, Factor
+
+
+class BlockReport(NamedTuple):
+    """What a diagonal block of an approximation is.
+
+    Attributes:
+        names: Its parameters.
+        structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
+        factors: The shapes of its matrices: for each Kronecker product gradient and input factor,
+            ``(G, O, O)`` and ``(G, I, I)``, where diagonals have one axis less.
+        reason: Why it, or a matrix of it, has this structure; empty for two full factors.
+    """
+
+    names: tuple[str, ...]
+    structure: str
+    factors: tuple[tuple[int, ...], ...]
+    reason: str
+
+
+def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
+    """Return what all blocks are."""
+    return [
+        BlockReport(
+            each.block.names,
+            each.block.structure,
+            tuple(tuple(_tensor(f).shape) for p in each.products for f in factors_of(p))
+            + (() if each.matrix is None else (tuple(each.matrix.shape),)),
+            each.block.reason or _reason(each),
+        )
+        for each in factors
+    ]
+
+
+def _reason(factors: BlockFactors) -> str:
+    """Say which matrices of a Kronecker product are diagonal, and why."""
+    reasons = []
+    for product in factors.products:
+        if isinstance(product.inputs, Diagonal):
+            why = "inputs are looked up" if product.kind.lookup else "they are too large"
+            reasons.append(f"input factor diagonal: {why}")
+        if isinstance(product.gradients, Diagonal):
+            reasons.append("gradient factor diagonal: not backpropagated, or too large")
+    return "; ".join(reasons)
+
+
+class ModuleFactors(NamedTuple):
+    """The factors of a module's weight.
+
+    Attributes:
+        inputs: ``[I, I]``, or ``[I]`` if it is diagonal; with an axis of groups in front if there
+            are several.
+        gradients: ``[O, O]``, likewise.
+        positions: Where the module's parameters are among all: ``{"weight": 0, "bias": 1}``.
+    """
+
+    inputs: Tensor
+    gradients: Tensor
+    positions: dict[str, int]
+
+
+def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str, ModuleFactors]:
+    """Return the factors of the modules whose weights are Kronecker products.
+
+    Args:
+        factors: What the blocks consist of.
+        names: The names of all parameters.
+
+    Returns:
+        Factors by the name of the module; by the name of the parameter where a module has several
+        weights, or where there is no module.
+    """
+    weights = {
+        each.block.names[0]: each.products[0]
+        for each in factors
+        if len(each.products) == 1
+        and each.products[0].inputs is not None
+        and each.block.places[0] is None
+    }
+    owners = [name.rpartition(".")[0] for name in weights]
+    found = {}
+    for name, product in weights.items():
+        module, _, own = name.rpartition(".")
+        if own == "weight" and owners.count(module) == 1:
+            prefix = f"{module}." if module else ""
+            bias = f"{prefix}bias"
+            positions = {"weight": list(names).index(name)}
+            if bias in names:
+                positions["bias"] = list(names).index(bias)
+            key = module
+        else:
+            key, positions = name, {"weight": list(names).index(name)}
+        found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
+    return found
+
+
+def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -> None:
+    """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
+
+    Programs that read factors by module, and multiply them by parameters themselves, rely on it.
+
+    Args:
+        blocks: All blocks.
+        modules: The factors by module.
+
+    Raises:
+        NotImplementedError: If a block is anything else, naming its parameters.
+    """
+    for block in blocks:
+        module, _, own = block.names[0].rpartition(".")
+        found = modules.get(module)
+        if (
+            found is None
+            or own not in ("weight", "bias")
+            or block.structure != "kronecker"
+            or any(place is not None for place in block.places)
+            or any(kind.arrangement.stages or kind.groups > 1 for kind in block.kinds)
+            or found.inputs.ndim != 2
+            or found.gradients.ndim != 2
+        ):
+            raise NotImplementedError(
+                f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
+                "matrices for a module's weight. Read it with blocks(), input_covariances and "
+                "gradient_covariances, or leave these parameters out of params."
+            )
+
+
+def _tensor(factor: Factor) -> Tensor:
+    return factor.entries if isinstance(factor, Diagonal) else factor.tensor
+
+
+def _single(factor: Factor) -> Tensor:
+    """Return a factor without the axis of groups if there is one group only."""
+    tensor = _tensor(factor)
+    return tensor[0] if len(tensor) == 1 else tensor

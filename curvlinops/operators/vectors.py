@@ -1,0 +1,76 @@
+"""What is backpropagated such that outer products of gradients add up to a curvature matrix."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.seeds import seeded
+from curvlinops.losses import Loss
+
+
+def check_sampling(
+    loss: Loss, mc_samples: int, seed: int, at_least: int, required: bool = True
+) -> None:
+    """Check the arguments of an operator that samples.
+
+    Args:
+        loss: The loss.
+        mc_samples: How many samples.
+        seed: Seeds them.
+        at_least: How many there must be.
+        required: Whether samples are drawn from the loss's likelihood.
+    """
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
+    if type(mc_samples) is not int or mc_samples < at_least:
+        raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
+    if mc_samples and required and not loss.can_sample:
+        loss.refuse_sampling()
+
+
+def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
+    """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
+    bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
+    generator = seeded(output.device, seed, bound.batch.index)
+    return bound.loss.sample(output, bound.batch.y, num_samples, generator)
+
+
+def hessian_roots(bound: BatchRisk, output: Tensor) -> Iterator[Tensor]:
+    """Yield square roots of the loss's Hessian, ``[V, *output]``, one position at a time.
+
+    Gradients of terms of the same sample are never added up, so that the outer products are
+    exact, whether terms interact in the model or not.
+    """
+    roots = _roots(bound, output)
+    for position in range(roots.shape[2]):
+        alone = torch.zeros_like(roots)
+        alone[:, :, position] = roots[:, :, position]
+        yield bound.loss.from_terms(alone.flatten(1, 2), output)
+
+
+def signed_hessian_roots(
+    bound: BatchRisk, output: Tensor, num_draws: int, seed: int
+) -> Iterator[Tensor]:
+    """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
+
+    Terms of the same sample get random signs, so that the products of different terms vanish in
+    expectation. With one term per sample nothing is random, and a single draw is exact.
+    """
+    roots = _roots(bound, output)
+    if roots.shape[2] <= 1:
+        yield bound.loss.from_terms(roots.flatten(1, 2), output)
+        return
+    generator = seeded(output.device, seed, bound.batch.index)
+    for _ in range(num_draws):
+        draw = torch.randint(2, roots.shape[1:3], generator=generator, device=roots.device)
+        signs = (2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5
+        yield bound.loss.from_terms((roots * signs).flatten(1, 2), output)
+
+
+def _roots(bound: BatchRisk, output: Tensor) -> Tensor:
+    """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
+    bound.check_loss(output)
+    roots = bound.loss.to_terms(bound.loss.hessian_root(output, bound.batch.y))
+    return roots.unflatten(1, (output.shape[0], -1))

@@ -1,0 +1,1 @@
+"""Matrices with structure: Kronecker products, blocks, diagonals and eigendecompositions."""

@@ -1,0 +1,280 @@
+"""What all matrices with structure can do."""
+
+from functools import reduce
+from math import isfinite
+from operator import matmul
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
+from curvlinops.core.space import ParameterSpace
+from curvlinops.structured.eigenvalues import rounding
+
+
+class StructuredLinearOperator(TorchLinearOperator):
+    """A matrix whose structure makes more than products cheap.
+
+    Such operators are closed: multiples, sums with multiples of the identity, inverses and powers,
+    and sums and products of equal structure are such operators again. Operators never change: all
+    of these are new ones, which share tensors with the old. Tensors are kept, not copied; do not
+    change them in place.
+
+    A subclass implements ``_apply`` and the methods with an underscore that it has.
+    """
+
+    def __init__(
+        self,
+        domain: ParameterSpace,
+        self_adjoint: bool = True,
+        codomain: ParameterSpace | None = None,
+    ):
+        super().__init__(domain, codomain, self_adjoint)
+        self._decomposition: StructuredLinearOperator | None = None
+
+    # --- quantities
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        raise self._lacks("trace")
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        raise self._lacks("Frobenius norm")
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        raise self._lacks("diagonal")
+
+    def det(self) -> Tensor:
+        """Return the determinant, a scalar.
+
+        It over- and underflows easily; ``logdet`` does not.
+        """
+        sign, logarithm = self._slogdet()
+        return sign * logarithm.exp()
+
+    def logdet(self) -> Tensor:
+        """Return the logarithm of the determinant, a scalar; minus infinity if that is zero.
+
+        Raises:
+            ValueError: If the determinant is negative.
+        """
+        sign, logarithm = self._slogdet()
+        if bool(sign < 0):
+            values = self.eigh().eigenvalues
+            if bool((values >= -rounding(values)).all()):
+                return torch.full_like(logarithm, -torch.inf)
+            raise ValueError("The determinant is negative, so that it has no real logarithm.")
+        return logarithm
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix, ``[D, D]``."""
+        eye = torch.eye(self.domain.dim, dtype=self.torch_dtype, device=self.device)
+        return self.codomain.join(self._apply(self.domain.split(eye))).T.contiguous()
+
+    # --- functions of the operator
+
+    def eigh(self) -> "StructuredLinearOperator":
+        """Return the eigendecomposition, an ``EighDecomposedLinearOperator``.
+
+        It is computed once and kept. The eigenvalues are in no particular order.
+
+        Raises:
+            ValueError: If the operator is not symmetric.
+        """
+        self._need_symmetry("An eigendecomposition")
+        if self._decomposition is None:
+            self._decomposition = self._eigh()
+        return self._decomposition
+
+    def inverse(
+        self, damping: float = 0.0, retry_double_precision: bool = True
+    ) -> "StructuredLinearOperator":
+        """Return ``(A + damping I)^-1``, exactly.
+
+        Args:
+            damping: What is added to the diagonal.
+            retry_double_precision: Whether a matrix that cannot be factorized in float32 is
+                factorized in float64. The result is float32 in any case.
+
+        Raises:
+            ValueError: If the operator is not symmetric, or singular to working precision.
+        """
+        self._need_symmetry("An inverse")
+        if not isfinite(damping):
+            raise ValueError(f"The damping must be a finite number, got {damping}.")
+        damped = self if damping == 0 else self._shifted(float(damping))
+        return damped._inverse(retry_double_precision)
+
+    def power(self, exponent: float) -> TorchLinearOperator:
+        """Return ``A^exponent``; the same as ``A ** exponent``.
+
+        Args:
+            exponent: Any real number. Negative ones need a nonsingular operator, and those that are
+                not integers a positive semidefinite one. All but non-negative integers need a
+                symmetric one.
+
+        Raises:
+            ValueError: If there is no such power.
+        """
+        if not isinstance(exponent, int | float | np.integer | np.floating) or isinstance(
+            exponent, bool
+        ):
+            raise ValueError(f"The exponent must be a real number, got {exponent!r}.")
+        if not isfinite(exponent):
+            raise ValueError(f"The exponent must be finite, got {exponent}.")
+        exponent = float(exponent)
+        if not self.self_adjoint and exponent.is_integer() and exponent >= 0:
+            times = int(exponent)
+            return reduce(matmul, [self] * times) if times else PowerLinearOperator(self, 0)
+        self._need_symmetry("A power")
+        return self._power(exponent)
+
+    def sample(
+        self, generator: torch.Generator | None = None, num_samples: int | None = None
+    ) -> Tensor:
+        """Draw from the normal distribution with mean zero and this operator as covariance.
+
+        Args:
+            generator: Source of randomness, on the operator's device. Default: PyTorch's own.
+            num_samples: How many. Default: one, without the axis of columns.
+
+        Returns:
+            A draw ``[D]``, or draws ``[D, num_samples]``.
+
+        Raises:
+            ValueError: If the operator is not positive semidefinite.
+        """
+        z = torch.randn(
+            1 if num_samples is None else num_samples,
+            self.domain.dim,
+            generator=generator,
+            dtype=self.torch_dtype,
+            device=self.device,
+        )
+        draws = self.domain.join(self._root()._multiply_root(self.domain.split(z)))
+        return draws[0] if num_samples is None else draws.T
+
+    # --- where it lives
+
+    def to_device(self, device: torch.device | str) -> "StructuredLinearOperator":
+        """Return the operator on another device; itself if it is there already."""
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        return self if device == self.device else self._to(device, self.torch_dtype)
+
+    # --- algebra: what core/operator.py asks
+
+    _has_structure = True
+
+    def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
+        if not other._has_structure or self.shape != other.shape:
+            return None
+        other = other._structured()
+        self.domain.check_compatible(other.domain)
+        pair = self._promoted(other)
+        for one, two in (pair, pair[::-1]):
+            if two._multiple is not None:
+                return one._shifted(two._multiple)
+        total = pair[0]._added(pair[1])
+        return pair[1]._added(pair[0]) if total is None else total
+
+    def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
+        if not isinstance(other, StructuredLinearOperator) or self.shape[1] != other.shape[0]:
+            return None
+        self.domain.check_compatible(other.codomain)
+        pair = self._promoted(other)
+        for one, two in (pair, pair[::-1]):
+            if two._multiple is not None:
+                return one._scaled(two._multiple)
+        return pair[0]._multiplied(pair[1])
+
+    def _promoted(
+        self, other: "StructuredLinearOperator"
+    ) -> "tuple[StructuredLinearOperator, StructuredLinearOperator]":
+        """Return both operators in their common dtype."""
+        dtype = torch.promote_types(self.torch_dtype, other.torch_dtype)
+        first = self if self.torch_dtype == dtype else self._to(self.device, dtype)
+        return first, other if other.torch_dtype == dtype else other._to(other.device, dtype)
+
+    def _raised(self, exponent: Any) -> TorchLinearOperator:
+        return self.power(exponent)
+
+    def _adjoint(self) -> "StructuredLinearOperator":
+        return self if self.self_adjoint else self._transposed()
+
+    _transpose = _adjoint
+
+    # --- what a subclass implements
+
+    #: The number c if the operator is c times the identity.
+    _multiple: float | None = None
+
+    def _scaled(self, scalar: float) -> "StructuredLinearOperator":
+        """Return ``scalar A``."""
+        raise self._lacks("multiple")
+
+    def _shifted(self, scalar: float) -> "StructuredLinearOperator":
+        """Return ``A + scalar I``."""
+        raise self._lacks("sum with the identity")
+
+    def _added(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
+        """Return the sum with another operator if that has structure, else None."""
+        return None
+
+    def _multiplied(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
+        """Return the product with another operator if that has structure, else None."""
+        return None
+
+    def _transposed(self) -> "StructuredLinearOperator":
+        """Return the adjoint; asked only if the operator is not self-adjoint."""
+        raise self._lacks("adjoint")
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return the sign of the determinant, and the logarithm of its absolute value."""
+        return self.eigh()._slogdet()
+
+    def _root(self) -> "StructuredLinearOperator":
+        """Return what multiplies by a matrix R with ``R R^T`` equal to the operator."""
+        return self.eigh()
+
+    def _eigh(self) -> "StructuredLinearOperator":
+        """Return the eigendecomposition."""
+        raise self._lacks("eigendecomposition")
+
+    def _inverse(self, retry_double_precision: bool) -> "StructuredLinearOperator":
+        """Return the inverse."""
+        return self.eigh()._inverse(retry_double_precision)
+
+    def _power(self, exponent: float) -> "StructuredLinearOperator":
+        """Return a power."""
+        return self.eigh()._power(exponent)
+
+    def _squared_entries(self) -> "StructuredLinearOperator":
+        """Return the matrix of the squared entries."""
+        raise self._lacks("matrix of squares")
+
+    def _matrices(self) -> list:
+        """Return the factors whose eigendecompositions are needed for that of the operator."""
+        return []
+
+    def _matrices_to_invert(self) -> list:
+        """Return those of ``_matrices`` that the inverse needs."""
+        return []
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":
+        """Return the operator elsewhere, or in another dtype."""
+        raise self._lacks("copy elsewhere")
+
+    def _need_symmetry(self, what: str) -> None:
+        if not self.self_adjoint:
+            raise ValueError(f"{what} needs a symmetric operator, this {self._name} is not.")
+
+    def _lacks(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{self._name} has no {what}.")
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__

@@ -1,0 +1,250 @@
+"""Block-diagonal matrices."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.factors import decompose
+
+
+class BlockDiagonalLinearOperator(StructuredLinearOperator):
+    """A block-diagonal matrix of structured operators.
+
+    If all blocks act on named parameters, and no name occurs twice, so does the operator.
+    Otherwise it acts on plain vectors, the concatenation of those of its blocks. It iterates over
+    its blocks.
+
+    Args:
+        blocks: The blocks, in this order; or a dictionary of them, whose names appear in messages.
+        space: The space of the vectors, if its parameters have another order than in the blocks.
+
+    Raises:
+        TypeError: If a block has no structure.
+        ValueError: If there are no blocks, or they are not square, or do not fit the space.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[StructuredLinearOperator] | Mapping[str, StructuredLinearOperator],
+        space: ParameterSpace | None = None,
+    ):
+        named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
+        _check(named)
+        dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
+        self._blocks = {
+            name: block if block.torch_dtype == dtype else block._to(block.device, dtype)
+            for name, block in named.items()
+        }
+        domains = [block.domain for block in named.values()]
+        names = [name for domain in domains for name in domain.names]
+        self._is_named = "" not in names and len(set(names)) == len(names)
+        domain = self._join_spaces(domains, dtype)
+        if space is not None:
+            self._check_space(domain, space)
+            domain = space.widened(dtype)
+        super().__init__(domain, all(block.self_adjoint for block in self))
+
+    def _join_spaces(self, domains: list[ParameterSpace], dtype: torch.dtype) -> ParameterSpace:
+        if self._is_named:
+            shapes = {name: shape for space in domains for name, shape in space.shapes.items()}
+            return ParameterSpace(shapes, dtype, domains[0].device)
+        return ParameterSpace.flat(sum(space.dim for space in domains), dtype, domains[0].device)
+
+    def _check_space(self, domain: ParameterSpace, space: ParameterSpace) -> None:
+        if space.shapes != domain.shapes:  # in any order
+            raise ValueError(
+                f"The blocks act on {domain.shapes}, which are not the parameters of the space: "
+                f"{space.shapes}."
+            )
+
+    # --- blocks
+
+    @property
+    def blocks(self) -> dict:
+        """The blocks by name, or by number if they have none."""
+        return dict(self._blocks)
+
+    def __iter__(self) -> Iterator[StructuredLinearOperator]:
+        return iter(self._blocks.values())
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _map(
+        self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
+    ) -> "BlockDiagonalLinearOperator":
+        """Apply a function to each block."""
+        blocks = {}
+        for name, block in self._blocks.items():
+            with about(name):
+                blocks[name] = function(block)
+        return self._with(blocks)
+
+    def _with(self, blocks: dict) -> "BlockDiagonalLinearOperator":
+        space = self.domain if self._is_named else None
+        return BlockDiagonalLinearOperator(blocks, space)
+
+    def _stack(self, quantity: Callable[[StructuredLinearOperator], Tensor]) -> Tensor:
+        """Compute a scalar of each block, ``[B]``."""
+        return torch.stack([quantity(block) for block in self])
+
+    # --- vectors
+
+    def _parts(self, columns: Columns) -> Iterator[tuple[StructuredLinearOperator, Columns]]:
+        """Yield each block with its part of vectors."""
+        if self._is_named:
+            for block in self:
+                yield block, {name: columns[name] for name in block.domain.names}
+        else:
+            flat = self.domain.join(columns)
+            sizes = [block.domain.dim for block in self]
+            for block, part in zip(self, flat.split(sizes, dim=1), strict=True):
+                yield block, block.domain.split(part)
+
+    def _whole(self, parts: list[Columns]) -> Columns:
+        """Put the blocks' parts of vectors together."""
+        if self._is_named:
+            merged = {name: column for part in parts for name, column in part.items()}
+            return {name: merged[name] for name in self.domain.names}
+        flat = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
+        return self.domain.split(torch.cat(flat, dim=1))
+
+    def _whole_vector(self, vectors: list[Tensor]) -> Tensor:
+        """Put the blocks' plain vectors, ``[D_b]`` each, together."""
+        parts = [
+            block.domain.split(vector.unsqueeze(0))
+            for block, vector in zip(self, vectors, strict=True)
+        ]
+        return self.domain.join(self._whole(parts))[0].clone()
+
+    def _apply(self, columns: Columns) -> Columns:
+        return self._whole([block._apply(part) for block, part in self._parts(columns)])
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self._whole([block._apply_adjoint(part) for block, part in self._parts(columns)])
+
+    # --- quantities
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return self._stack(lambda block: block.trace()).sum()
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        return torch.linalg.vector_norm(self._stack(lambda block: block.frobenius_norm()))
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return self._whole_vector([block.diagonal() for block in self])
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        results = []
+        for name, block in self._blocks.items():
+            with about(name):
+                results.append(block._slogdet())
+        signs, logarithms = (torch.stack(part) for part in zip(*results, strict=True))
+        return signs.prod(), logarithms.sum()
+
+    # --- functions of the operator
+
+    def _matrices(self) -> list:
+        return [factor for block in self for factor in block._matrices()]
+
+    def _matrices_to_invert(self) -> list:
+        return [factor for block in self for factor in block._matrices_to_invert()]
+
+    def _decompose(self, matrices: Callable[[StructuredLinearOperator], list]) -> None:
+        """Compute the decompositions that all blocks need together, which batches equal sizes."""
+        needed = [(m, name) for name, block in self._blocks.items() for m in matrices(block)]
+        decompose([m for m, _ in needed], [f"A factor of block {name!r}" for _, name in needed])
+
+    def _eigh(self) -> EighDecomposedLinearOperator:
+        self._decompose(lambda block: block._matrices())
+        blocks = {}
+        for name, block in self._blocks.items():
+            with about(name):
+                blocks[name] = block.eigh()
+        values = self._whole_vector([block.eigenvalues for block in blocks.values()])
+        vectors = self._with({name: block.eigenvectors for name, block in blocks.items()})
+        return EighDecomposedLinearOperator(values, vectors)
+
+    def _inverse(self, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
+        self._decompose(lambda block: block._matrices_to_invert())
+        return self._map(lambda block: block._inverse(retry_double_precision))
+
+    def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
+        if exponent < 0 or not exponent.is_integer():
+            self._decompose(lambda block: block._matrices())
+        return self._map(lambda block: block._power(exponent))
+
+    # --- algebra
+
+    def _scaled(self, scalar: float) -> "BlockDiagonalLinearOperator":
+        return self._map(lambda block: block._scaled(scalar))
+
+    def _shifted(self, scalar: float) -> "BlockDiagonalLinearOperator":
+        return self._map(lambda block: block._shifted(scalar))
+
+    def _transposed(self) -> "BlockDiagonalLinearOperator":
+        return self._map(lambda block: block._adjoint())
+
+    def _squared_entries(self) -> "BlockDiagonalLinearOperator":
+        return self._map(lambda block: block._squared_entries())
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
+        blocks = {name: block._to(device, dtype) for name, block in self._blocks.items()}
+        space = ParameterSpace(self.domain.shapes, dtype, device) if self._is_named else None
+        return BlockDiagonalLinearOperator(blocks, space)
+
+    def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
+        return self._combined(other, lambda one, two: one._plus(two))
+
+    def _multiplied(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
+        return self._combined(other, lambda one, two: one._times(two))
+
+    def _combined(
+        self, other: StructuredLinearOperator, function: Callable
+    ) -> "BlockDiagonalLinearOperator | None":
+        """Combine pairs of blocks, if these have equal spaces and each result has structure."""
+        if not isinstance(other, BlockDiagonalLinearOperator) or not _same(self, other):
+            return None
+        pairs = zip(self._blocks, self, other, strict=True)
+        blocks = {name: function(one, two) for name, one, two in pairs}
+        return None if any(block is None for block in blocks.values()) else self._with(blocks)
+
+
+def _same(first: BlockDiagonalLinearOperator, second: BlockDiagonalLinearOperator) -> bool:
+    """Return whether two operators have blocks of the same parameters."""
+    shapes = [[list(b.domain.shapes.items()) for b in operator] for operator in (first, second)]
+    return shapes[0] == shapes[1]
+
+
+@contextmanager
+def about(name: str | int) -> Iterator[None]:
+    """Say of which block an error speaks."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"Block {name!r}: {error}") from error
+
+
+def _check(blocks: dict) -> None:
+    if not blocks:
+        raise ValueError("A block-diagonal operator needs at least one block.")
+    for name, block in blocks.items():
+        if not isinstance(block, StructuredLinearOperator):
+            raise TypeError(f"Block {name!r} is a {type(block).__name__}, no structured operator.")
+        if block.shape[0] != block.shape[1]:
+            raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
+    devices = {str(block.device) for block in blocks.values()}
+    if len(devices) > 1:
+        raise ValueError(f"The blocks live on {sorted(devices)}. Move them with to_device().")

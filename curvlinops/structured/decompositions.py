@@ -1,0 +1,165 @@
+"""Eigendecompositions and inverses of dense symmetric matrices, checked and rescued."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.structured.eigenvalues import rounding
+
+#: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
+#: rounding error. Those of LAPACK stay below 10.
+_TOLERANCE = 100.0
+
+
+def eigh_batched(
+    matrices: Sequence[Tensor], names: Sequence[str] | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the eigendecompositions of symmetric matrices.
+
+    Matrices of equal size are decomposed together. What does not converge or is inaccurate is
+    decomposed again in float64.
+
+    Args:
+        matrices: Symmetric matrices, ``[..., n, n]``, all of one dtype and device per size.
+        names: What they are called in messages.
+
+    Returns:
+        Eigenvalues in ascending order, ``[..., n]``, and eigenvectors ``[..., n, n]`` as columns,
+        of each.
+
+    Raises:
+        ValueError: If a matrix has NaN or infinite values.
+        RuntimeError: If a matrix cannot be decomposed in float64.
+    """
+    names = [f"Matrix {i}" for i in range(len(matrices))] if names is None else names
+    for matrix, name in zip(matrices, names, strict=True):
+        if not bool(matrix.isfinite().all()):
+            raise ValueError(f"{name} contains NaN or infinite values.")
+    groups: dict[tuple, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        groups.setdefault((matrix.shape[-1], matrix.dtype, matrix.device), []).append(i)
+    out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
+    for (size, _, _), members in groups.items():
+        stack = [
+            matrices[i].detach().reshape(prod(matrices[i].shape[:-2]), size, size) for i in members
+        ]
+        label = ", ".join(names[i] for i in members)
+        values, vectors = _eigh(stack[0] if len(stack) == 1 else torch.cat(stack), label)
+        counts = [len(part) for part in stack]
+        for i, w, Q in zip(members, values.split(counts), vectors.split(counts), strict=True):
+            shape = matrices[i].shape
+            out[i] = (w.reshape(shape[:-1]), Q.reshape(shape))
+    return out
+
+
+def _eigh(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Decompose matrices ``[G, n, n]``; in float64 those that fail in their dtype."""
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-1]), matrix
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+        failed = ~_is_accurate(matrix, values, vectors)
+        if not bool(failed.any()):
+            return values, vectors
+    except torch.linalg.LinAlgError:
+        values, vectors = matrix.new_zeros(matrix.shape[:-1]), torch.zeros_like(matrix)
+        failed = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device)
+    wide = matrix[failed].double()
+    try:
+        rescued = torch.linalg.eigh(wide)
+    except torch.linalg.LinAlgError as error:
+        raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
+    if not bool(_is_accurate(wide, *rescued, dtype=matrix.dtype).all()):
+        raise RuntimeError(f"The eigendecomposition of {name} is inaccurate, even in float64.")
+    values[failed], vectors[failed] = (part.to(matrix.dtype) for part in rescued)
+    return values, vectors
+
+
+def _is_accurate(
+    matrix: Tensor, values: Tensor, vectors: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return which of several decompositions reproduce ``A x`` and ``x`` for one vector x."""
+    size = matrix.shape[-1]
+    x = torch.arange(1, size + 1, dtype=matrix.dtype, device=matrix.device)
+    x = (x * x).cos().unsqueeze(-1)  # deterministic, without a pattern
+    turned = vectors.mT @ x
+    scale = values.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    residual = (matrix @ x - vectors @ (values.unsqueeze(-1) * turned)).squeeze(-1) / scale
+    drift = (x - vectors @ turned).squeeze(-1)
+    error = torch.maximum(residual.norm(dim=-1), drift.norm(dim=-1))
+    bound = _TOLERANCE * size**0.5 * torch.finfo(dtype or matrix.dtype).eps
+    return error <= bound * x.norm()  # false for NaN
+
+
+def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> Tensor:
+    """Return the inverses of symmetric matrices, by Cholesky decompositions.
+
+    Matrices that are not positive definite are inverted by their eigendecompositions, if they are
+    clearly nonsingular.
+
+    Args:
+        matrix: Symmetric matrices, ``[G, n, n]``.
+        name: What they are called in messages.
+        retry_double_precision: Whether to try again in float64 where the decomposition fails or the
+            inverse is inaccurate.
+
+    Raises:
+        ValueError: If a matrix is singular to working precision.
+    """
+    if matrix.numel() == 0:
+        return matrix.clone()
+    out, done = _cholesky_inverse(matrix)
+    done &= _inverts(matrix, out) if retry_double_precision else done
+    if not bool(done.all()) and retry_double_precision:
+        wide, success = _cholesky_inverse(matrix[~done].double())
+        out[~done] = wide.to(matrix.dtype)
+        done[~done] = success
+    if not bool(done.all()):
+        out[~done] = _indefinite_inverse(matrix[~done], name)
+    return out
+
+
+def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inverses, and for which matrices they exist."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    done = info == 0
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    # a failed decomposition has no inverse, on which cholesky_inverse would raise
+    factor = torch.where(done[:, None, None], factor, eye)
+    out = torch.cholesky_inverse(factor)
+    return out, done & out.isfinite().flatten(1).all(1)
+
+
+def _inverts(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """Return which inverses are accurate, judged by one vector."""
+    size = matrix.shape[-1]
+    x = torch.arange(1, size + 1, dtype=matrix.dtype, device=matrix.device)
+    x = (x * x).cos().unsqueeze(-1)
+    error = (matrix @ (inverse @ x) - x).flatten(1).norm(dim=1)
+    return error <= torch.finfo(matrix.dtype).eps ** 0.5 * x.norm()
+
+
+def _indefinite_inverse(matrix: Tensor, name: str) -> Tensor:
+    [(values, vectors)] = eigh_batched([matrix], [name])
+    if bool((values.abs().amin(-1) <= rounding(values)).any()):
+        raise ValueError(
+            f"{name} is singular to working precision (eigenvalues from {float(values.min()):.2e} "
+            f"to {float(values.max()):.2e}). Pass damping > 0, or compute in float64."
+        )
+    return symmetrized(vectors / values.unsqueeze(-2) @ vectors.mT)
+
+
+def symmetrized(matrix: Tensor) -> Tensor:
+    """Return a matrix without the asymmetry of rounding, ``(A + A^T) / 2``."""
+    return (matrix + matrix.mT) / 2
+
+
+def is_symmetric(matrix: Tensor) -> bool:
+    """Return whether matrices ``[..., n, m]`` are symmetric up to rounding."""
+    if matrix.shape[-1] != matrix.shape[-2]:
+        return False
+    scale = matrix.norm(dim=(-2, -1))
+    error = (matrix - matrix.mT).norm(dim=(-2, -1))
+    return bool((error <= 100 * torch.finfo(matrix.dtype).eps * scale).all())

@@ -1,0 +1,89 @@
+"""Diagonal matrices."""
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.checks import real
+from curvlinops.structured.eigenvalues import powers, signed_logarithm
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.identity import IdentityLinearOperator
+
+
+class DiagonalLinearOperator(StructuredLinearOperator):
+    """A diagonal matrix.
+
+    Args:
+        diagonal: The diagonal, ``[D]``.
+        space: The space of the vectors, if they are those of parameters. Default: plain vectors.
+    """
+
+    def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
+        self._entries = entries = real(diagonal, "The diagonal", ndim=(1,))
+        if space is None:
+            space = ParameterSpace.flat(len(entries), entries.dtype, entries.device)
+        elif space.dim != len(entries):
+            raise ValueError(
+                f"The diagonal has {len(entries)} entries, the space dimension {space.dim}."
+            )
+        self._entries = entries.to(space.device, space.dtype)
+        super().__init__(space)
+
+    def _apply(self, columns: Columns) -> Columns:
+        diagonal = self.domain.split(self._entries.unsqueeze(0))
+        return {name: column * diagonal[name] for name, column in columns.items()}
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return self._entries.sum()
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        return torch.linalg.vector_norm(self._entries)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return self._entries.clone()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return signed_logarithm(self._entries)
+
+    def _eigh(self) -> EighDecomposedLinearOperator:
+        return EighDecomposedLinearOperator(self._entries, IdentityLinearOperator(self.domain))
+
+    def _with(self, entries: Tensor) -> "DiagonalLinearOperator":
+        return DiagonalLinearOperator(entries, self.domain)
+
+    def _inverse(self, retry_double_precision: bool) -> "DiagonalLinearOperator":
+        return self._power(-1.0)
+
+    def _power(self, exponent: float) -> "DiagonalLinearOperator":
+        return self._with(powers(self._entries, exponent))
+
+    def _scaled(self, scalar: float) -> "DiagonalLinearOperator":
+        return self._with(scalar * self._entries)
+
+    def _shifted(self, scalar: float) -> "DiagonalLinearOperator":
+        return self._with(self._entries + scalar)
+
+    def _added(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
+        if not isinstance(other, DiagonalLinearOperator):
+            return None
+        return self._named(other)._with(self._entries + other._entries)
+
+    def _multiplied(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
+        if not isinstance(other, DiagonalLinearOperator):
+            return None
+        return self._named(other)._with(self._entries * other._entries)
+
+    def _named(self, other: "DiagonalLinearOperator") -> "DiagonalLinearOperator":
+        """Return the one of two that has parameter structure."""
+        return other if self.domain.is_flat else self
+
+    def _squared_entries(self) -> "DiagonalLinearOperator":
+        return self._with(self._entries**2)
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "DiagonalLinearOperator":
+        space = ParameterSpace(self.domain.shapes, dtype, device)
+        return DiagonalLinearOperator(self._entries.to(device, dtype), space)

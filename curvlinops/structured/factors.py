@@ -1,0 +1,287 @@
+"""The factors of Kronecker products, and products with them along one axis."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.structured.decompositions import eigh_batched, inverse, is_symmetric, symmetrized
+from curvlinops.structured.eigenvalues import powers, rounding, signed_logarithm
+
+
+class Dense:
+    """One matrix for each of G groups.
+
+    Args:
+        tensor: The matrices, ``[G, n, m]``.
+        symmetric: Whether they are symmetric. Default: look.
+    """
+
+    def __init__(self, tensor: Tensor, symmetric: bool | None = None):
+        self.tensor = tensor
+        self.groups, self.rows, self.columns = tensor.shape
+        self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
+        self.decomposition: tuple[Tensor, Tensor] | None = None
+
+    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
+        """Multiply along an axis.
+
+        Args:
+            X: Numbers ``[groups, left, m, right]``, in any shape.
+            groups: G, or one if all factors have one group.
+            left: The extent of the axes before this.
+            right: The extent of the axes after this.
+
+        Returns:
+            Numbers ``[groups, left, n, right]``, in some shape.
+        """
+        T = self.tensor
+        if groups == 1 and (left == 1 or right == 1):  # faster than a batch of one matrix
+            if left == 1:
+                return T[0] @ X.reshape(self.columns, right)
+            # products with a transposed matrix are slower
+            return X.reshape(left, self.columns) @ (T[0] if self.symmetric else T[0].T)
+        X = X.reshape(groups, left, self.columns, right)
+        if self.rows == self.columns == 1:
+            return X * T.unsqueeze(-1)
+        if right == 1:
+            return X.squeeze(3) @ (T if self.symmetric else T.mT)
+        return T @ X.squeeze(1) if left == 1 else T.unsqueeze(1) @ X
+
+    def dense(self) -> Tensor:
+        """Return the matrices, ``[G, n, m]``."""
+        return self.tensor
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonals, ``[G, n]``."""
+        return self.tensor.diagonal(dim1=-2, dim2=-1)
+
+    def norm(self) -> Tensor:
+        """Return the Frobenius norms, ``[G]``."""
+        return torch.linalg.matrix_norm(self.tensor)
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return signs and logarithms of the determinants, ``[G]`` each."""
+        return tuple(torch.linalg.slogdet(self.tensor))
+
+    def inner(self, other: "Dense | Diagonal") -> Tensor:
+        """Return the sums of products of entries with those of another factor, ``[G]``."""
+        if isinstance(other, Diagonal):
+            return (self.diagonal() * other.entries).sum(-1)
+        return (self.tensor * other.tensor).sum((-2, -1))
+
+    def eigenvalues(self) -> Tensor:
+        """Return the eigenvalues, ``[G, n]``; ``decompose`` must have been called."""
+        return self.decomposition[0]
+
+    def eigenvectors(self) -> "Dense":
+        """Return the eigenvectors as columns."""
+        return Dense(self.decomposition[1], symmetric=False)
+
+    def inverse(self, name: str, retry_double_precision: bool) -> "Dense":
+        """Return the inverses of symmetric matrices."""
+        return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
+
+    def power(self, exponent: float, name: str) -> "Dense | Diagonal":
+        """Return a power; if not a non-negative integer, ``decompose`` must have been called."""
+        if exponent == 0:
+            return unit(self.rows, self.tensor)
+        if exponent > 0 and exponent.is_integer():
+            product = torch.linalg.matrix_power(self.tensor, int(exponent))
+            return Dense(symmetrized(product), symmetric=True)
+        values, vectors = self.decomposition
+        if exponent < 0 and bool((values.abs().amin(-1) <= rounding(values)).any()):
+            raise ValueError(
+                f"{name} is singular to working precision and has no power {exponent:g}. Add "
+                "damping, as in A + damping * IdentityLinearOperator(A.space)."
+            )
+        values = powers(values, exponent, name)
+        return Dense(symmetrized(vectors * values.unsqueeze(-2) @ vectors.mT), symmetric=True)
+
+    def is_semidefinite(self) -> bool:
+        """Return whether all matrices are positive semidefinite, up to rounding."""
+        values = self.decomposition[0]
+        return values.numel() == 0 or bool((values.amin(-1) >= -rounding(values)).all())
+
+    def transposed(self) -> "Dense":
+        """Return the transposed matrices."""
+        return Dense(self.tensor.mT, self.symmetric)
+
+    def scaled(self, scalar: float) -> "Dense":
+        """Return a multiple."""
+        out = Dense(scalar * self.tensor, self.symmetric)
+        if self.decomposition is not None:
+            values, vectors = self.decomposition
+            out.decomposition = (scalar * values, vectors)
+        return out
+
+    def shifted(self, scalar: float) -> "Dense":
+        """Return the sum with a multiple of the identity."""
+        tensor = self.tensor.clone()
+        tensor.diagonal(dim1=-2, dim2=-1).add_(scalar)
+        out = Dense(tensor, self.symmetric)
+        if self.decomposition is not None:
+            values, vectors = self.decomposition
+            out.decomposition = (values + scalar, vectors)
+        return out
+
+    def plus(self, other: "Dense | Diagonal") -> "Dense":
+        """Return the sum with another factor."""
+        return Dense(self.tensor + other.dense())
+
+    def squared(self) -> "Dense":
+        """Return the squares of the entries."""
+        return Dense(self.tensor**2, self.symmetric)
+
+    def times(self, other: "Dense | Diagonal") -> "Dense":
+        """Return the product with another factor."""
+        if isinstance(other, Diagonal):
+            return Dense(self.tensor * other.entries.unsqueeze(-2))
+        return Dense(self.tensor @ other.tensor)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Dense":
+        """Return the factor elsewhere, or in another dtype."""
+        return Dense(self.tensor.to(device, dtype), self.symmetric)
+
+
+class Diagonal:
+    """One diagonal matrix for each of G groups.
+
+    Args:
+        entries: The diagonals, ``[G, n]``.
+        is_unit: Whether this is the identity.
+    """
+
+    symmetric = True
+
+    def __init__(self, entries: Tensor, is_unit: bool = False):
+        self.entries, self.is_unit = entries, is_unit
+        self.groups, self.rows = entries.shape
+        self.columns = self.rows
+
+    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
+        """Multiply along an axis, see ``Dense.multiply``."""
+        if self.is_unit:
+            return X
+        return X.reshape(groups, left, self.rows, right) * self.entries[:, None, :, None]
+
+    def dense(self) -> Tensor:
+        """Return the matrices, ``[G, n, n]``."""
+        return self.entries.diag_embed()
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonals, ``[G, n]``."""
+        return self.entries
+
+    def norm(self) -> Tensor:
+        """Return the Frobenius norms, ``[G]``."""
+        return torch.linalg.vector_norm(self.entries, dim=-1)
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return signs and logarithms of the determinants, ``[G]`` each."""
+        return signed_logarithm(self.entries)
+
+    def inner(self, other: "Dense | Diagonal") -> Tensor:
+        """Return the sums of products of entries with those of another factor, ``[G]``."""
+        return (self.entries * other.diagonal()).sum(-1)
+
+    def eigenvalues(self) -> Tensor:
+        """Return the eigenvalues, ``[G, n]``."""
+        return self.entries
+
+    def eigenvectors(self) -> "Diagonal":
+        """Return the eigenvectors, the identity."""
+        return unit(self.rows, self.entries)
+
+    def inverse(self, name: str, retry_double_precision: bool) -> "Diagonal":
+        """Return the inverses."""
+        return self.power(-1.0, name)
+
+    def power(self, exponent: float, name: str) -> "Diagonal":
+        """Return a power."""
+        return self if self.is_unit else Diagonal(powers(self.entries, exponent, name))
+
+    def is_semidefinite(self) -> bool:
+        """Return whether all entries are non-negative, up to rounding."""
+        return self.rows == 0 or bool((self.entries.amin(-1) >= -rounding(self.entries)).all())
+
+    def transposed(self) -> "Diagonal":
+        """Return the factor itself."""
+        return self
+
+    def scaled(self, scalar: float) -> "Diagonal":
+        """Return a multiple."""
+        return Diagonal(scalar * self.entries)
+
+    def shifted(self, scalar: float) -> "Diagonal":
+        """Return the sum with a multiple of the identity."""
+        return Diagonal(self.entries + scalar)
+
+    def plus(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
+        """Return the sum with another factor."""
+        if isinstance(other, Dense):
+            return other.plus(self)
+        return Diagonal(self.entries + other.entries)
+
+    def squared(self) -> "Diagonal":
+        """Return the squares of the entries."""
+        return self if self.is_unit else Diagonal(self.entries**2)
+
+    def times(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
+        """Return the product with another factor."""
+        if self.is_unit:
+            return other
+        if isinstance(other, Diagonal):
+            return Diagonal(self.entries * other.entries)
+        return Dense(self.entries.unsqueeze(-1) * other.tensor)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Diagonal":
+        """Return the factor elsewhere, or in another dtype."""
+        return Diagonal(self.entries.to(device, dtype), self.is_unit)
+
+
+Factor = Dense | Diagonal
+
+
+def unit(size: int, like: Tensor) -> Diagonal:
+    """Return the identity as a factor, without memory of its size."""
+    return Diagonal(like.new_ones(1, 1).expand(1, size), is_unit=True)
+
+
+def decompose(factors: Sequence[Factor], names: Sequence[str] | None = None) -> None:
+    """Compute the eigendecompositions of factors that have none yet, equal sizes together."""
+    names = [f"Factor {i}" for i in range(len(factors))] if names is None else names
+    missing = {
+        id(factor): (factor, name)
+        for factor, name in zip(factors, names, strict=True)
+        if isinstance(factor, Dense) and factor.decomposition is None
+    }
+    dense = [factor for factor, _ in missing.values()]
+    results = eigh_batched([factor.tensor for factor in dense], [n for _, n in missing.values()])
+    for factor, result in zip(dense, results, strict=True):
+        factor.decomposition = result
+
+
+def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
+    """Multiply vectors by the block-diagonal of G Kronecker products.
+
+    Args:
+        factors: The factors.
+        groups: G; factors may have one group for all.
+        X: Vectors ``[K, G * m_1 * m_2 ...]``.
+
+    Returns:
+        Vectors ``[K, G * n_1 * n_2 ...]``.
+    """
+    K = X.shape[0]
+    rows, columns = [f.rows for f in factors], [f.columns for f in factors]
+    if groups > 1:
+        X = X.reshape(K, groups, prod(columns)).transpose(0, 1)
+    # from the last: that of B V A^T is a single matrix product for all columns
+    for i in reversed(range(len(factors))):
+        left, right = K * prod(columns[:i]), prod(rows[i + 1 :])
+        X = factors[i].multiply(X, groups, left, right)
+    if groups > 1:
+        X = X.reshape(groups, K, prod(rows)).transpose(0, 1)
+    return X.reshape(K, groups * prod(rows))

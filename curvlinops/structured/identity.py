@@ -1,0 +1,72 @@
+"""The identity, to damp other operators with."""
+
+from operator import index
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.eigenvalues import powers, signed_logarithm
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+
+
+class IdentityLinearOperator(StructuredLinearOperator):
+    """The identity, or a multiple of it, e.g. ``H + 0.1 * IdentityLinearOperator(H.space)``.
+
+    Args:
+        space: The space; every operator of this package has one as ``space``. Or the dimension of
+            plain float32 vectors on the CPU.
+        scalar: The number by which vectors are multiplied.
+    """
+
+    def __init__(self, space: ParameterSpace | int, scalar: float = 1.0):
+        if not isinstance(space, ParameterSpace):
+            space = ParameterSpace.flat(index(space), torch.float32, torch.device("cpu"))
+        super().__init__(space)
+        self.scalar = self._multiple = float(scalar)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {name: self.scalar * column for name, column in columns.items()}
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self.torch_dtype, device=self.device)
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return self._number(self.scalar * self.domain.dim)
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        return self._number(abs(self.scalar) * self.domain.dim**0.5)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return self._number(self.scalar).repeat(self.domain.dim)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return signed_logarithm(self.diagonal())
+
+    def _eigh(self) -> EighDecomposedLinearOperator:
+        return EighDecomposedLinearOperator(self.diagonal(), IdentityLinearOperator(self.domain))
+
+    def _inverse(self, retry_double_precision: bool) -> "IdentityLinearOperator":
+        return self._power(-1.0)
+
+    def _power(self, exponent: float) -> "IdentityLinearOperator":
+        value = torch.tensor([self.scalar], dtype=torch.float64)
+        return IdentityLinearOperator(self.domain, float(powers(value, exponent)))
+
+    def _scaled(self, scalar: float) -> "IdentityLinearOperator":
+        return IdentityLinearOperator(self.domain, scalar * self.scalar)
+
+    def _shifted(self, scalar: float) -> "IdentityLinearOperator":
+        return IdentityLinearOperator(self.domain, self.scalar + scalar)
+
+    def _squared_entries(self) -> "IdentityLinearOperator":
+        return IdentityLinearOperator(self.domain, self.scalar**2)
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "IdentityLinearOperator":
+        return IdentityLinearOperator(
+            ParameterSpace(self.domain.shapes, dtype, device), self.scalar
+        )

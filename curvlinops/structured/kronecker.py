@@ -1,0 +1,239 @@
+"""Kronecker products, and block-diagonals of equally large ones."""
+
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.checks import real
+from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.factors import Dense, Diagonal, Factor, decompose, multiply, unit
+from curvlinops.structured.identity import IdentityLinearOperator
+from curvlinops.structured.shifted import ShiftedLinearOperator
+
+
+class KroneckerProductLinearOperator(StructuredLinearOperator):
+    """A Kronecker product ``F_1 (x) F_2 (x) ...`` that is never formed.
+
+    For two factors it maps the row-major vector of V to that of ``F_1 V F_2^T``. One factor is
+    the matrix itself.
+
+    Factors may have an axis of G groups in front. Then the operator is block-diagonal, with the
+    Kronecker product of each group's factors as one block. Factors without this axis are shared
+    by all groups.
+
+    Args:
+        *factors: Matrices ``[n, m]``, or ``[G, n, m]``; or ``DiagonalLinearOperator``,
+            ``IdentityLinearOperator`` and other Kronecker products without groups, which are never
+            made dense. Inverses, powers and the like need symmetric factors, which
+            includes asymmetry by rounding.
+
+    Raises:
+        TypeError: If a factor is none of these.
+        ValueError: If there are no factors, they do not fit, or have NaN or infinite values.
+    """
+
+    def __init__(self, *factors: Tensor | StructuredLinearOperator | Factor):
+        if not factors:
+            raise ValueError("A Kronecker product needs at least one factor.")
+        self._factors = _in_one_place(
+            [part for i, factor in enumerate(factors) for part in _read(factor, i)]
+        )
+        groups = {factor.groups for factor in self._factors} - {1}
+        if len(groups) > 1:
+            raise ValueError(
+                "The factors of a Kronecker product have different numbers of groups: "
+                f"{[factor.groups for factor in self._factors]}."
+            )
+        self._groups = groups.pop() if groups else 1
+        like = _tensor(self._factors[0])
+        domain, codomain = (
+            ParameterSpace.flat(self._groups * prod(sizes), like.dtype, like.device)
+            for sizes in (
+                [factor.columns for factor in self._factors],
+                [factor.rows for factor in self._factors],
+            )
+        )
+        symmetric = all(factor.symmetric for factor in self._factors)
+        super().__init__(domain, symmetric, codomain)
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The factors as dense matrices, ``[n, m]``, or ``[G, n, m]`` if there are groups."""
+        return tuple(f.dense() if self._groups > 1 else f.dense()[0] for f in self._factors)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": multiply(self._factors, self._groups, columns[""])}
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        transposed = [factor.transposed() for factor in self._factors]
+        return {"": multiply(transposed, self._groups, columns[""])}
+
+    # --- quantities: those of the factors, by group
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        self._need_square_factors("A trace")
+        return self._sum_of_products([factor.diagonal().sum(-1) for factor in self._factors])
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        norms = self._by_group([factor.norm() for factor in self._factors])
+        return torch.linalg.vector_norm(norms)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        self._need_square_factors("A diagonal")
+        return self._outer([factor.diagonal() for factor in self._factors])
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        self._need_square_factors("A determinant")
+        total = prod(factor.rows for factor in self._factors)
+        signs, logarithms = [], []
+        for factor in self._factors:
+            sign, logarithm = factor.slogdet()
+            # each eigenvalue occurs in as many products
+            times = total // factor.rows if factor.rows else 0
+            signs.append(sign**times)
+            # an empty product has determinant one, also of singular factors
+            logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
+        logarithm = reduce(torch.add, logarithms).expand(self._groups).sum()
+        return self._by_group(signs).prod(), logarithm
+
+    def _by_group(self, values: list[Tensor]) -> Tensor:
+        """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""
+        return reduce(torch.mul, values).expand(self._groups)
+
+    def _sum_of_products(self, values: list[Tensor]) -> Tensor:
+        return self._by_group(values).sum()
+
+    def _outer(self, vectors: list[Tensor]) -> Tensor:
+        """Multiply vectors of the factors' sizes, ``[G, n]`` each, to one of length D."""
+        out = reduce(lambda a, b: (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1), vectors)
+        return out.expand(self._groups, -1).flatten()
+
+    # --- functions of the operator
+
+    def _matrices(self) -> list[Factor]:
+        return self._factors
+
+    def _eigh(self) -> EighDecomposedLinearOperator:
+        decompose(self._factors, self._names())
+        values = self._outer([factor.eigenvalues() for factor in self._factors])
+        vectors = [factor.eigenvectors() for factor in self._factors]
+        if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
+            # diagonal factors only: the groups must not get lost
+            return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
+        return EighDecomposedLinearOperator(values, KroneckerProductLinearOperator(*vectors))
+
+    def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
+        return KroneckerProductLinearOperator(
+            *(
+                factor.inverse(name, retry_double_precision)
+                for factor, name in zip(self._factors, self._names(), strict=True)
+            )
+        )
+
+    def _power(self, exponent: float) -> StructuredLinearOperator:
+        if exponent < 0 or not exponent.is_integer():
+            decompose(self._factors, self._names())
+        if not exponent.is_integer() and not all(f.is_semidefinite() for f in self._factors):
+            # a product of negative definite factors is positive definite
+            return self.eigh()._power(exponent)
+        if exponent == 0:
+            return IdentityLinearOperator(self.domain)
+        factors = zip(self._factors, self._names(), strict=True)
+        return KroneckerProductLinearOperator(*(f.power(exponent, name) for f, name in factors))
+
+    # --- algebra
+
+    def _scaled(self, scalar: float) -> "KroneckerProductLinearOperator":
+        # the smallest factor is the cheapest; the others keep their decompositions
+        sizes = [_tensor(factor).numel() for factor in self._factors]
+        index = sizes.index(min(sizes))
+        factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
+        return KroneckerProductLinearOperator(*factors)
+
+    def _shifted(self, scalar: float) -> StructuredLinearOperator:
+        if len(self._factors) == 1 and self._factors[0].groups == self._groups:
+            return KroneckerProductLinearOperator(self._factors[0].shifted(scalar))
+        return ShiftedLinearOperator(self, scalar)
+
+    def _added(self, other: StructuredLinearOperator) -> "KroneckerProductLinearOperator | None":
+        if not isinstance(other, KroneckerProductLinearOperator) or self._groups != other._groups:
+            return None
+        if not len(self._factors) == len(other._factors) == 1:
+            return None  # the sum has another structure; see SumOfKroneckersLinearOperator
+        return KroneckerProductLinearOperator(self._factors[0].plus(other._factors[0]))
+
+    def _multiplied(
+        self, other: StructuredLinearOperator
+    ) -> "KroneckerProductLinearOperator | None":
+        if not isinstance(other, KroneckerProductLinearOperator) or self._groups != other._groups:
+            return None
+        if [f.columns for f in self._factors] != [f.rows for f in other._factors]:
+            return None
+        pairs = zip(self._factors, other._factors, strict=True)
+        return KroneckerProductLinearOperator(*(one.times(two) for one, two in pairs))
+
+    def _transposed(self) -> "KroneckerProductLinearOperator":
+        return KroneckerProductLinearOperator(*(factor.transposed() for factor in self._factors))
+
+    def _squared_entries(self) -> "KroneckerProductLinearOperator":
+        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._factors))
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "KroneckerProductLinearOperator":
+        return KroneckerProductLinearOperator(*(f.to(device, dtype) for f in self._factors))
+
+    def _names(self) -> list[str]:
+        return [f"Factor {i} of the Kronecker product" for i in range(len(self._factors))]
+
+    def _need_square_factors(self, what: str) -> None:
+        shapes = [(factor.rows, factor.columns) for factor in self._factors]
+        if any(rows != columns for rows, columns in shapes):
+            raise ValueError(f"{what} needs square factors, got shapes {shapes}.")
+
+
+def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> list[Factor]:
+    """Return what the Kronecker product computes with."""
+    if isinstance(factor, Dense | Diagonal):
+        return [factor]
+    if isinstance(factor, IdentityLinearOperator):
+        one = torch.ones(1, dtype=factor.torch_dtype, device=factor.device)
+        identity = unit(factor.domain.dim, one)
+        return [identity if factor.scalar == 1 else identity.scaled(factor.scalar)]
+    if isinstance(factor, DiagonalLinearOperator):
+        return [Diagonal(factor.diagonal().unsqueeze(0))]
+    name = f"Factor {index} of the Kronecker product"
+    if isinstance(factor, KroneckerProductLinearOperator):
+        if factor._groups > 1:
+            raise ValueError(f"{name} has groups. Pass its factors instead.")
+        return factor._factors
+    if isinstance(factor, StructuredLinearOperator):
+        raise TypeError(f"{name} is a {type(factor).__name__}; pass the matrix .to_dense().")
+    tensor = real(factor, name, ndim=(2, 3))
+    return [Dense(tensor.unsqueeze(0) if tensor.ndim == 2 else tensor)]
+
+
+def _in_one_place(factors: list[Factor]) -> list[Factor]:
+    """Return the factors in their common dtype, all on one device."""
+    tensors = [_tensor(factor) for factor in factors]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The factors of a Kronecker product live on {sorted(map(str, devices))}. Move them to "
+            "one device."
+        )
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return [
+        factor if tensor.dtype == dtype else factor.to(tensor.device, dtype)
+        for factor, tensor in zip(factors, tensors, strict=True)
+    ]
+
+
+def _tensor(factor: Factor) -> Tensor:
+    return factor.tensor if isinstance(factor, Dense) else factor.entries

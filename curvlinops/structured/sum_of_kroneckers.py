@@ -1,0 +1,201 @@
+"""Sums of several Kronecker products."""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.congruent import CongruentLinearOperator, diagonalize
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.rearranged import JoinedMatrices, RearrangedLinearOperator
+
+
+class SumOfKroneckersLinearOperator(StructuredLinearOperator):
+    """A sum of Kronecker products with factors of equal sizes.
+
+    The block of a weight that is used in several roles, e.g. by an embedding, which has a diagonal
+    factor, and by a head. Products, trace, norm and diagonal take the terms one by one. For
+    inverses, determinants and eigendecompositions the sum is written as one matrix; or, if one of
+    two factors is diagonal in all terms, as one small matrix for each of its entries. Where that
+    is too large, inverse and determinant of two terms come from diagonalizing both at once.
+
+    Args:
+        terms: The Kronecker products.
+        max_dense_dim: How large a matrix may be written, in all ``max_dense_dim**2`` numbers.
+
+    Raises:
+        ValueError: If there are no terms, or factors are not square or differ in size.
+    """
+
+    def __init__(self, terms: Sequence[KroneckerProductLinearOperator], max_dense_dim: int = 8192):
+        if not terms:
+            raise ValueError("A sum of Kronecker products needs at least one term.")
+        sizes = [[(f.rows, f.columns) for f in term._factors] for term in terms]
+        square = all(rows == columns for rows, columns in sizes[0])
+        if not square or any(size != sizes[0] for size in sizes):
+            raise ValueError(f"The terms need square factors of equal sizes, got {sizes}.")
+        if len({term._groups for term in terms}) > 1:
+            raise ValueError(
+                f"The terms have different numbers of groups: {[term._groups for term in terms]}."
+            )
+        if len({term.device for term in terms}) > 1:
+            raise ValueError("The terms live on different devices. Move them with to_device().")
+        dtype = reduce(torch.promote_types, [term.torch_dtype for term in terms])
+        self._terms = [t if t.torch_dtype == dtype else t._to(t.device, dtype) for t in terms]
+        self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
+        self.max_dense_dim = max_dense_dim
+        self._written: StructuredLinearOperator | None = None
+        self._diagonalized: CongruentLinearOperator | None = None
+        super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": reduce(torch.add, [term._apply(columns)[""] for term in self._terms])}
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
+
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return reduce(torch.add, [term.trace() for term in self._terms])
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar.
+
+        It is the root of the sum of the inner products of all pairs of terms.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, one in enumerate(self._terms):
+            for j, two in enumerate(self._terms[: i + 1]):
+                pairs = zip(one._factors, two._factors, strict=True)
+                inner = reduce(torch.mul, [a.inner(b).double() for a, b in pairs])
+                total += (1 if i == j else 2) * inner.expand(self._groups).sum()
+        return total.clamp(min=0).sqrt().to(self.torch_dtype)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return reduce(torch.add, [term.diagonal() for term in self._terms])
+
+    # --- what needs the matrix
+
+    def _matrix(self) -> StructuredLinearOperator:
+        """Return the sum as matrices: one for each entry of a diagonal factor, or one."""
+        if self._written is None:
+            self._written = self._write()
+        return self._written
+
+    def _write(self) -> StructuredLinearOperator:
+        factors = [term._factors for term in self._terms]
+        if len(self._sizes) == 2:
+            for axis in (0, 1):
+                if all(isinstance(term[axis], Diagonal) for term in factors):
+                    return self._write_by_rows(axis)
+        size = prod(self._sizes)
+        self._check_size(self._groups * size**2)
+        dense = reduce(torch.add, [_kron(term) for term in factors])
+        return KroneckerProductLinearOperator(Dense(dense.expand(self._groups, size, size)))
+
+    def _write_by_rows(self, axis: int) -> StructuredLinearOperator:
+        """Write one matrix for each entry of the factor ``axis``, diagonal in all terms."""
+        rows, size = self._sizes[axis], self._sizes[1 - axis]
+        self._check_size(self._groups * rows * size**2)
+        blocks = reduce(
+            torch.add,
+            [
+                term._factors[axis].entries[:, :, None, None]
+                * term._factors[1 - axis].dense().unsqueeze(1)
+                for term in self._terms
+            ],
+        )
+        blocks = blocks.expand(self._groups, rows, size, size).flatten(0, 1)
+        matrix = KroneckerProductLinearOperator(Dense(blocks))
+        if axis == 0:
+            return matrix
+        shape = (self._groups, *self._sizes)
+        arrangement = JoinedMatrices(
+            self.domain.shapes, lead=2, views={"": shape}, orders={"": (0, 2, 1)}
+        )
+        return RearrangedLinearOperator(matrix, self.domain, arrangement)
+
+    def _solvable(self) -> StructuredLinearOperator:
+        """Return the sum in a form that has an inverse and a determinant."""
+        rows = [all(isinstance(t._factors[i], Diagonal) for t in self._terms) for i in (0, 1)]
+        size = prod(self._sizes) if not any(rows) else self._sizes[rows.index(False)]
+        fits = self._groups * prod(self._sizes) * size <= self.max_dense_dim**2
+        if fits or len(self._terms) != 2 or len(self._sizes) != 2 or all(rows):
+            return self._matrix()
+        if self._diagonalized is None:
+            self._diagonalized = diagonalize(*self._terms)
+        return self._diagonalized
+
+    def _check_size(self, numbers: int) -> None:
+        if numbers > self.max_dense_dim**2:
+            raise ValueError(
+                "This needs the sum of Kronecker products as a matrix, which has "
+                f"{numbers:.1e} entries; max_dense_dim={self.max_dense_dim} allows "
+                f"{self.max_dense_dim**2:.1e}. Raise it, make a factor diagonal in all terms, keep "
+                "only one term, or solve iteratively with products of this operator."
+            )
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return self._solvable()._slogdet()
+
+    def _eigh(self) -> EighDecomposedLinearOperator:
+        return self._matrix().eigh()
+
+    def _inverse(self, retry_double_precision: bool) -> StructuredLinearOperator:
+        return self._solvable()._inverse(retry_double_precision)
+
+    def _power(self, exponent: float) -> StructuredLinearOperator:
+        return self._matrix()._power(exponent)
+
+    # --- algebra
+
+    def _with(
+        self, terms: Sequence[KroneckerProductLinearOperator]
+    ) -> "SumOfKroneckersLinearOperator":
+        return SumOfKroneckersLinearOperator(terms, self.max_dense_dim)
+
+    def _scaled(self, scalar: float) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._scaled(scalar) for term in self._terms])
+
+    def _shifted(self, scalar: float) -> "SumOfKroneckersLinearOperator":
+        like = torch.ones(1, dtype=self.torch_dtype, device=self.device)
+        factors: list[Factor] = [unit(size, like) for size in self._sizes]
+        # all groups, also if the other terms were to get lost
+        first = like.new_full((self._groups, self._sizes[0]), scalar)
+        identity = KroneckerProductLinearOperator(Diagonal(first), *factors[1:])
+        return self._with([*self._terms, identity])
+
+    def _added(self, other: StructuredLinearOperator) -> "SumOfKroneckersLinearOperator | None":
+        if isinstance(other, KroneckerProductLinearOperator):
+            more = [other]
+        elif isinstance(other, SumOfKroneckersLinearOperator):
+            more = other._terms
+        else:
+            return None
+        mine = [len(self._sizes), self._groups, *self._sizes]
+        if any([len(t._factors), t._groups, *(f.rows for f in t._factors)] != mine for t in more):
+            return None
+        return self._with([*self._terms, *more])
+
+    def _transposed(self) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._adjoint() for term in self._terms])
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._to(device, dtype) for term in self._terms])
+
+
+def _kron(factors: Sequence[Factor]) -> Tensor:
+    """Return Kronecker products as matrices, ``[G, n, n]``."""
+
+    def two(a: Tensor, b: Tensor) -> Tensor:
+        product = a[:, :, None, :, None] * b[:, None, :, None, :]
+        return product.flatten(3).flatten(1, 2)
+
+    return reduce(two, [factor.dense() for factor in factors])

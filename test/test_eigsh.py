@@ -1,0 +1,213 @@
+"""Eigenpairs: against dense linear algebra, on spectra of all kinds, and against scipy."""
+
+import numpy as np
+import problems
+import pytest
+import scipy.sparse as sp
+import scipy.sparse.linalg as sla
+import spectra
+import torch
+from contract import CASES, dense
+
+from curvlinops import ConvergenceError, ConvergenceWarning, Eigenpairs, eigsh
+
+WHICH = ["LM", "LA", "SA", "BE"]
+# the small ends of these are dense, relative to the whole spectrum
+HARD = [(name, which) for name in ("power", "exponential") for which in ("SA", "BE")]
+HARD += [("negative", "LA"), ("negative", "BE")]
+SPECTRA = [(s, w) for s in spectra.EIGENVALUES for w in WHICH if (s, w) not in HARD]
+
+
+def wanted(values: np.ndarray, k: int, which: str) -> np.ndarray:
+    """Return the wanted ones of ascending eigenvalues."""
+    if which == "LM":
+        return np.sort(values[np.argsort(-np.abs(values), kind="stable")[:k]])
+    low = {"SA": k, "LA": 0, "BE": k // 2}[which]
+    return np.r_[values[:low], values[len(values) - (k - low) :]]
+
+
+def check(A: np.ndarray, pairs: Eigenpairs, k: int, which: str, tolerance: float) -> None:
+    """Compare with dense linear algebra in double precision."""
+    values, vectors, residuals = (np.asarray(part, dtype=np.float64) for part in pairs)
+    true = wanted(np.linalg.eigvalsh(A), k, which)
+    scale = max(np.abs(np.linalg.eigvalsh(A)).max(), 1e-30)
+    np.testing.assert_allclose(values, true, atol=tolerance * scale)
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(k), atol=tolerance)
+    exact = np.linalg.norm(A @ vectors - vectors * values, axis=0)
+    assert exact.max() <= tolerance * scale
+    np.testing.assert_allclose(residuals, exact, atol=tolerance / 4 * scale, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-13), (np.float32, 2e-5)])
+@pytest.mark.parametrize("name, which", SPECTRA)
+def test_equals_dense(name: str, which: str, dtype: type, tolerance: float):
+    A = spectra.matrix(name, dtype)
+    pairs = eigsh(A, 6, which, seed=0)
+    check(A.astype(np.float64), pairs, 6, which, tolerance)
+
+
+@pytest.mark.parametrize("block_size", [2, 5])
+@pytest.mark.parametrize("name, which", SPECTRA)
+def test_blocks(name: str, which: str, block_size: int):
+    A = spectra.matrix(name)
+    pairs = eigsh(A, 5, which, block_size=block_size, seed=0)
+    check(A, pairs, 5, which, 1e-13)
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-8])
+@pytest.mark.parametrize("name, which", [pair for pair in SPECTRA if pair[0] != "zero"])
+def test_tolerance_on_true_residuals(name: str, which: str, tol: float):
+    A = spectra.matrix(name)
+    values, vectors, residuals = eigsh(A, 4, which, tol=tol, seed=0)
+    exact = np.linalg.norm(A @ vectors - vectors * values, axis=0)
+    rounding = 1e-13 * np.abs(A).max() * len(A)
+    assert (exact <= 2 * tol * np.abs(values) + rounding).all()
+    assert (exact <= 2 * residuals + rounding).all()
+
+
+@pytest.mark.parametrize("k", [1, 5, 6, 7])
+@pytest.mark.parametrize("dim", [7, 8])
+def test_small_matrices_and_all_eigenvalues(dim: int, k: int):
+    A = spectra.matrix("indefinite")[:dim, :dim]
+    for which in WHICH:
+        pairs = eigsh(A, k, which, seed=0)
+        check(A, pairs, k, which, 1e-13)
+        assert pairs.num_products <= dim
+    assert eigsh(np.array([[3.0]]), 1, seed=0).eigenvalues == pytest.approx([3.0])
+
+
+@pytest.mark.parametrize("name, which", SPECTRA)
+def test_no_more_products_than_scipy(name: str, which: str):
+    if name == "zero":  # scipy refuses it
+        return
+    A = spectra.Counted(spectra.matrix(name))
+    try:
+        values, vectors = sla.eigsh(
+            sla.LinearOperator(A.matrix.shape, A, dtype=float), 6, which=which, maxiter=500
+        )
+        accuracy = np.linalg.norm(A.matrix @ vectors - vectors * values, axis=0).max()
+    except sla.ArpackNoConvergence:
+        accuracy = np.inf
+    pairs = eigsh(A.matrix, 6, which, seed=0, confirm=False)
+    # equal accuracy: a few units of rounding, relative to the norm, for both
+    assert pairs.residuals.max() <= max(accuracy, 1e-14 * np.abs(spectra.EIGENVALUES[name]).max())
+    assert pairs.num_products <= A.count
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].square])
+def test_operators_of_the_package(case: str):
+    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    A = (operator @ torch.eye(operator.shape[0], dtype=torch.float64)).numpy()
+    assert CASES[case].dense is None or np.allclose(A, dense(case, "mlp-ce-all-mean"))
+    for which in ("LA", "LM"):
+        pairs = eigsh(operator, 3, which, seed=0)
+        assert isinstance(pairs.eigenvectors, torch.Tensor)
+        check((A + A.T) / 2, pairs, 3, which, 1e-12)
+        expected = sla.eigsh(operator, 3, which=which, return_eigenvectors=False)
+        np.testing.assert_allclose(pairs.eigenvalues.numpy(), np.sort(expected), rtol=1e-9)
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+def test_no_more_products_than_scipy_on_a_network(case: str, which: str):
+    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    A = spectra.Counted(operator @ np.eye(operator.shape[0]))
+    if case == "ggn" and which in ("SA", "BE"):  # dense around zero
+        return
+    shell = sla.LinearOperator(operator.shape, A, dtype=float)
+    sla.eigsh(shell, 4, which=which)
+    pairs = eigsh(operator, 4, which, seed=0, confirm=False)
+    assert pairs.num_products <= A.count
+
+
+def test_single_precision_operator():
+    operator = CASES["hessian"].build(problems.make("float32-mlp"))
+    pairs = eigsh(operator, 3, "LA", seed=0)
+    true = torch.linalg.eigvalsh(dense("hessian", "float32-mlp"))[-3:]
+    assert pairs.eigenvalues.dtype == torch.float32
+    torch.testing.assert_close(pairs.eigenvalues.double(), true, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "convert, kind",
+    [
+        (torch.from_numpy, torch.Tensor),
+        (sla.aslinearoperator, np.ndarray),
+        (sp.csr_array, np.ndarray),
+    ],
+)
+def test_kinds_of_matrices(convert, kind: type):
+    A = spectra.matrix("multiple")
+    pairs = eigsh(convert(A), 3, "LA", seed=0)
+    assert all(isinstance(part, kind) for part in pairs)
+    check(A, pairs, 3, "LA", 1e-13)
+
+
+def test_low_precision_products_in_double_precision():
+    A = spectra.matrix("power", np.float32)
+    rounded = sla.LinearOperator(A.shape, lambda x: A @ x.astype(np.float32), dtype=float)
+    values, vectors, residuals = eigsh(rounded, 3, seed=0)
+    exact = np.linalg.norm(A.astype(float) @ vectors - vectors * values, axis=0)
+    assert 1e-9 < residuals.max() < 1e-6 and exact.max() < 1e-6
+
+
+def test_start_vectors_and_seeds():
+    A = spectra.matrix("indefinite")
+    v0 = np.random.default_rng(3).standard_normal((len(A), 2))
+    first, second = (eigsh(A, 3, v0=v, confirm=False) for v in (v0, torch.from_numpy(v0)))
+    assert np.array_equal(first.eigenvectors, second.eigenvectors)
+    assert np.array_equal(eigsh(A, 3, seed=1)[1], eigsh(A, 3, seed=1)[1])
+    check(A, eigsh(A, 3, v0=first.eigenvectors[:, 0], seed=0), 3, "LM", 1e-13)
+    good = eigsh(A, 3, v0=first.eigenvectors, confirm=False)
+    assert good.num_products <= 6
+    check(A, eigsh(A, 3, v0=np.zeros(len(A)), seed=0), 3, "LM", 1e-13)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_multiple_eigenvalues_are_all_found(seed: int):
+    A = np.diag(np.r_[5, 5, 5, 4, 3, 2.5, 1 / np.arange(2, 3000)])
+    pairs = eigsh(A, 4, "LA", tol=1e-4, seed=seed)
+    np.testing.assert_allclose(pairs.eigenvalues, [4, 5, 5, 5], rtol=1e-6)
+    # the zeros of a singular matrix, of which a Krylov space contains one
+    A = np.diag(np.r_[np.zeros(500), np.arange(1, 30)])
+    np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
+
+
+def test_without_convergence():
+    A = spectra.matrix("power")
+    with pytest.raises(ConvergenceError, match=r"after \d+ products [1-4] of 4 pairs .* maxiter"):
+        eigsh(A, 4, "SA", ncv=12, maxiter=3, on_failure="raise", seed=0)
+    with pytest.warns(ConvergenceWarning, match="residuals reach") as record:
+        values, vectors, residuals = eigsh(A, 4, "SA", ncv=12, maxiter=3, seed=0)
+    assert record[0].filename == __file__
+    exact = np.linalg.norm(A @ vectors - vectors * values, axis=0)
+    np.testing.assert_allclose(residuals, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"k": 0}, "k must be"),
+        ({"k": spectra.DIM + 1}, "k must be"),
+        ({"which": "SM"}, "which must be"),
+        ({"tol": -1.0}, "tol must be"),
+        ({"tol": float("nan")}, "tol must be"),
+        ({"maxiter": -1}, "maxiter must be"),
+        ({"ncv": 7}, "ncv must be"),
+        ({"block_size": 0}, "block_size must be"),
+        ({"v0": np.ones((spectra.DIM, 2)), "block_size": 3}, "v0 has 2 vectors"),
+        ({"v0": np.ones(3)}, "shape"),
+        ({"on_failure": "ignore"}, "on_failure"),
+    ],
+)
+def test_errors(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        eigsh(spectra.matrix("power"), **arguments)
+
+
+def test_matrix_that_is_not_symmetric():
+    A = np.random.default_rng(0).standard_normal((50, 50))
+    with pytest.raises(ValueError, match="not symmetric"):
+        eigsh(A, 3, seed=0)
+    with pytest.raises(ValueError, match="square"):
+        eigsh(A[:-1], 3)

@@ -1,0 +1,346 @@
+"""Traces, diagonals and Frobenius norms: unbiased, with honest errors, exact where promised."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import matrices
+import numpy as np
+import problems
+import pytest
+import torch
+from contract import CASES, matrix
+from scipy.sparse import csr_array
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+from torch import Tensor
+
+import curvlinops
+from curvlinops import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+    xdiag,
+    xnystrace,
+    xtrace,
+)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator, what it estimates, and for which matrices.
+
+    Attributes:
+        truth: What it estimates.
+        parts: Its number of products must be a multiple of this.
+        semidefinite: Whether it takes positive semi-definite matrices only.
+        signs: Whether it takes no distribution: its vectors are signs.
+        calibration: Smallest and largest ratio of its standard error and the true one.
+    """
+
+    call: Callable
+    truth: Callable[[Tensor], Tensor]
+    parts: int = 1
+    semidefinite: bool = False
+    signs: bool = False
+    calibration: tuple[float, float] = (0.85, 1.15)
+
+
+# the errors of the last three rest on an approximation, see their docstrings
+ESTIMATORS = {
+    "trace": Estimator(hutchinson_trace, torch.trace),
+    "diag": Estimator(hutchinson_diag, torch.diag),
+    "fro": Estimator(hutchinson_squared_fro, lambda A: A.square().sum()),
+    "hutchpp": Estimator(hutchpp_trace, torch.trace, parts=3),
+    "xtrace": Estimator(xtrace, torch.trace, parts=2, calibration=(0.7, 1.7)),
+    "xdiag": Estimator(xdiag, torch.diag, parts=2, signs=True, calibration=(0.7, 1.7)),
+    "xnystrace": Estimator(xnystrace, torch.trace, semidefinite=True, calibration=(0.7, 1.7)),
+}
+X_FAMILY = ["xtrace", "xdiag", "xnystrace"]
+MATRICES = {name: matrices.symmetric(name) for name in matrices.SPECTRA} | {
+    "nonsymmetric": matrices.nonsymmetric()
+}
+DISTRIBUTIONS = ["rademacher", "gaussian", "sphere"]
+
+
+def suits(name: str, A: str) -> bool:
+    return not ESTIMATORS[name].semidefinite or A in matrices.SEMIDEFINITE
+
+
+def repeat(name: str, A: Tensor, distribution: str, seeds: int = 200) -> tuple[Tensor, Tensor]:
+    """Return estimates and standard errors for many seeds, ``[seeds, ...]`` each."""
+    e = ESTIMATORS[name]
+    options = {} if e.signs else {"distribution": distribution}
+    pairs = [e.call(A, 12, return_error=True, seed=s, **options) for s in range(seeds)]
+    return tuple(torch.stack(values) for values in zip(*pairs, strict=True))
+
+
+ALL = [
+    (name, A, distribution)
+    for name in ESTIMATORS
+    for A in MATRICES
+    for distribution in (["rademacher"] if ESTIMATORS[name].signs else DISTRIBUTIONS)
+    if suits(name, A)
+]
+
+
+@pytest.mark.parametrize("name, A, distribution", ALL)
+def test_unbiased_with_honest_errors(name: str, A: str, distribution: str):
+    estimates, errors = repeat(name, MATRICES[A], distribution)
+    truth = ESTIMATORS[name].truth(MATRICES[A])
+    spread = estimates.std(0)
+    rounding = 1e-12 * truth.norm()
+    # of several entries the largest deviation, hence four and a half
+    assert ((estimates.mean(0) - truth).abs() <= 4.5 * spread / len(errors) ** 0.5 + rounding).all()
+    if spread.norm() > rounding:
+        ratio = float(errors.square().mean(0).sum().sqrt() / spread.norm())
+        low, high = ESTIMATORS[name].calibration
+        assert low <= ratio <= high
+
+
+def _projection(B: Tensor) -> Tensor:
+    Q = torch.linalg.qr(B).Q
+    return Q @ Q.T
+
+
+def _rest(x: Tensor, others: Tensor, distribution: str) -> Tensor:
+    """Return what is orthogonal to others, of its expected length if directions are uniform."""
+    rest = x - _projection(others) @ x
+    if distribution == "rademacher":
+        return rest
+    return rest / rest.norm() * (len(x) - others.shape[1]) ** 0.5
+
+
+def _leave_out(name: str, A: Tensor, X: Tensor, i: int, distribution: str) -> Tensor:
+    """Return the estimate that leaves out vector i, as the paper defines it."""
+    x, others = X[:, i], torch.cat([X[:, :i], X[:, i + 1 :]], dim=1)
+    if name == "xnystrace":
+        Y = A @ others
+        nystrom = Y @ torch.linalg.solve(others.T @ Y, Y.T)
+        rest = x if distribution == "rademacher" else _rest(x, others, distribution)
+        return nystrom.trace() + rest @ (A - nystrom) @ rest
+    P = _projection(A @ others)
+    if name == "xdiag":
+        return (P @ A).diagonal() + x * (A @ x - P @ A @ x)
+    rest = _rest(x, A @ others, distribution)
+    return (P @ A @ P).trace() + rest @ A @ rest
+
+
+@pytest.mark.parametrize(
+    "name, A, distribution", [row for row in ALL if row[0] in X_FAMILY and row[1] != "singular"]
+)
+def test_definition(name: str, A: str, distribution: str):
+    matrix = MATRICES[A] + (1e-3 * torch.eye(matrices.DIM) if A == "decaying" else 0)
+    e, drawn = ESTIMATORS[name], []
+
+    class Recording(LinearOperator):
+        def _matmat(self, X: np.ndarray) -> np.ndarray:
+            drawn.append(torch.tensor(X))
+            return matrix.numpy() @ X
+
+        def _rmatmat(self, X: np.ndarray) -> np.ndarray:
+            return matrix.numpy().T @ X
+
+    options = {} if e.signs else {"distribution": distribution}
+    operator = Recording(np.float64, tuple(matrix.shape))
+    found, error = e.call(operator, 6 * e.parts, seed=0, return_error=True, **options)
+    X = drawn[0]
+    parts = torch.stack([_leave_out(name, matrix, X, i, distribution) for i in range(6)], dim=-1)
+    assert np.allclose(found, parts.mean(-1), rtol=1e-9)
+    assert np.allclose(error, 2**0.5 * parts.std(-1) / 6**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", ["hutchpp", *X_FAMILY])
+def test_exact_for_low_rank(name: str, distribution: str, dtype: torch.dtype):
+    e, tolerance = ESTIMATORS[name], 1e3 * torch.finfo(dtype).eps
+    options = {} if e.signs else {"distribution": distribution}
+    rank = matrices.nonsymmetric(4).to(dtype)
+    for A in [MATRICES["singular"].to(dtype), *([] if e.semidefinite else [rank])]:
+        truth = e.truth(A.double())
+        found, error = e.call(A, 18, seed=0, return_error=True, **options)
+        assert found.dtype == dtype
+        assert (found.double() - truth).norm() <= tolerance * truth.norm()
+        assert error.norm() <= tolerance * truth.norm()
+
+
+@pytest.mark.parametrize("name, num", [("hutchpp", 12), ("xtrace", 10), ("xnystrace", 5)])
+def test_exact_with_fewest_products(name: str, num: int):
+    A = MATRICES["singular"]  # rank four
+    found = ESTIMATORS[name].call(A, num, "gaussian", seed=1)
+    assert abs(float(found) - 10) <= 1e-11
+
+
+@pytest.mark.parametrize("name", ["trace", "diag", "fro"])
+def test_signs_are_exact_for_diagonal_matrices(name: str):
+    A = torch.arange(10.0, dtype=torch.float64).diag()
+    truth = ESTIMATORS[name].truth(A)
+    found = ESTIMATORS[name].call(A, 1, seed=0)
+    assert torch.allclose(found, truth, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", ["trace", "xtrace", "xnystrace"])
+def test_sphere_is_exact_for_the_identity(name: str):
+    found = ESTIMATORS[name].call(3 * torch.eye(20, dtype=torch.float64), 4, "sphere", seed=0)
+    assert abs(float(found) - 60) <= 1e-12 * 60
+
+
+def test_low_rank_methods_win_on_decaying_spectra():
+    A = MATRICES["decaying"]
+    spread = {n: float(repeat(n, A, "gaussian")[0].std()) for n in ["trace", "hutchpp", *X_FAMILY]
+              if n != "xdiag"}  # fmt: skip
+    assert spread["xnystrace"] < spread["xtrace"] < spread["hutchpp"] < spread["trace"]
+
+
+def test_variance_of_hutchinson():
+    # Rademacher: 2 (|A|^2 - sum of squared diagonal entries); Gaussian: 2 |A|^2, for symmetric A
+    A = MATRICES["indefinite"]
+    fro, diagonal = A.square().sum(), A.diagonal().square().sum()
+    for distribution, variance in [("rademacher", 2 * (fro - diagonal)), ("gaussian", 2 * fro)]:
+        _, error = hutchinson_trace(A, 20_000, distribution, seed=0, return_error=True)
+        assert float(error.square() * 20_000 / variance) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_stops_at_the_wanted_error(name: str):
+    e = ESTIMATORS[name]
+    A = matrices.with_spectrum(torch.linspace(1, 2, 120))
+    products = 0
+
+    class Counting(LinearOperator):
+        def _matmat(self, X: np.ndarray) -> np.ndarray:
+            nonlocal products
+            products += X.shape[1]
+            return A.numpy() @ X
+
+        _rmatmat = _matmat
+
+    counted = Counting(np.float64, (120, 120))
+    found, error = e.call(counted, 120, rtol=0.2, return_error=True, seed=0)
+    truth = e.truth(A).numpy()
+    assert products < 120
+    assert np.linalg.norm(error) <= 0.2 * np.linalg.norm(found)
+    assert np.linalg.norm(found - truth) <= 0.6 * np.linalg.norm(truth)
+    products = 0
+    e.call(counted, 120, rtol=1e-9, seed=0)
+    assert products == 120
+
+
+@pytest.mark.parametrize("name", X_FAMILY)
+def test_growing_beyond_the_rank(name: str):
+    # the first steps have fewer vectors than the rank, the last ones more
+    A = matrices.with_spectrum(torch.cat([torch.linspace(1, 2, 13), torch.zeros(27)]))
+    found = ESTIMATORS[name].call(A, 40, rtol=1e-9, seed=0)
+    truth = ESTIMATORS[name].truth(A)
+    assert (found - truth).norm() <= 1e-11 * truth.norm()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_seeds_kinds_and_chunks(name: str):
+    call, A = ESTIMATORS[name].call, MATRICES["clustered"]
+    expected = call(A, 12, seed=3)
+    assert isinstance(expected, Tensor) and expected.dtype == torch.float64
+    assert torch.equal(expected, call(A, 12, seed=3))
+    assert not torch.equal(expected, call(A, 12, seed=4)) or name == "fro"
+    assert torch.equal(
+        call(A, 12, generator=torch.Generator().manual_seed(1)),
+        call(A, 12, generator=torch.Generator().manual_seed(1)),
+    )
+    for other in [A.numpy(), csr_array(A.numpy()), aslinearoperator(A.numpy())]:
+        found = call(other, 12, seed=3)
+        assert isinstance(found, np.ndarray | np.floating)
+        assert np.allclose(found, expected.numpy(), rtol=1e-10, atol=1e-10)
+    torch.manual_seed(5)
+    first = call(A, 12, chunk_size=4)
+    torch.manual_seed(5)
+    assert torch.equal(first, call(A, 12, chunk_size=4))
+
+
+def test_sizes_of_norms():
+    # not square
+    A = MATRICES["clustered"][:7]
+    found, error = hutchinson_squared_fro(A, 4000, seed=0, return_error=True)
+    assert abs(found - A.square().sum()) <= 4 * error
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_moments_of_probes(distribution: str):
+    from curvlinops.algorithms.matrix import Matrix
+    from curvlinops.algorithms.probes import Probes
+
+    X = Probes(Matrix(torch.eye(5)), distribution, seed=0).draw(40_000)
+    assert X.shape == (5, 40_000) and X.T.is_contiguous()
+    assert torch.allclose(X @ X.T / 40_000, torch.eye(5), atol=0.05)
+    if distribution == "rademacher":
+        assert set(X.unique().tolist()) == {-1.0, 1.0}
+    if distribution == "sphere":
+        assert torch.allclose(X.norm(dim=0), torch.tensor(5**0.5))
+
+
+SQUARE = [name for name, case in CASES.items() if case.square]
+
+
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        (c, n)
+        for c in SQUARE
+        for n in ESTIMATORS
+        if c != "hessian" or not ESTIMATORS[n].semidefinite
+    ],
+)
+def test_all_operators(case: str, name: str):
+    operator = CASES[case].build(problems.make("mlp-ce-mean"))
+    e = ESTIMATORS[name]
+    truth = e.truth(matrix(operator))
+    found, error = e.call(operator, 18, seed=0, return_error=True)
+    assert found.device == operator.device and found.dtype == operator.torch_dtype
+    assert (found - truth).norm() <= 5 * error.norm() + 1e-10 * truth.norm()
+
+
+# --- errors
+
+_A = MATRICES["clustered"]
+_BAD: list[tuple[str, dict, type[Exception], str]] = [
+    *((name, {"num_matvecs": num}, ValueError, "num_matvecs must be an integer >= ")
+      for name in ESTIMATORS for num in (0, -3, 2.0, True, "3")),
+    *((name, {"num_matvecs": parts * 100}, ValueError, "more than the matrix has columns, 40")
+      for name, parts in [("hutchpp", 3), ("xtrace", 2), ("xdiag", 2), ("xnystrace", 1)]),
+    ("hutchpp", {"num_matvecs": 7}, ValueError, "divisible by 3, got 7"),
+    ("xtrace", {"num_matvecs": 7}, ValueError, "divisible by 2, got 7"),
+    ("xdiag", {"num_matvecs": 7}, ValueError, "divisible by 2, got 7"),
+    ("trace", {"num_matvecs": 1, "return_error": True}, ValueError, ">= 2, got 1"),
+    ("hutchpp", {"num_matvecs": 3, "return_error": True}, ValueError, ">= 6, got 3"),
+    ("xtrace", {"num_matvecs": 2, "return_error": True}, ValueError, ">= 4, got 2"),
+    ("trace", {"distribution": "cauchy"}, ValueError, "distribution must be one of"),
+    ("xnystrace", {"distribution": "normal"}, ValueError, "distribution must be one of"),
+    *((name, {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")
+      for name in ("diag", "xdiag") for rtol in (0, -1.0, 1.0, 3)),
+    ("trace", {"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
+    ("trace", {"seed": -1}, ValueError, "seed must not be negative"),
+    ("trace", {"seed": 1, "generator": torch.Generator()}, ValueError, "either seed or generator"),
+    ("trace", {"A": _A[:3]}, ValueError, "must be square"),
+    ("trace", {"A": "A"}, TypeError, "Expected a LinearOperator"),
+    ("xnystrace", {"A": -_A}, ValueError, "not positive semi-definite"),
+    ("xnystrace", {"A": MATRICES["nonsymmetric"]}, ValueError, "not symmetric"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes, kind, message", _BAD)
+def test_errors(name: str, changes: dict, kind: type[Exception], message: str):
+    arguments = {"A": _A, "num_matvecs": 12, "seed": None} | changes
+    with pytest.raises(kind, match=message):
+        ESTIMATORS[name].call(**arguments)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_zero(name: str):
+    found, error = ESTIMATORS[name].call(torch.zeros(9, 9), 6, seed=0, return_error=True)
+    assert found.norm() <= 1e-5 and error.norm() <= 1e-5
+
+
+def test_not_finite_products_are_named():
+    A = _A.clone()
+    A[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        curvlinops.xtrace(A, 4)

@@ -1,0 +1,409 @@
+"""Inverses by iterations: against dense linear algebra on spectra of all kinds, and scipy."""
+
+import contextlib
+
+import numpy as np
+import problems
+import pytest
+import scipy.sparse.linalg as sla
+import spectra
+import torch
+from contract import CASES
+
+from curvlinops import (
+    CGInverseLinearOperator,
+    ConvergenceError,
+    ConvergenceWarning,
+    IdentityLinearOperator,
+    LSMRInverseLinearOperator,
+    MINRESInverseLinearOperator,
+    NegativeCurvatureError,
+    NeumannInverseLinearOperator,
+    TorchLinearOperator,
+    dottest,
+)
+
+CG, MINRES = CGInverseLinearOperator, MINRESInverseLinearOperator
+POSITIVE = ["clustered", "multiple", "identity", "positive"]
+SYSTEMS = [(CG, name) for name in [*POSITIVE, "power", "singular"]]
+SYSTEMS += [(MINRES, name) for name in [*POSITIVE, "power", "singular", "indefinite", "negative"]]
+RNG = np.random.default_rng(0)
+PARAMETRIZE = pytest.mark.parametrize("inverse, name", SYSTEMS)
+
+
+def system(name: str, dtype: type = np.float64, columns: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Return a matrix and right-hand sides of different difficulty, one of them zero."""
+    A = spectra.matrix(name, dtype)
+    B = np.random.default_rng(0).standard_normal((len(A), columns)).astype(dtype)
+    B = A @ B if name == "singular" else B
+    B[:, 1] = 0
+    B[:, -1] = 1e3 * A[:, 0]
+    return A, B
+
+
+def true_residuals(A: np.ndarray, X: np.ndarray, B: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(B.astype(float) - A.astype(float) @ np.asarray(X, float), axis=0)
+
+
+@pytest.mark.parametrize("rtol", [1e-3, 1e-10])
+@PARAMETRIZE
+def test_true_residuals(inverse: type, name: str, rtol: float):
+    A, B = system(name)
+    X, residuals, iterations, converged = inverse(A, rtol=rtol).solve(B)
+    exact = true_residuals(A, X, B)
+    assert (exact <= 1.0001 * rtol * np.linalg.norm(B, axis=0)).all()
+    np.testing.assert_allclose(residuals, exact, rtol=1e-2, atol=1e-12)
+    assert bool(converged.all()) and iterations[1] == 0 and not X[:, 1].any()
+    if name not in ("singular", "power"):
+        np.testing.assert_allclose(X, np.linalg.solve(A, B), rtol=0, atol=1e5 * rtol)
+
+
+@PARAMETRIZE
+def test_single_precision(inverse: type, name: str):
+    A, B = system(name, np.float32)
+    X = inverse(A, rtol=1e-3) @ B
+    assert X.dtype == np.float32
+    assert (true_residuals(A, X, B) <= 1.01e-3 * np.linalg.norm(B, axis=0)).all()
+
+
+@PARAMETRIZE
+def test_no_more_iterations_than_scipy(inverse: type, name: str):
+    A, B = system(name)
+    b, count = B[:, 0], 0
+
+    def callback(x):
+        nonlocal count
+        count += 1
+        # scipy's minres stops by estimates; what counts is the residual
+        if np.linalg.norm(b - A @ x) <= 1e-6 * np.linalg.norm(b):
+            raise StopIteration
+
+    theirs = sla.cg if inverse is CG else sla.minres
+    with contextlib.suppress(StopIteration):
+        theirs(A, b, rtol=1e-14, callback=callback, maxiter=5000)
+    _, _, iterations, converged = inverse(A, rtol=1e-6).solve(B)
+    assert bool(converged.all()) and iterations[0] <= 1.02 * count + 2
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_tolerances_and_start(inverse: type):
+    A, B = system("positive")
+    absolute = inverse(A, rtol=0.0, atol=1e-3).solve(B)
+    assert float(absolute.residuals.max()) <= 1e-3
+    both = inverse(A, rtol=1e-8, atol=1e6).solve(B)
+    assert not both.x.any() and int(both.iterations.max()) == 0
+    solved = inverse(A, rtol=1e-8).solve(B)
+    again = inverse(A, rtol=1e-8).solve(B, x0=solved.x)
+    assert int(again.iterations.max()) == 0 and np.array_equal(again.x, solved.x)
+    x0 = np.linalg.solve(A, B[:, 0])
+    assert inverse(A, rtol=1e-8, x0=x0).solve(B).iterations[0] == 0
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_rounding_does_not_hide_the_true_residual(inverse: type):
+    """Recursions converge to zero, whatever the true residual does."""
+    A, B = system("power", np.float32)
+    with pytest.warns(ConvergenceWarning, match=r"\|\|b - A x\|\|") as record:
+        X, residuals, _, converged = inverse(A, rtol=1e-7).solve(B[:, :1])
+    assert record[0].filename == __file__
+    # which is itself measured in single precision
+    np.testing.assert_allclose(residuals, true_residuals(A, X, B[:, :1]), rtol=0.5)
+    assert not bool(converged.any()) and 1e-7 < residuals[0] / np.linalg.norm(B[:, 0]) < 1e-3
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_preconditioner(inverse: type):
+    eigenvalues = np.logspace(0, 6, 200) * (1 if inverse is CG else np.sign(RNG.random(200) - 0.3))
+    A = np.diag(eigenvalues) + 0.1 * spectra.matrix("multiple")
+    P = np.diag(1 / np.abs(eigenvalues))
+    b = RNG.standard_normal(200)
+    for preconditioner in (P, torch.from_numpy(P), sla.aslinearoperator(P)):
+        solved = inverse(A, preconditioner=preconditioner, rtol=1e-9).solve(b)
+        assert true_residuals(A, solved.x, b) <= 1e-9 * np.linalg.norm(b)
+        assert int(solved.iterations) <= 25
+    # any scale of it will do
+    scaled = inverse(A, preconditioner=1e-3 * P, rtol=1e-9).solve(b)
+    assert int(scaled.iterations) == int(solved.iterations)
+    with pytest.raises(ValueError, match="preconditioner is not positive definite"):
+        inverse(A, preconditioner=-P) @ b
+    with pytest.raises(ValueError, match="dimension"):
+        inverse(A, preconditioner=np.eye(3))
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_damping(inverse: type):
+    A, B = system("singular")
+    B = RNG.standard_normal(B.shape)
+    found = inverse(A, damping=0.1, rtol=1e-12) @ B
+    np.testing.assert_allclose(found, np.linalg.solve(A + 0.1 * np.eye(len(A)), B), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*POSITIVE, "power", "singular"])
+def test_several_dampings_at_once(name: str):
+    A, B = system(name)
+    calls = spectra.Counted(A)
+    operator = sla.LinearOperator(A.shape, matvec=calls, matmat=calls, dtype=float)
+    dampings = [1.0, 0.0, 10.0, 0.01]
+    inverse = CG(operator, rtol=1e-9, damping=7.0)
+    solutions = inverse.solve_shifted(B, dampings)
+    for damping, solution in zip(dampings, solutions, strict=True):
+        shifted = A + damping * np.eye(len(A))
+        exact = true_residuals(shifted, solution.x, B)
+        assert (exact <= 1.0001e-9 * np.linalg.norm(B, axis=0)).all()
+        np.testing.assert_allclose(solution.residuals, exact, atol=1e-12)
+    together, calls.count = calls.count, 0
+    assert inverse.damping == 7.0
+    worst = CG(operator, rtol=1e-9).solve(B)
+    # one product for the true residual of each
+    assert together <= calls.count + len(dampings) + 3
+    assert int(solutions[0].iterations.max()) <= int(worst.iterations.max()) + 2
+
+
+def test_indefinite_matrices_are_refused_by_name():
+    A, B = system("indefinite")
+    with pytest.raises(NegativeCurvatureError, match="MINRESInverseLinearOperator"):
+        CG(A) @ B
+    with pytest.raises(NegativeCurvatureError, match="not positive definite"):
+        CG(A).solve_shifted(B, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+@pytest.mark.parametrize("name", ["singular", "zero"])
+def test_right_hand_side_out_of_range(inverse: type, name: str):
+    A = spectra.matrix(name)
+    b = RNG.standard_normal(len(A))
+    with pytest.raises(ConvergenceError, match="1 of 1 systems are not solved"):
+        inverse(A, on_failure="raise") @ b
+    with pytest.warns(ConvergenceWarning, match="damp"):
+        X, residuals, _, converged = inverse(A).solve(b)
+    np.testing.assert_allclose(residuals, true_residuals(A, X, b), rtol=1e-6)
+    assert not bool(converged) and float(residuals) <= np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_too_few_iterations(inverse: type):
+    A, B = system("multiple")
+    with pytest.warns(ConvergenceWarning, match="3 of 4 systems are not solved after 5 iter"):
+        solution = inverse(A, maxiter=5).solve(B)
+    assert solution.converged.tolist() == [False, True, False, False]
+    with pytest.raises(ConvergenceError, match="maxiter"):
+        inverse(A, maxiter=5, on_failure="raise").solve(B)
+    with pytest.warns(ConvergenceWarning) as record:
+        inverse(A, maxiter=5) @ B
+    assert record[0].filename == __file__
+
+
+# --- operators of the package
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].square])
+def test_operators_of_the_package(inverse: type, case: str):
+    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    damping = 0.1
+    if case == "hessian" and inverse is CG:
+        damping = 10.0
+    A = operator + damping * IdentityLinearOperator(operator.space)
+    tolerance = {"rtol": 1e-11} if inverse in (CG, MINRES) else {"atol": 1e-12, "btol": 1e-12}
+    A_inverse = inverse(A, **tolerance)
+    assert isinstance(A_inverse, TorchLinearOperator) and A_inverse.self_adjoint
+    eye = torch.eye(A.shape[0], dtype=torch.float64)
+    B = torch.randn(A.shape[0], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.solve(A @ eye, B)
+    torch.testing.assert_close(A_inverse @ B, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(A_inverse.T @ B, A_inverse @ B)
+    found = A_inverse @ B.numpy()
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8)
+    as_dict = {n: c.movedim(0, -1) for n, c in operator.space.split(B.T).items()}
+    for structure in (as_dict, list(as_dict.values())):
+        out = A_inverse @ structure
+        assert type(out) is type(structure)
+        values = list(out.values() if isinstance(out, dict) else out)
+        flat = torch.cat([value.reshape(-1, 2) for value in values])
+        torch.testing.assert_close(flat, expected, rtol=1e-7, atol=1e-8)
+    # inverses are operators like others
+    torch.testing.assert_close((A @ A_inverse) @ B, B, rtol=1e-7, atol=1e-8)
+
+
+def test_one_inverse_preconditions_the_other():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    diagonal = CASES["ggn-diagonal"].build(problems.make("mlp-ce-all-mean"))
+    eye = IdentityLinearOperator(operator.space)
+    A = operator + 1e-2 * eye
+    inner = MINRES(diagonal + 1e-2 * eye, rtol=1e-6)
+    b = torch.ones(A.shape[0], dtype=torch.float64)
+    solution = CG(A, preconditioner=inner, rtol=1e-9).solve(b)
+    assert float((A @ solution.x - b).norm()) <= 1e-9 * float(b.norm())
+
+
+def test_inverse_preconditions_scipy_lobpcg():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    A = operator + 1e-3 * IdentityLinearOperator(operator.space)
+    start = RNG.standard_normal((A.shape[0], 3))
+    M = CG(A, rtol=1e-3)
+    smallest, _ = sla.lobpcg(A, start, M=M, largest=False, tol=1e-9, maxiter=50)
+    np.testing.assert_allclose(smallest, np.linalg.eigvalsh(A @ np.eye(len(start)))[:3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_inference_mode(kind):
+    A, B = system("multiple")
+    with torch.inference_mode():
+        solution = CG(kind(A)).solve(kind(B))
+        several = CG(kind(A)).solve_shifted(kind(B), [0.0, 1.0])
+    assert bool(solution.converged.all()) and np.allclose(several[0].x, solution.x, atol=1e-2)
+
+
+# --- least squares
+
+RECTANGULAR = {
+    "tall": RNG.standard_normal((60, 40)),
+    "wide": RNG.standard_normal((40, 60)),
+    "low-rank": RNG.standard_normal((60, 10)) @ RNG.standard_normal((10, 40)),
+    "square": spectra.matrix("multiple")[:50, :50],
+    "indefinite": spectra.matrix("indefinite")[:50, :50] + 0.5 * np.eye(50),
+    "zero": np.zeros((5, 4)),
+}
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+@pytest.mark.parametrize("name", RECTANGULAR)
+def test_least_squares(name: str, damp: float):
+    A = RECTANGULAR[name]
+    B, C = RNG.standard_normal((len(A), 3)), RNG.standard_normal((A.shape[1], 2))
+    B[:, 1] = 0
+    dense = np.linalg.pinv(A, rcond=1e-10)
+    if damp:
+        dense = np.linalg.solve(A.T @ A + damp**2 * np.eye(A.shape[1]), A.T)
+    inverse = LSMRInverseLinearOperator(A, damp=damp, atol=1e-13, btol=1e-13)
+    assert inverse.shape == A.shape[::-1]
+    np.testing.assert_allclose(inverse @ B, dense @ B, atol=1e-8 * (1 + np.abs(dense).max()))
+    np.testing.assert_allclose(inverse.T @ C, dense.T @ C, atol=1e-8 * (1 + np.abs(dense).max()))
+    assert dottest(inverse, seed=0, rtol=1e-8) >= 0
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["tall", "wide", "low-rank", "zero"])
+def test_least_squares_like_scipy(name: str, damp: float):
+    A = RECTANGULAR[name]
+    b = RNG.standard_normal(len(A))
+    expected = sla.lsmr(A, b, damp=damp)
+    found = LSMRInverseLinearOperator(A, damp=damp).matvec_with_info(b)
+    assert int(found.istop) == expected[1]
+    assert int(found.itn) <= expected[2] + 2
+    r = b - A @ found.x
+    norms = [np.hypot(np.linalg.norm(r), damp * np.linalg.norm(found.x))]
+    norms.append(np.linalg.norm(A.T @ r - damp**2 * found.x))
+    np.testing.assert_allclose([found.normr[0], found.normar[0]], norms, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(found.normx, np.linalg.norm(found.x))
+    np.testing.assert_allclose(found.normr[0], expected[3], rtol=1e-3, atol=1e-4)
+
+
+def test_least_squares_of_a_jacobian():
+    J = CASES["jacobian"].build(problems.make("mlp-mse-mean"))
+    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    b = torch.ones(J.shape[0], dtype=torch.float64)
+    x = LSMRInverseLinearOperator(J, damp=0.1, atol=1e-12, btol=1e-12) @ [b][0]
+    normal = dense.T @ dense + 0.01 * torch.eye(J.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(x, torch.linalg.solve(normal, dense.T @ b), rtol=1e-6, atol=1e-8)
+
+
+def test_least_squares_without_convergence():
+    A = np.diag(10.0 ** -np.arange(12))
+    b = np.ones(12)
+    with pytest.warns(ConvergenceWarning, match="maxiter is reached"):
+        found = LSMRInverseLinearOperator(A, atol=1e-12, btol=1e-12, maxiter=3).matvec_with_info(b)
+    assert int(found.istop) == 7 and int(found.itn) == 3
+    with pytest.raises(ConvergenceError, match="conlim is exceeded"):
+        LSMRInverseLinearOperator(A, atol=0, btol=0, conlim=10, on_failure="raise") @ b
+
+
+# --- series
+
+
+@pytest.mark.parametrize("num_terms", [0, 1, 7])
+def test_neumann(num_terms: int):
+    A, P = RNG.uniform(0, 0.1, (6, 6)) + np.eye(6), np.diag(RNG.uniform(0.9, 1, 6))
+    B = RNG.standard_normal((6, 2))
+    for operator, preconditioner in ((A, None), (A, P), (torch.from_numpy(A), P)):
+        step = np.eye(6) - 0.5 * (A if preconditioner is None else P @ A)
+        powers = [np.linalg.matrix_power(step, k) for k in range(num_terms + 1)]
+        dense = 0.5 * sum(powers) @ (np.eye(6) if preconditioner is None else P)
+        for check_nan in (True, False):
+            inverse = NeumannInverseLinearOperator(
+                operator, num_terms, 0.5, check_nan, preconditioner
+            )
+            np.testing.assert_allclose(inverse @ B, dense @ B)
+            np.testing.assert_allclose(inverse.T @ B, dense.T @ B)
+
+
+def test_neumann_of_an_operator_converges():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    A = operator + IdentityLinearOperator(operator.space)
+    largest = 1 + float(np.linalg.norm(operator @ np.eye(operator.shape[0]), 2))
+    b = torch.ones(A.shape[0], dtype=torch.float64)
+    inverse = NeumannInverseLinearOperator(A, num_terms=200, scale=1 / largest)
+    torch.testing.assert_close(A @ (inverse @ b), b, rtol=0, atol=1e-3)
+    assert not NeumannInverseLinearOperator(operator @ operator).self_adjoint
+
+
+@pytest.mark.parametrize("scale, num_terms", [(3.0, 5), (1e30, 100), (3.0, 5000)])
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_neumann_diverges(scale: float, num_terms: int, check_nan: bool):
+    inverse = NeumannInverseLinearOperator(np.eye(3), num_terms, scale, check_nan)
+    # without checks it may take a product with infinity to notice
+    errors = ConvergenceError if check_nan else (ConvergenceError, ValueError)
+    with pytest.raises(errors, match="diverges|infinite"):
+        inverse @ np.ones(3)
+
+
+# --- the traditional setters, errors, dot-tests
+
+
+def test_traditional_names():
+    A, B = system("multiple")
+    inverse = CG(A)
+    inverse.set_cg_hyperparameters(tol=1e-12, maxiter=1000, M=np.eye(len(A)), atol=0.0)
+    np.testing.assert_allclose(inverse @ B, np.linalg.solve(A, B), atol=1e-7)
+    inverse.set_cg_hyperparameters(x0=np.linalg.solve(A, B[:, 0]))
+    assert inverse.solve(B).iterations[0] == 0
+    least = LSMRInverseLinearOperator(A)
+    least.set_lsmr_hyperparameters(damp=0.5, atol=1e-12, btol=1e-12, conlim=1e10, maxiter=2000)
+    expected = np.linalg.solve(A @ A + 0.25 * np.eye(len(A)), A @ B)
+    np.testing.assert_allclose(least @ B, expected, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda A: CG(A[:, :3]), "square"),
+        (lambda A: CG(A, rtol=-1.0), "rtol"),
+        (lambda A: CG(A, rtol=0.0), "rtol and atol"),
+        (lambda A: MINRES(A, maxiter=0), "maxiter"),
+        (lambda A: CG(A, on_failure="no"), "on_failure"),
+        (lambda A: CG(A) @ np.ones(3), "shape"),
+        (lambda A: CG(A).solve(np.full(len(A), np.nan)), "NaN"),
+        (lambda A: CG(A, preconditioner=A).solve_shifted(A, [1.0]), "without a preconditioner"),
+        (lambda A: CG(A).solve_shifted(A, []), "dampings"),
+        (lambda A: LSMRInverseLinearOperator(A, atol=-1.0), "atol"),
+        (lambda A: LSMRInverseLinearOperator(A, maxiter=0), "maxiter"),
+        (lambda A: NeumannInverseLinearOperator(A, num_terms=-1), "num_terms"),
+        (lambda A: dottest(A, num_tests=0), "num_tests"),
+    ],
+)
+def test_errors(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make(spectra.matrix("positive"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dottest(case: str):
+    assert dottest(CASES[case].build(problems.make("mlp-ce-all-mean")), seed=0) < 1e-12
+
+
+def test_dottest_finds_a_wrong_adjoint():
+    wrong = sla.LinearOperator((3, 3), lambda x: 2 * x, lambda x: x, dtype=float)
+    with pytest.raises(ValueError, match="differ by"):
+        dottest(wrong, seed=0)
+    assert dottest(np.ones((2, 3), dtype=np.float32), seed=0) < 1e-6

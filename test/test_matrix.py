@@ -1,0 +1,109 @@
+"""Any operator and any matrix as one kind of thing, and seeds."""
+
+import numpy as np
+import problems
+import pytest
+import scipy.sparse as sp
+import scipy.sparse.linalg as sla
+import torch
+from contract import CASES
+
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.seeds import read_generator
+
+DENSE = np.random.default_rng(0).standard_normal((5, 7))
+CPU = torch.device("cpu")
+
+KINDS = {
+    "numpy": lambda A: A,
+    "tensor": torch.from_numpy,
+    "requires-grad": lambda A: torch.from_numpy(A).requires_grad_(),
+    "sparse-tensor": lambda A: torch.from_numpy(A).to_sparse(),
+    "csr": sp.csr_matrix,
+    "coo-array": sp.coo_array,
+    "scipy": sla.aslinearoperator,
+    "only-matvec": lambda A: sla.LinearOperator(A.shape, lambda x: A @ x, lambda x: A.T @ x),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_multiplies(kind: str, dtype: type):
+    A = Matrix(KINDS[kind](DENSE.astype(dtype)))
+    X, Y = torch.randn(7, 3, dtype=A.dtype), torch.randn(5, 2, dtype=A.dtype)
+    dense = torch.from_numpy(DENSE.astype(dtype)).to(A.dtype)
+    torch.testing.assert_close(A @ X, dense @ X)
+    torch.testing.assert_close(A.adjoint_matmul(Y), dense.T @ Y)
+    assert (A.shape, A.device, A.num_products) == ((5, 7), CPU, 5)
+    assert isinstance(
+        A.write(X), torch.Tensor if "tensor" in kind or "grad" in kind else np.ndarray
+    )
+    assert kind == "only-matvec" or A.dtype == torch.from_numpy(DENSE.astype(dtype)).dtype
+
+
+def test_operators_of_the_package_stay_tensors():
+    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
+    A = Matrix(operator, square=True)
+    X = torch.ones(operator.shape[0], 2, dtype=A.dtype)
+    torch.testing.assert_close(A @ X, operator @ X)
+    assert A.operator is operator and A.write(X) is X
+
+
+@pytest.mark.parametrize("x", [np.ones(7), np.ones((7, 1)), torch.ones(7), [1] * 7], ids=str)
+def test_reads_vectors(x):
+    assert torch.equal(Matrix(DENSE).read(x), torch.ones(7, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: Matrix(DENSE, square=True), ValueError, r"square, got shape \[5, 7\]"),
+        (lambda: Matrix(DENSE[0]), ValueError, "two axes"),
+        (lambda: Matrix(1j * DENSE), TypeError, "real"),
+        (lambda: Matrix(sp.csr_matrix(1j * DENSE)), TypeError, "real"),
+        (lambda: Matrix("no"), TypeError, "got a str"),
+        (lambda: Matrix(DENSE).read(np.ones(5)), ValueError, r"expected \[7\]"),
+        (lambda: Matrix(DENSE).read(np.full(7, np.nan)), ValueError, "NaN"),
+        (lambda: Matrix(DENSE).read(1j * np.ones(7)), TypeError, "complex"),
+        (lambda: Matrix(np.nan * DENSE) @ torch.ones(7, 1), ValueError, "not finite"),
+        (
+            lambda: (
+                Matrix(sla.LinearOperator((3, 3), lambda x: 1j * x, dtype=float)) @ torch.ones(3, 1)
+            ),
+            TypeError,
+            "complex",
+        ),
+    ],
+)
+def test_errors(make, error: type, message: str):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_seeds():
+    def draw(**arguments):
+        generator = read_generator(CPU, **({"seed": None, "generator": None} | arguments))
+        return torch.randn(3, generator=generator)
+
+    assert torch.equal(draw(seed=3), draw(seed=3))
+    assert not torch.equal(draw(seed=3), draw(seed=4))
+    generator = torch.Generator().manual_seed(0)
+    assert not torch.equal(draw(generator=generator), draw(generator=generator))
+    torch.manual_seed(0)
+    first, second = draw(), draw()
+    torch.manual_seed(0)
+    assert torch.equal(draw(), first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ({"seed": 1, "generator": torch.Generator()}, ValueError),
+        ({"seed": -1, "generator": None}, ValueError),
+        ({"seed": 0.5, "generator": None}, TypeError),
+        ({"seed": None, "generator": 3}, TypeError),
+    ],
+)
+def test_errors_of_seeds(arguments: dict, error: type):
+    with pytest.raises(error, match="seed|generator"):
+        read_generator(CPU, **arguments)

@@ -1,0 +1,136 @@
+"""Single products with fresh graphs: what they keep alive, and in how many passes."""
+
+import weakref
+
+import problems
+import pytest
+import torch
+from contract import CASES, EXACT, dense, error, vectors
+from test_contract import CORE, pairs
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import curvlinops
+from curvlinops.core import modes
+
+GAUSS_NEWTON = [c for c in EXACT if CASES[c].square and c not in ("hessian", "ggn-diagonal")]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage(), given)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, given: set):
+        if storage not in self._seen and storage not in given:
+            self._seen.add(storage)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, num_bytes: int):
+        self.now -= num_bytes
+
+    def peaks(self, run) -> tuple[int, int]:
+        """Return how much a first and a second call need in addition to what is there."""
+        found = []
+        with self:
+            for _ in range(2):
+                before = self.peak = self.now
+                run()
+                found.append(self.peak - before)
+        return tuple(found)
+
+
+def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Layers whose tangents are composed of many operations."""
+    layers = [m for _ in range(6) for m in (nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(batch, 64), torch.randn(batch, 64)
+
+
+@pytest.mark.parametrize("case, most", [("ggn", 1.5), ("jacobian", 0.5), ("fisher", 1.5)])
+def test_tangents_are_not_kept_alive(case: str, most: float):
+    model, X, y = deep(10000)
+    params = list(model.parameters())
+    gradient = LiveBytes().peaks(
+        lambda: torch.autograd.grad(nn.functional.mse_loss(model(X), y), params)
+    )[0]
+    loss = (nn.MSELoss(),) if CASES[case].takes_loss else ()
+    operator = CASES[case].operator(model, *loss, params, [(X, y)], cache="none")
+    v = vectors(operator)
+    first, second = LiveBytes().peaks(lambda: operator @ v)
+    assert first <= 1.5 * gradient  # with the dot-test
+    assert second <= most * gradient
+
+
+@pytest.mark.parametrize("batch, passes", [(100, 1), (10000, 2)])
+def test_small_graphs_take_one_pass(batch: int, passes: int):
+    model, X, y = deep(batch)
+    data, params, calls = [(X, y)], list(model.parameters()), []
+    G = curvlinops.GGNLinearOperator(model, nn.MSELoss(), params, data, cache="none")
+    v = vectors(G)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    G @ v
+    calls.clear()
+    G @ v
+    assert len(calls) == passes
+
+
+@pytest.mark.parametrize("case, problem", pairs(GAUSS_NEWTON, CORE))
+def test_two_passes_are_exact(case: str, problem: str, monkeypatch):
+    monkeypatch.setattr(modes, "room_for", lambda *_: False)
+    p = problems.make(problem)
+    mode = "auto" if problem == "closure" else "forward"
+    operator = CASES[case].build(p, autodiff=mode, check_deterministic=False)
+    v = vectors(operator)
+    assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
+
+
+def test_two_passes_drop_the_same(monkeypatch):
+    model = nn.Sequential(nn.Linear(5, 50), nn.Dropout(), nn.Linear(50, 3)).double()
+    data = [(torch.randn(7, 5).double(), torch.randn(7, 3).double())]
+    options = {"check_deterministic": False, "cache": "none"}
+    G = curvlinops.GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
+    v, products = vectors(G), []
+    for together in (True, False):
+        monkeypatch.setattr(modes, "room_for", lambda *_, t=together: t)
+        G @ v  # the mode is chosen
+        torch.manual_seed(0)
+        products.append(G @ v)
+    assert error(*products) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("cache", ["none", "graph"])
+def test_graphs_with_sparse_tensors(cache: str, layout: torch.layout):
+    ring = torch.roll(torch.eye(6).double(), 1, 0)
+    sparse = ring.to_sparse(layout=layout)
+
+    class Neighbors(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return sparse @ super().forward(x)
+
+    model = Neighbors(4, 3).double()
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    params = list(model.parameters())
+    G = curvlinops.GGNLinearOperator(model, nn.MSELoss(), params, [(x, y)], cache=cache)
+    augmented = ring @ torch.cat([x, torch.ones(6, 1).double()], 1)
+    # rows of the weight, and the bias apart
+    H = torch.kron(torch.eye(3).double(), augmented.T @ augmented) / 9
+    order = [r * 5 + c for r in range(3) for c in range(4)] + [r * 5 + 4 for r in range(3)]
+    v = vectors(G)
+    for _ in range(2):
+        assert error(G @ v, H[order][:, order] @ v) <= 1e-10

@@ -1,0 +1,324 @@
+"""Lanczos quadrature: traces of functions, and smoothed densities of spectra."""
+
+import sys
+from math import log, pi, sqrt
+
+import matplotlib
+import matrices
+import numpy as np
+import problems
+import pytest
+import torch
+from contract import CASES, matrix
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+from torch import Tensor
+
+from curvlinops import (
+    LanczosApproximateLogSpectrumCached,
+    LanczosApproximateSpectrumCached,
+    hutchinson_trace,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+    lanczos_logdet,
+    plot_spectrum,
+    trace_function,
+)
+
+matplotlib.use("Agg")
+
+A = {name: matrices.symmetric(name) for name in matrices.SPECTRA}
+DIM = matrices.DIM
+DENSITIES = [lanczos_approximate_spectrum, lanczos_approximate_log_spectrum]
+
+
+class Counting(LinearOperator):
+    """Count products with a matrix."""
+
+    def __init__(self, A: Tensor):
+        super().__init__(np.float64, tuple(A.shape))
+        self.A, self.products = A.numpy(), 0
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        self.products += X.shape[1]
+        return self.A @ X
+
+
+# --- traces of functions
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
+@pytest.mark.parametrize("name", A)
+def test_exact_for_polynomials(name: str, distribution: str):
+    # the same vectors in both: degree five needs three nodes
+    options = {"distribution": distribution, "seed": 0, "return_error": True}
+    found = trace_function(A[name], lambda x: x**5 - x, 3, 6, **options)
+    expected = hutchinson_trace(torch.linalg.matrix_power(A[name], 5) - A[name], 6, **options)
+    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-11)
+
+
+@pytest.mark.parametrize("ncv", [3, 7, DIM])
+def test_exact_for_few_distinct_eigenvalues(ncv: int):
+    # signs have equal weights in each eigenvector of a diagonal matrix
+    diagonal = matrices.SPECTRA["clustered"]
+    found = trace_function(diagonal.diag(), torch.exp, ncv, 1, seed=0)
+    assert abs(found / diagonal.exp().sum() - 1) <= 1e-12
+    logdet = lanczos_logdet(diagonal.diag(), ncv, 1, seed=0)
+    assert abs(logdet / diagonal.log().sum() - 1) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", A)
+def test_unbiased_with_honest_errors(name: str, dtype: torch.dtype):
+    results = [
+        trace_function(A[name].to(dtype), torch.exp, 15, 10, return_error=True, seed=seed)
+        for seed in range(60)
+    ]
+    estimates, errors = (torch.stack(v).double() for v in zip(*results, strict=True))
+    truth = matrices.SPECTRA[name].exp().sum()
+    assert abs(estimates.mean() - truth) <= 4 * estimates.std() / 60**0.5
+    assert 0.75 <= errors.square().mean().sqrt() / estimates.std() <= 1.33
+
+
+def test_logdet():
+    damped = A["decaying"] + 1e-3 * torch.eye(DIM, dtype=torch.float64)
+    found, error = lanczos_logdet(damped, 20, 200, return_error=True, seed=0)
+    assert abs(found - torch.logdet(damped)) <= 4 * error
+    assert error <= 0.02 * abs(found)
+    counting = Counting(damped)
+    found, error = lanczos_logdet(counting, 20, 1000, rtol=0.1, return_error=True, seed=0)
+    assert error <= 0.1 * abs(found)
+    assert counting.products < 1000
+
+
+def test_blocks_agree():
+    # Lanczos runs do not see each other: some end early, some do not
+    found = [
+        trace_function(A["clustered"].numpy(), torch.exp, 10, 6, chunk_size=size, seed=0)
+        for size in (1, 2, 6)
+    ]
+    assert np.allclose(found, found[0], rtol=1e-12)
+
+
+# --- densities
+
+
+def mixture(points: Tensor, centers: Tensor, sigma: float) -> Tensor:
+    """Return the average of Gaussians around the centers."""
+    z = (points.unsqueeze(1) - centers) / sigma
+    return ((-(z**2) / 2).exp() / (sigma * sqrt(2 * pi))).mean(1)
+
+
+def width(axis: Tensor, ncv: int, kappa: float) -> float:
+    return float(axis[-1] - axis[0]) / ((ncv - 1) * sqrt(8 * log(kappa)))
+
+
+@pytest.mark.parametrize("name", A)
+def test_density_is_the_smoothed_spectrum(name: str):
+    lam = matrices.SPECTRA[name]
+    grid, density, error = lanczos_approximate_spectrum(
+        A[name], 12, 600, 400, kappa=1.5, return_error=True, seed=0
+    )
+    # moments beyond twice the nodes are lost, which a Gaussian of this width does not have
+    expected = mixture(grid, lam, width(grid, 12, 1.5))
+    inside = (grid >= lam[0].min()) & (grid <= lam.max())
+    assert ((density - expected).abs()[inside] <= 5 * error[inside] + 0.02 * expected.max()).all()
+
+
+def test_log_density_is_the_smoothed_log_spectrum():
+    lam = torch.logspace(-2, 0, DIM, dtype=torch.float64)
+    grid, density, error = lanczos_approximate_log_spectrum(
+        matrices.with_spectrum(lam), DIM, 600, 400, epsilon=1e-3, return_error=True, seed=0
+    )
+    axis, centers = grid.log(), (lam + 1e-3).log()
+    expected = mixture(axis, centers, width(axis, DIM, 1.04))
+    inside = (axis >= centers.min() + 0.5) & (axis <= centers.max() - 0.5)
+    wrong = (grid * density - expected).abs()
+    assert (wrong[inside] <= 5 * (grid * error)[inside] + 0.01 * expected.max()).all()
+    assert grid[0] > 0 and torch.allclose(axis.diff(), axis.diff()[0].expand(599), rtol=1e-6)
+
+
+def test_semicircle():
+    # Wigner's law: the density of a normalized random symmetric matrix is sqrt(4 - x^2) / (2 pi)
+    generator = torch.Generator().manual_seed(0)
+    B = torch.randn(400, 400, generator=generator, dtype=torch.float64)
+    grid, density = lanczos_approximate_spectrum(
+        (B + B.T) / sqrt(800), 20, 256, 50, kappa=1.1, seed=0
+    )
+    inside = grid.abs() < 1.5
+    law = (4 - grid[inside] ** 2).sqrt() / (2 * pi)
+    assert (density[inside] - law).abs().max() <= 0.02
+    assert abs(grid[0] + 2) <= 0.3 and abs(grid[-1] - 2) <= 0.3
+
+
+CASES_OFDENSITIES = [
+    {"kappa": kappa, "num_points": points, "margin": margin}
+    for kappa in (1.04, 3.0, 1e12)
+    for points in (2, 50, 1024)
+    for margin in (0.0, 0.05, 1.0)
+]
+
+
+@pytest.mark.parametrize("options", CASES_OFDENSITIES, ids=str)
+def test_densities_integrate_to_one(options: dict):
+    for density in DENSITIES:
+        grid, values = density(A["indefinite"], 10, num_repeats=2, seed=0, **options)
+        assert (values >= 0).all()
+        assert abs(torch.trapezoid(values, grid) - 1) <= 1e-12
+
+
+@pytest.mark.parametrize("name", A)
+@pytest.mark.parametrize("ncv", [2, 8, 30])
+def test_boundaries_are_found(name: str, ncv: int):
+    lam = matrices.SPECTRA[name]
+    spread = float(lam.max() - lam.min())
+    for margin in (0.0, 0.1):
+        grid, _ = lanczos_approximate_spectrum(A[name], ncv, margin=margin, seed=0)
+        low, high = lam.min() - margin * spread, lam.max() + margin * spread
+        assert abs(grid[0] - low) <= 0.03 * spread
+        assert abs(grid[-1] - high) <= 0.03 * spread
+    low, high = float(lam.min()), float(lam.max())
+    for boundaries in [(low, high), (low, None), (None, high)]:
+        grid, _ = lanczos_approximate_spectrum(A[name], ncv, boundaries=boundaries, seed=0)
+        assert boundaries[0] is None or abs(grid[0] - low) <= 0.052 * spread
+        assert boundaries[1] is None or abs(grid[-1] - high) <= 0.052 * spread
+
+
+@pytest.mark.parametrize(
+    "cached, call",
+    [
+        (LanczosApproximateSpectrumCached, lanczos_approximate_spectrum),
+        (LanczosApproximateLogSpectrumCached, lanczos_approximate_log_spectrum),
+    ],
+)
+def test_cached_runs_need_no_products(cached: type, call):
+    counting = Counting(A["indefinite"])
+    # Hessian-like: the ends of the spectrum are soon accurate
+    runs = cached(counting, 20, seed=0, chunk_size=1)
+    approximate = getattr(
+        runs,
+        "approximate_spectrum" if "Log" not in cached.__name__ else "approximate_log_spectrum",
+    )
+    approximate(3)
+    products = counting.products
+    assert products <= 3 * 20 + DIM
+    for options in [{"kappa": 2.0}, {"margin": 0.2}, {"num_points": 100}, {"num_repeats": 2}]:
+        options = {"num_repeats": 3} | options
+        found = approximate(**options)
+        expected = call(counting.A, 20, seed=0, chunk_size=1, **options)
+        assert all(np.allclose(f, e, rtol=1e-10) for f, e in zip(found, expected, strict=True))
+    assert counting.products == products
+    approximate(4)
+    assert counting.products == products + 20
+
+
+@pytest.mark.parametrize(
+    "density", [lanczos_approximate_spectrum, lanczos_approximate_log_spectrum]
+)
+@pytest.mark.parametrize("scale", [0.0, 1.0, -3.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_multiples_of_the_identity(density, scale: float, dtype: torch.dtype):
+    grid, values = density(scale * torch.eye(5, dtype=dtype), 3, 200, seed=0)
+    assert grid.dtype == values.dtype == dtype
+    assert (grid.diff() > 0).all()
+    assert abs(torch.trapezoid(values.double(), grid.double()) - 1) <= 1e-3
+    center = scale if density is lanczos_approximate_spectrum else abs(scale) + 1e-5
+    assert abs(grid[values.argmax()] - center) <= 0.03 * (abs(center) or 1)
+
+
+def test_kinds_and_seeds():
+    B = A["clustered"]
+    for density in DENSITIES:
+        expected = density(B, 5, seed=1)
+        assert all(isinstance(x, Tensor) and x.dtype == torch.float64 for x in expected)
+        assert torch.equal(expected[1], density(B, 5, seed=1)[1])
+        assert not torch.equal(expected[1], density(B, 5, seed=2)[1])
+        for other in (B.numpy(), aslinearoperator(B.numpy())):
+            found = density(other, 5, seed=1)
+            assert all(isinstance(x, np.ndarray) for x in found)
+            assert np.allclose(found[1], expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.square])
+def test_all_operators(case: str):
+    operator = CASES[case].build(problems.make("mlp-ce-mean"))
+    lam = torch.linalg.eigvalsh(matrix(operator))
+    found, error = trace_function(operator, torch.square, 10, 200, return_error=True, seed=0)
+    assert abs(found - lam.square().sum()) <= 4 * error + 1e-12
+    grid, density = lanczos_approximate_spectrum(operator, 10, num_repeats=3, seed=0)
+    assert grid[0] <= lam[0] and lam[-1] <= grid[-1]
+    assert abs(torch.trapezoid(density, grid) - 1) <= 1e-10
+    grid, density = lanczos_approximate_log_spectrum(operator, 10, num_repeats=3, seed=0)
+    assert abs(torch.trapezoid(density, grid) - 1) <= 1e-10
+    identity = torch.eye(len(lam), dtype=operator.torch_dtype)
+    damped = matrix(operator) + (1e-2 - min(float(lam[0]), 0)) * identity
+    found, error = lanczos_logdet(damped, 10, 50, return_error=True, seed=0)
+    assert abs(found - torch.logdet(damped)) <= 4 * error + 1e-2 * abs(found)
+
+
+# --- plots
+
+
+def test_plot():
+    import matplotlib.pyplot as plt
+
+    result = lanczos_approximate_spectrum(A["decaying"], 10, num_repeats=3, return_error=True)
+    ax = plot_spectrum(*result, label="spectrum")
+    assert ax.get_yscale() == "log" and ax.get_lines()[0].get_label() == "spectrum"
+    assert np.allclose(ax.get_lines()[0].get_ydata(), result.density)
+    assert plot_spectrum(*result[:2], ax=ax, log_y=False) is ax
+    assert len(ax.get_lines()) == 2
+    grid, density = lanczos_approximate_log_spectrum(A["decaying"].numpy(), 10)
+    ax = plot_spectrum(grid, density, log_x=True)
+    assert np.allclose(ax.get_lines()[0].get_ydata(), grid * density)
+    plt.close("all")
+    with pytest.raises(ValueError, match="vectors of one length"):
+        plot_spectrum(grid, density[1:])
+    with pytest.raises(ValueError, match="needs positive eigenvalues"):
+        plot_spectrum(*result, log_x=True)
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="needs matplotlib: pip install"):
+        plot_spectrum([1.0, 2.0], [0.5, 0.5])
+
+
+# --- errors
+
+_B = A["indefinite"]
+_BAD = [
+    *((f, {"ncv": ncv}, "ncv must be") for f in DENSITIES for ncv in (0, 1, 2.0, DIM + 1)),
+    *(
+        (f, {"kappa": kappa}, "kappa must be larger than one")
+        for f in DENSITIES
+        for kappa in (1, -2.0)
+    ),
+    *((f, {"margin": -0.1}, "margin must not be negative") for f in DENSITIES),
+    *((f, {"num_points": 1}, "num_points must be an integer >= 2") for f in DENSITIES),
+    *((f, {"num_repeats": 0}, "num_repeats must be an integer >= 1") for f in DENSITIES),
+    *((f, {"return_error": True}, "num_repeats must be an integer >= 2") for f in DENSITIES),
+    *((f, {"boundaries_tol": 0}, "boundaries_tol must lie") for f in DENSITIES),
+    *((f, {"boundaries": 1.0}, "boundaries must be a pair") for f in DENSITIES),
+    *((f, {"boundaries": (3.0, 1.0)}, "must be finite and ascending") for f in DENSITIES),
+    *((f, {"boundaries": (1.0, 1.5)}, "outside of the boundaries") for f in DENSITIES),
+    *((f, {"A": _B[:3]}, "must be square") for f in DENSITIES),
+    *((f, {"A": matrices.nonsymmetric()}, "not symmetric") for f in DENSITIES),
+    (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
+    (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
+    (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
+    (lanczos_logdet, {}, "not positive definite"),
+    (lanczos_logdet, {"A": A["singular"]}, "not positive definite"),
+    (lanczos_logdet, {"A": torch.zeros(30, 30)}, "not positive definite"),
+    (lanczos_logdet, {"num_repeats": 0}, "num_repeats must be an integer >= 1"),
+    (trace_function, {"f": torch.log}, "f is not finite at -"),
+    (trace_function, {"f": torch.sum}, "f must return a tensor of shape"),
+    (trace_function, {"f": torch.exp, "ncv": 41}, "ncv must be at most the dimension 40"),
+    (trace_function, {"f": torch.exp, "num_repeats": 1, "return_error": True}, "num_repeats must"),
+    (trace_function, {"f": torch.exp, "A": matrices.nonsymmetric()}, "not symmetric"),
+]
+
+
+@pytest.mark.parametrize("call, changes, message", _BAD)
+def test_errors(call, changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        call(**({"A": _B, "ncv": 20} | changes))

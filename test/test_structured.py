@@ -1,0 +1,686 @@
+"""Structured operators: every method of every one against the dense matrix."""
+
+import copy
+import pickle
+from functools import reduce
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg as sla
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from curvlinops import (
+    BlockDiagonalLinearOperator,
+    DiagonalLinearOperator,
+    EighDecomposedLinearOperator,
+    IdentityLinearOperator,
+    KroneckerProductLinearOperator,
+    ParameterSpace,
+    TorchLinearOperator,
+)
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.decompositions import eigh_batched
+from curvlinops.structured.rearranged import JoinedMatrices, RearrangedLinearOperator
+from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
+
+DOUBLE = torch.float64
+CPU = torch.device("cpu")
+Kron, Blocks, Diag = (
+    KroneckerProductLinearOperator,
+    BlockDiagonalLinearOperator,
+    DiagonalLinearOperator,
+)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 7 * sum(shape))
+    return torch.randn(shape, generator=generator, dtype=DOUBLE)
+
+
+def definite(*shape: int, seed: int = 0) -> Tensor:
+    """Return positive definite matrices ``[..., n, n]``, eigenvalues between 0.5 and 2."""
+    vectors, _ = torch.linalg.qr(randn(*shape, shape[-1], seed=seed))
+    values = torch.linspace(0.5, 2.0, shape[-1], dtype=DOUBLE)
+    return vectors * values @ vectors.mT
+
+
+def positive(n: int, seed: int = 0) -> Tensor:
+    return randn(n, seed=seed).abs() + 0.3
+
+
+def kron(*factors: Tensor) -> Tensor:
+    """Return the matrix, block-diagonal over groups."""
+    if factors[0].ndim == 2:
+        return reduce(torch.kron, factors)
+    return torch.block_diag(*[reduce(torch.kron, group) for group in zip(*factors, strict=True)])
+
+
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=DOUBLE)
+
+
+A, B, C = definite(4), definite(3), definite(2)
+A2, B2 = definite(4, seed=1), definite(3, seed=1)
+GA, GB = definite(5, 3), definite(5, 2)
+a, b = positive(4), positive(3)
+
+
+def weight_and_bias() -> tuple[StructuredLinearOperator, Tensor]:
+    """A Kronecker product on a weight [3, 2, 2] with a bias [3], and its matrix."""
+    shapes = {"weight": (3, 2, 2), "bias": (3,)}
+    joint = kron(B, definite(5))
+    place = torch.arange(15).reshape(3, 5)
+    order = torch.cat([place[:, :4].flatten(), place[:, 4]])
+    operator = RearrangedLinearOperator(
+        Kron(B, definite(5)), ParameterSpace(shapes, DOUBLE), JoinedMatrices(shapes, lead=1)
+    )
+    return operator, joint[order][:, order]
+
+
+def transposed_groups() -> tuple[StructuredLinearOperator, Tensor]:
+    """Groups of a transposed convolution: [2 * 3, 4] is seen as [2, 4, 3]."""
+    shapes = {"weight": (6, 4)}
+    factors = (definite(2, 4), definite(2, 3))
+    order = torch.arange(24).reshape(2, 4, 3).permute(0, 2, 1).flatten()
+    views = JoinedMatrices(shapes, 2, {"weight": (2, 3, 4)}, {"weight": (0, 2, 1)})
+    operator = RearrangedLinearOperator(Kron(*factors), ParameterSpace(shapes, DOUBLE), views)
+    return operator, kron(*factors)[order][:, order]
+
+
+def embedding() -> tuple[StructuredLinearOperator, Tensor]:
+    """A dense and a diagonal factor on a weight [4, 3]."""
+    shapes = {"embedding": (4, 3)}
+    order = torch.arange(12).reshape(3, 4).T.flatten()
+    views = JoinedMatrices(shapes, 2, orders={"embedding": (1, 0)})
+    operator = RearrangedLinearOperator(Kron(B, Diag(a)), ParameterSpace(shapes, DOUBLE), views)
+    return operator, kron(B, a.diag())[order][:, order]
+
+
+def network() -> tuple[StructuredLinearOperator, Tensor]:
+    """Blocks of several kinds, whose parameters are in another order than the blocks."""
+    parts = {"linear": weight_and_bias(), "conv": transposed_groups(), "embedding": embedding()}
+    norm = ParameterSpace({"norm": (2,)}, DOUBLE)
+    parts["norm"] = (Diag(positive(2), norm), positive(2).diag())
+    names = ["bias", "norm", "embedding", "weight", "conv.weight"]
+    conv = parts["conv"][0]
+    shapes = {"conv.weight": (6, 4)}
+    views = JoinedMatrices(shapes, 2, {"conv.weight": (2, 3, 4)}, {"conv.weight": (0, 2, 1)})
+    conv = RearrangedLinearOperator(conv.operator, ParameterSpace(shapes, DOUBLE), views)
+    parts["conv"] = (conv, parts["conv"][1])
+    blocks = {name: operator for name, (operator, _) in parts.items()}
+    dense = torch.block_diag(*[matrix for _, matrix in parts.values()])
+    plain = Blocks(blocks).space
+    space = ParameterSpace({name: plain.shapes[name] for name in names}, DOUBLE)
+    place = torch.arange(plain.dim)
+    order = torch.cat([place[plain.slice(name)] for name in names])
+    return Blocks(blocks, space), dense[order][:, order]
+
+
+def diagonal_axis(axis: int, groups: bool) -> tuple[StructuredLinearOperator, Tensor]:
+    diagonals = (Diag(positive(2)), Diag(positive(2, seed=1)))
+    dense = (GA, definite(5, 3, seed=1)) if groups else (B, B2)
+    pairs = [pair[:: 1 - 2 * axis] for pair in zip(diagonals, dense, strict=True)]
+
+    def matrix(pair: tuple) -> Tensor:
+        factors = [x if isinstance(x, Tensor) else x.diagonal().diag() for x in pair]
+        return kron(*[x.expand(5, *x.shape[-2:]) if groups else x for x in factors])
+
+    return SumOfKroneckersLinearOperator([Kron(*p) for p in pairs]), sum(map(matrix, pairs))
+
+
+def tied() -> tuple[StructuredLinearOperator, Tensor]:
+    terms = [Kron(Diag(b), A), Kron(B, A2)]
+    return SumOfKroneckersLinearOperator(terms), kron(b.diag(), A) + kron(B, A2)
+
+
+PLAIN = ParameterSpace.flat(3, DOUBLE, CPU)
+ALL = {
+    "matrix": lambda: (Kron(A), A),
+    "two factors": lambda: (Kron(B, A), kron(B, A)),
+    "three factors": lambda: (Kron(B, C, A), kron(B, C, A)),
+    "factors of size one": lambda: (Kron(definite(1), B, definite(1)), 0.25 * B),
+    "groups": lambda: (Kron(GB, GA), kron(GB, GA)),
+    "depthwise": lambda: (Kron(definite(5, 1), GA), kron(definite(5, 1), GA)),
+    "shared factor": lambda: (Kron(C, GA), kron(C.expand(5, 2, 2), GA)),
+    "diagonal factor": lambda: (Kron(B, Diag(a)), kron(B, a.diag())),
+    "diagonal factors": lambda: (Kron(Diag(b), Diag(a)), kron(b.diag(), a.diag())),
+    "identity factor": lambda: (Kron(IdentityLinearOperator(3), A), kron(eye(3), A)),
+    "scaled identity factor": lambda: (Kron(3 * IdentityLinearOperator(3), A), kron(3 * eye(3), A)),
+    "nested": lambda: (Kron(Kron(B, C), A), kron(B, C, A)),
+    "negative factors": lambda: (Kron(-B, -A), kron(B, A)),
+    "diagonal": lambda: (Diag(a), a.diag()),
+    "identity": lambda: (IdentityLinearOperator(PLAIN), eye(3)),
+    "multiple of the identity": lambda: (0.3 * IdentityLinearOperator(PLAIN), 0.3 * eye(3)),
+    "decomposed": lambda: (EighDecomposedLinearOperator(*torch.linalg.eigh(A)), A),
+    "corrected": lambda: (
+        EighDecomposedLinearOperator(
+            positive(12), Kron(*(torch.linalg.eigh(factor)[1] for factor in (B, A)))
+        ),
+        (Q := kron(*(torch.linalg.eigh(f)[1] for f in (B, A)))) * positive(12) @ Q.T,
+    ),
+    "blocks": lambda: (Blocks([Kron(B, A), Diag(b)]), torch.block_diag(kron(B, A), b.diag())),
+    "weight and bias": weight_and_bias,
+    "transposed groups": transposed_groups,
+    "embedding": embedding,
+    "network": network,
+    "sum": lambda: (
+        SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)]),
+        kron(B, A) + kron(B2, A2),
+    ),
+    "sum with groups": lambda: (
+        SumOfKroneckersLinearOperator([Kron(GB, GA), Kron(definite(5, 2, seed=1), GA)]),
+        kron(GB, GA) + kron(definite(5, 2, seed=1), GA),
+    ),
+    "tied": tied,
+    "first axis diagonal": lambda: diagonal_axis(0, False),
+    "second axis diagonal": lambda: diagonal_axis(1, False),
+    "first axis diagonal, groups": lambda: diagonal_axis(0, True),
+    "second axis diagonal, groups": lambda: diagonal_axis(1, True),
+}
+CHANGES = {
+    "itself": lambda op, M: (op, M),
+    "damped": lambda op, M: (op + 0.3 * IdentityLinearOperator(op.space), M + 0.3 * eye(len(M))),
+    "damped twice": lambda op, M: (
+        0.1 * IdentityLinearOperator(op.space) + op + 0.1 * IdentityLinearOperator(op.space),
+        M + 0.2 * eye(len(M)),
+    ),
+    "scaled": lambda op, M: (2.5 * op, 2.5 * M),
+    "divided": lambda op, M: (op / 2, M / 2),
+    "scaled after damping": lambda op, M: (
+        2 * (op + 0.3 * IdentityLinearOperator(op.space)),
+        2 * M + 0.6 * eye(len(M)),
+    ),
+    "inverse": lambda op, M: (op.inverse(), M.inverse()),
+    "damped inverse": lambda op, M: (op.inverse(0.2), (M + 0.2 * eye(len(M))).inverse()),
+    "square": lambda op, M: (op**2, M @ M),
+    "power zero": lambda op, M: (op**0, eye(len(M))),
+    "eigendecomposition": lambda op, M: (op.eigh(), M),
+    "decomposition, damped": lambda op, M: (
+        op.eigh() + 0.1 * IdentityLinearOperator(op.space),
+        M + 0.1 * eye(len(M)),
+    ),
+    "float32": lambda op, M: (op._to(CPU, torch.float32), M),
+    "pickled": lambda op, M: (pickle.loads(pickle.dumps(op)), M),
+    "copied": lambda op, M: (copy.deepcopy(op), M),
+}
+
+
+def root(M: Tensor, exponent: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(M)
+    return vectors * values**exponent @ vectors.T
+
+
+QUANTITIES = {
+    "product": (lambda op: op @ eye(op.shape[0]), lambda M: M),
+    "one column": (lambda op: op @ randn(op.shape[0]), lambda M: M @ randn(len(M))),
+    "adjoint product": (lambda op: randn(2, op.shape[0]) @ op, lambda M: randn(2, len(M)) @ M),
+    "dense": (lambda op: op.to_dense(), lambda M: M),
+    "trace": (lambda op: op.trace(), lambda M: M.trace()),
+    "det": (lambda op: op.det(), torch.det),
+    "logdet": (lambda op: op.logdet(), torch.logdet),
+    "norm": (lambda op: op.frobenius_norm(), lambda M: M.norm()),
+    "diagonal": (lambda op: op.diagonal(), lambda M: M.diag()),
+    "eigenvalues": (
+        lambda op: op.eigh().eigenvalues.sort().values,
+        lambda M: torch.linalg.eigvalsh(M),
+    ),
+    "eigh": (lambda op: op.eigh().to_dense(), lambda M: M),
+    "diagonal of eigh": (lambda op: op.eigh().diagonal(), lambda M: M.diag()),
+    "inverse": (lambda op: op.inverse().to_dense(), lambda M: M.inverse()),
+    "damped": (lambda op: op.inverse(0.1).to_dense(), lambda M: (M + 0.1 * eye(len(M))).inverse()),
+    "power -1": (lambda op: (op**-1).to_dense(), lambda M: M.inverse()),
+    "power 0.5": (lambda op: (op**0.5).to_dense(), lambda M: root(M, 0.5)),
+    "power -0.3": (lambda op: op.power(-0.3).to_dense(), lambda M: root(M, -0.3)),
+    "power 3": (lambda op: (op**3).to_dense(), lambda M: M @ M @ M),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ALL)
+def test_everything(name: str, change: str):
+    """Every quantity of every operator, also of those made from it."""
+    operator, matrix = CHANGES[change](*ALL[name]())
+    assert isinstance(operator, StructuredLinearOperator) and operator.self_adjoint
+    single = operator.torch_dtype == torch.float32
+    for label, (quantity, expected) in QUANTITIES.items():
+        found = quantity(operator)
+        assert found.dtype == operator.torch_dtype
+        torch.testing.assert_close(
+            found.double(),
+            expected(matrix),
+            rtol=1e-3 if single else 1e-8,
+            atol=1e-4 if single else 1e-10,
+            msg=lambda text, label=label: f"{label}: {text}",
+        )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_is_changed(name: str):
+    operator, matrix = ALL[name]()
+    operator.eigh()
+    for change in CHANGES.values():
+        for quantity, _ in QUANTITIES.values():
+            quantity(change(operator, matrix)[0])
+    torch.testing.assert_close(operator.to_dense(), matrix)
+    torch.testing.assert_close(operator.eigh().to_dense(), matrix)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_samples_have_the_covariance(name: str):
+    operator, matrix = ALL[name]()
+    draws, generator = 20_000, torch.Generator().manual_seed(0)
+    x = operator.sample(generator, draws)
+    assert x.shape == (len(matrix), draws)
+    variances = matrix.diag().outer(matrix.diag()) + matrix**2
+    error = (x @ x.T / draws - matrix) / (variances / draws).sqrt()
+    assert error.abs().max() < 5
+    torch.testing.assert_close(
+        operator.sample(torch.Generator().manual_seed(3)),
+        operator.sample(torch.Generator().manual_seed(3), 1)[:, 0],
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_scipy(name: str):
+    operator, matrix = ALL[name]()
+    rhs = randn(len(matrix)).numpy()
+    x, info = sla.cg(operator, rhs, rtol=1e-10, M=operator.inverse(0.1))
+    assert info == 0
+    np.testing.assert_allclose(matrix.numpy() @ x, rhs, atol=1e-7)
+    if len(matrix) > 2:
+        top = sla.eigsh(operator, k=1, return_eigenvectors=False, v0=rhs)
+        np.testing.assert_allclose(top, torch.linalg.eigvalsh(matrix)[-1:].numpy(), rtol=1e-8)
+
+
+# --- algebra
+
+
+def two(name: str) -> tuple[StructuredLinearOperator, Tensor, StructuredLinearOperator, Tensor]:
+    operator, matrix = ALL[name]()
+    return operator, matrix, 3 * operator, 3 * matrix
+
+
+SUMS_OF_KRONECKERS = {n for n in ALL if "sum" in n or "tied" in n or "axis" in n}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - SUMS_OF_KRONECKERS))
+def test_products_of_equal_structure(name: str):
+    first, M, second, N = two(name)
+    assert isinstance(first @ second, StructuredLinearOperator)
+    torch.testing.assert_close((first @ second).to_dense(), M @ N)
+
+
+SUMS = ["matrix", "diagonal", "identity", "sum", "tied", "second axis diagonal, groups"]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_equal_structure(name: str):
+    first, M, second, N = two(name)
+    assert isinstance(first - second, StructuredLinearOperator)
+    torch.testing.assert_close((first - second).to_dense(), M - N)
+
+
+def test_sums_of_blocks():
+    first = Blocks({"a": Kron(A), "b": Diag(b)})
+    second = Blocks({"a": Kron(A2), "b": 2 * IdentityLinearOperator(3)})
+    total = first + second
+    assert isinstance(total, Blocks) and list(total.blocks) == ["a", "b"]
+    torch.testing.assert_close(total.to_dense(), first.to_dense() + second.to_dense())
+    assert not isinstance(first + Blocks([Diag(b), Kron(A)]), StructuredLinearOperator)
+
+
+@pytest.mark.parametrize("groups", [(), (5,)])
+def test_products_that_are_not_symmetric(groups: tuple[int, ...]):
+    factors = [randn(*groups, 3, 2), randn(*groups, 4, 3), randn(*groups, 1, 2)]
+    operator, matrix = Kron(*factors), kron(*factors)
+    assert not operator.self_adjoint and operator.shape == tuple(matrix.shape)
+    torch.testing.assert_close(operator.to_dense(), matrix)
+    torch.testing.assert_close(operator.T.to_dense(), matrix.T)
+    torch.testing.assert_close(operator.T @ randn(len(matrix), 2), matrix.T @ randn(len(matrix), 2))
+    torch.testing.assert_close(operator.frobenius_norm(), matrix.norm())
+    gram = operator.T @ operator
+    assert isinstance(gram, Kron) and gram.self_adjoint
+    torch.testing.assert_close(
+        (gram + IdentityLinearOperator(gram.space)).inverse().to_dense(),
+        (matrix.T @ matrix + eye(matrix.shape[1])).inverse(),
+    )
+    square = Kron(randn(*groups, 3, 3), randn(*groups, 2, 2))
+    dense = square.to_dense()
+    torch.testing.assert_close(square.det(), dense.det())
+    torch.testing.assert_close(square.trace(), dense.trace())
+    torch.testing.assert_close((square**3).to_dense(), dense @ dense @ dense)
+    torch.testing.assert_close((square**0) @ eye(len(dense)), eye(len(dense)))
+    damped = square + 0.1 * IdentityLinearOperator(square.space)
+    assert isinstance(damped, ShiftedLinearOperator)
+    torch.testing.assert_close(damped.T.to_dense(), dense.T + 0.1 * eye(len(dense)))
+    torch.testing.assert_close(damped.frobenius_norm(), damped.to_dense().norm())
+    torch.testing.assert_close((Blocks([square]).T).to_dense(), dense.T)
+
+
+class Generic(TorchLinearOperator):
+    """A matrix without structure."""
+
+    def __init__(self, matrix: Tensor, space: ParameterSpace):
+        self.matrix = matrix
+        super().__init__(space, self_adjoint=True)
+
+    def _apply(self, columns):
+        return self.domain.split(self.domain.join(columns) @ self.matrix.T)
+
+
+def test_generic_operands():
+    operator, matrix = network()
+    N = definite(len(matrix))
+    generic, foreign = Generic(N, operator.space), sla.aslinearoperator(N.numpy())
+    torch.testing.assert_close((operator + generic) @ eye(len(N)), matrix + N)
+    torch.testing.assert_close((generic + operator) @ eye(len(N)), matrix + N)
+    torch.testing.assert_close((operator @ generic) @ eye(len(N)), matrix @ N)
+    torch.testing.assert_close((generic @ operator) @ eye(len(N)), N @ matrix)
+    np.testing.assert_allclose((operator + foreign) @ np.eye(len(N)), (matrix + N).numpy())
+    np.testing.assert_allclose((foreign @ operator) @ np.eye(len(N)), (N @ matrix).numpy())
+    x = {name: randn(*shape) for name, shape in operator.space.shapes.items()}
+    flat = torch.cat([value.flatten() for value in x.values()])
+    y = operator @ x
+    torch.testing.assert_close(torch.cat([v.flatten() for v in y.values()]), matrix @ flat)
+
+
+def test_dtypes_are_promoted():
+    single = Kron(B.float(), A.float())
+    assert single.torch_dtype == single.inverse(0.1).torch_dtype == torch.float32
+    assert (single + IdentityLinearOperator(12)).torch_dtype == torch.float32
+    assert (single @ Kron(B, A)).torch_dtype == Kron(B.float(), A).torch_dtype == DOUBLE
+    assert Kron(B.bfloat16()).torch_dtype == torch.float32
+    assert Blocks([single, Diag(a)]).torch_dtype == DOUBLE
+
+
+def test_device():
+    operator, _ = network()
+    assert operator.to_device("cpu") is operator
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+def test_everything_on_a_gpu(name: str):
+    operator, matrix = ALL[name]()
+    operator = operator.to_device("cuda")
+    for quantity, expected in QUANTITIES.values():
+        found = quantity(operator)
+        assert found.device.type == "cuda"
+        torch.testing.assert_close(found.cpu(), expected(matrix), rtol=1e-8, atol=1e-9)
+    assert operator.sample(torch.Generator("cuda"), 2).shape == (len(matrix), 2)
+
+
+# --- decompositions
+
+
+def test_decompositions_are_computed_once(monkeypatch):
+    sizes, original = [], torch.linalg.eigh
+
+    def counted(matrix: Tensor):
+        sizes.append(tuple(matrix.shape))
+        return original(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    kfac = Blocks([Kron(B, A), Kron(B2, A2), Kron(B, A)])
+    kfac.inverse(0.1)
+    assert sorted(sizes) == [(3, 3, 3), (3, 4, 4)]
+    for damping in (0.2, 0.3):
+        kfac.inverse(damping), (kfac**0.5), kfac.sample(), kfac.eigh().inverse(damping)
+    assert len(sizes) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_batched_eigendecompositions(dtype: torch.dtype):
+    matrices = [A, B, A2, GA, torch.zeros(3, 3), definite(1), A[:0, :0], 1e-30 * B, 1e30 * B]
+    matrices = [matrix.to(dtype) for matrix in matrices]
+    for matrix, (values, vectors) in zip(matrices, eigh_batched(matrices), strict=True):
+        assert values.dtype == vectors.dtype == dtype and vectors.shape == matrix.shape
+        rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
+        scale = float(matrix.abs().max()) if matrix.numel() else 1.0
+        torch.testing.assert_close(
+            rebuilt, matrix, rtol=0, atol=1e2 * torch.finfo(dtype).eps * scale
+        )
+
+
+def test_eigendecompositions_are_rescued(monkeypatch):
+    original = torch.linalg.eigh
+
+    def wrong(matrix: Tensor):
+        values, vectors = original(matrix)
+        if matrix.dtype == torch.float32:
+            vectors[0, :, 0] *= 1.01
+        return values, vectors
+
+    def fails(matrix: Tensor):
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return original(matrix)
+
+    for broken in (wrong, fails):
+        monkeypatch.setattr(torch.linalg, "eigh", broken)
+        [(values, vectors)] = eigh_batched([GA.float()])
+        rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
+        torch.testing.assert_close(rebuilt, GA.float(), rtol=0, atol=1e-6)
+
+    def hopeless(matrix: Tensor):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", hopeless)
+    with pytest.raises(RuntimeError, match="'conv'.*did not converge"):
+        Blocks({"conv": Kron(B, A)}).eigh()
+
+
+def ill_conditioned() -> Tensor:
+    """Return a float32 matrix of which no float32 Cholesky decomposition is accurate."""
+    vectors, _ = torch.linalg.qr(randn(30, 30))
+    return (vectors * torch.logspace(-7, 0, 30, dtype=DOUBLE) @ vectors.T).float()
+
+
+def test_inverse_is_retried_in_float64():
+    matrix = ill_conditioned()
+    matrix = (matrix + matrix.T) / 2
+    expected = torch.linalg.inv(matrix.double())
+    found, once = (Kron(matrix).inverse(0.0, retry).to_dense() for retry in (True, False))
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < 1e-5
+    assert (once - expected).norm() / expected.norm() > 1e-3
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_indefinite_inverse(damping: float):
+    matrix = definite(4) - 0.7 * eye(4)
+    operator = Kron(matrix, -B)
+    expected = (kron(matrix, -B) + damping * eye(12)).inverse()
+    torch.testing.assert_close(operator.inverse(damping).to_dense(), expected)
+
+
+def test_singular():
+    singular = torch.zeros(3, 3, dtype=DOUBLE)
+    singular[:2, :2] = C
+    operator = Kron(singular, A)
+    assert operator.logdet() == -torch.inf and operator.det() == 0
+    dense = operator.to_dense()
+    torch.testing.assert_close(operator.inverse(0.1).to_dense(), (dense + 0.1 * eye(12)).inverse())
+    torch.testing.assert_close((operator**0.5).to_dense() @ (operator**0.5).to_dense(), dense)
+    assert operator.sample().isfinite().all()
+
+
+# --- edges
+
+
+EMPTY = {
+    "matrix": lambda: Kron(A[:0, :0]),
+    "factor": lambda: Kron(B, A[:0, :0]),
+    "groups": lambda: Kron(GA[:0]),
+    "diagonal": lambda: Diag(a[:0]),
+    "identity": lambda: IdentityLinearOperator(0),
+    "blocks": lambda: Blocks([Kron(A[:0, :0]), Diag(a[:0])]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty(name: str):
+    operator = EMPTY[name]()
+    for changed in (operator, operator.inverse(), operator.inverse(0.1), operator**0.5):
+        assert changed.shape == (0, 0) and changed.to_dense().shape == (0, 0)
+        assert changed.trace() == 0 and changed.logdet() == 0 and changed.det() == 1
+        assert changed.diagonal().shape == changed.eigh().eigenvalues.shape == (0,)
+        assert changed.frobenius_norm() == 0 and changed.sample().shape == (0,)
+    assert (operator @ torch.zeros(0, 2)).shape == (0, 2)
+
+
+def test_blocks():
+    operator, _ = network()
+    assert len(operator) == 4 and list(operator.blocks) == ["linear", "conv", "embedding", "norm"]
+    assert [block.shape[0] for block in operator] == [15, 24, 12, 2]
+    one, _ = weight_and_bias()
+    assert Blocks([one, one]).space.is_flat  # a name twice
+    assert Blocks([one, Diag(a)]).space.is_flat
+
+
+def test_arrangements_are_inverse_and_comparable():
+    shapes = {"w": (6, 4), "b": (6,)}
+    first, second = (
+        JoinedMatrices(shapes, 2, {"w": (2, 3, 4), "b": (2, 3)}, {"w": (0, 1, 2)}) for _ in "ab"
+    )
+    columns = {name: randn(2, *shape) for name, shape in shapes.items()}
+    flat = first.gather(columns)
+    assert first == second and first != JoinedMatrices(shapes, 1)
+    torch.testing.assert_close(flat.reshape(2, 2, 3, 5)[..., 4].flatten(1), columns["b"])
+    for name, value in second.scatter(flat).items():
+        torch.testing.assert_close(value, columns[name])
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    groups=st.integers(0, 3),
+    columns=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shapes(sizes: list[tuple[int, int]], groups: int, columns: int):
+    lead = (groups,) if groups else ()
+    factors = [randn(*lead, n, m, seed=i) for i, (n, m) in enumerate(sizes)]
+    matrix, operator = kron(*factors), Kron(*factors)
+    X, Y = randn(matrix.shape[1], columns), randn(matrix.shape[0], columns)
+    torch.testing.assert_close(operator @ X, matrix @ X)
+    torch.testing.assert_close(operator.T @ Y, matrix.T @ Y)
+    torch.testing.assert_close(operator.frobenius_norm(), matrix.norm())
+    symmetric = Kron(*(factor @ factor.mT for factor in factors))
+    dense = symmetric.to_dense()
+    torch.testing.assert_close(symmetric.diagonal(), dense.diag())
+    torch.testing.assert_close(
+        symmetric.inverse(0.5).to_dense(), (dense + 0.5 * eye(len(dense))).inverse()
+    )
+
+
+# --- errors
+
+
+NEGATIVE = Kron(definite(3) - eye(3), A)
+
+
+@pytest.mark.parametrize(
+    "expression, error, match",
+    [
+        (lambda: Kron(), ValueError, "at least one factor"),
+        (lambda: Kron(A, np.eye(2)), TypeError, "Factor 1 .* must be a tensor, got a ndarray"),
+        (lambda: Kron(A.long()), TypeError, "Factor 0 .* floating-point dtype"),
+        (lambda: Kron(a), ValueError, r"Factor 0 .* 2 or 3 axes, got shape \[4\]"),
+        (lambda: Kron(A, B / 0), ValueError, "Factor 1 .* NaN or infinite"),
+        (lambda: Kron(GA, GA[:2]), ValueError, r"different numbers of groups: \[5, 2\]"),
+        (lambda: Kron(A, Kron(GA)), ValueError, "Factor 1 .* has groups"),
+        (lambda: Kron(A, Kron(B).eigh()), TypeError, r"EighDecomposed.*to_dense\(\)"),
+        (lambda: Kron(randn(2, 3)).trace(), ValueError, "needs square factors"),
+        (lambda: Kron(randn(2, 3)).diagonal(), ValueError, "needs square factors"),
+        (lambda: Kron(randn(2, 3)).det(), ValueError, "needs square factors"),
+        (lambda: Kron(randn(3, 3)).eigh(), ValueError, "needs a symmetric operator"),
+        (lambda: Kron(randn(3, 3)).inverse(), ValueError, "needs a symmetric operator"),
+        (lambda: Kron(randn(3, 3)) ** -1, ValueError, "needs a symmetric operator"),
+        (lambda: Kron(randn(3, 3)).sample(), ValueError, "needs a symmetric operator"),
+        (lambda: Kron(randn(2, 3)) ** 2, ValueError, "cannot be multiplied"),
+        (lambda: Kron(A).inverse(float("nan")), ValueError, "damping must be a finite"),
+        (lambda: Kron(A) ** "2", ValueError, "exponent must be a real number"),
+        (lambda: Kron(A) ** float("inf"), ValueError, "exponent must be finite"),
+        (lambda: Kron(B, 0 * A).inverse(), ValueError, "Factor 1 .* singular.*damping"),
+        (lambda: Kron(B, 0 * A) ** -0.5, ValueError, "Factor 1 .* singular.*damping"),
+        (lambda: Kron(B, Diag(0 * a)).inverse(), ValueError, "Factor 1 .* singular.*damping"),
+        (lambda: Diag(0 * a).inverse(), ValueError, "singular.*damping"),
+        (lambda: (0 * IdentityLinearOperator(3)).inverse(), ValueError, "singular.*damping"),
+        (lambda: NEGATIVE**0.5, ValueError, "not positive semidefinite.*lowest eigenvalue"),
+        (lambda: NEGATIVE.sample(), ValueError, "not positive semidefinite"),
+        (lambda: Diag(-a[:3]).logdet(), ValueError, "determinant is negative"),
+        (lambda: Diag(A), ValueError, "diagonal must have 1 axes"),
+        (lambda: Diag(a, PLAIN), ValueError, "4 entries, the space dimension 3"),
+        (lambda: EighDecomposedLinearOperator(a, B), ValueError, r"shape \[4, 4\], got \[3, 3\]"),
+        (lambda: EighDecomposedLinearOperator(a, randn(4, 3)), ValueError, "must be square"),
+        (lambda: EighDecomposedLinearOperator(a, np.eye(4)), TypeError, "must be a tensor"),
+        (lambda: IdentityLinearOperator(3.0), TypeError, "integer"),
+        (lambda: Kron(A).eigh().eigenvectors.T.inverse(), ValueError, "symmetric"),
+        (lambda: Blocks([]), ValueError, "at least one block"),
+        (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),
+        (lambda: Blocks({"x": Kron(randn(2, 3))}), ValueError, "'x' is not square"),
+        (lambda: Blocks([Diag(a)], PLAIN), ValueError, "not the parameters of the space"),
+        (
+            lambda: Blocks({"head": Kron(A), "body": Kron(B, 0 * A)}).inverse(),
+            ValueError,
+            "Block 'body': Factor 1 .* singular",
+        ),
+        (lambda: JoinedMatrices({"w": (2, 3), "b": (3,)}, 1), ValueError, "share no 1 leading"),
+        (lambda: RearrangedLinearOperator(Diag(a), PLAIN, None), ValueError, "3 parameters"),
+        (lambda: SumOfKroneckersLinearOperator([]), ValueError, "at least one term"),
+        (
+            lambda: SumOfKroneckersLinearOperator([Kron(A, B), Kron(B, A)]),
+            ValueError,
+            "equal sizes",
+        ),
+        (
+            lambda: SumOfKroneckersLinearOperator([Kron(GA, GA), Kron(B, B)]),
+            ValueError,
+            "numbers of groups",
+        ),
+        (
+            lambda: SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)], 11).inverse(0.1),
+            ValueError,
+            "max_dense_dim=11.*diagonal in all terms.*iteratively",
+        ),
+        (lambda: eigh_batched([A, A / 0], ["one", "two"]), ValueError, "two contains NaN"),
+        (lambda: Kron(A) + Diag(b), ValueError, "cannot be added"),
+        (lambda: Kron(A) @ Diag(b), ValueError, "cannot be multiplied"),
+        (lambda: Kron(A) @ (b,), ValueError, "list of 1 tensors"),
+    ],
+)
+def test_errors(expression, error, match):
+    with pytest.raises(error, match=match):
+        expression()
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ((B, A), (B2, A2)),
+        ((GB, GA), (definite(5, 2, seed=1), definite(5, 3, seed=1))),
+        ((Diag(b), A), (Diag(positive(3, seed=1)), A2)),
+        ((Diag(b), A), (B, A2)),
+        ((B, Diag(a)), (B2, A2)),
+        ((B, A), (Diag(b), A2)),
+    ],
+    ids=["dense", "groups", "diagonal", "diagonal-dense", "dense-diagonal", "second"],
+)
+def test_sums_too_large_to_be_written(first, second):
+    operator = SumOfKroneckersLinearOperator([Kron(*first), Kron(*second)], max_dense_dim=1)
+    dense = operator.to_dense()
+    inverse, expected = operator.inverse(), torch.linalg.inv(dense)
+    torch.testing.assert_close(inverse.to_dense(), expected)
+    torch.testing.assert_close(inverse.diagonal(), expected.diagonal())
+    torch.testing.assert_close(inverse.trace(), expected.trace())
+    torch.testing.assert_close(inverse.frobenius_norm(), expected.norm())
+    torch.testing.assert_close((2 * inverse).inverse().to_dense(), dense / 2)
+    torch.testing.assert_close(operator.logdet(), torch.logdet(dense))
+    torch.testing.assert_close(inverse.logdet(), -torch.logdet(dense))
+    draws = inverse.sample(torch.Generator().manual_seed(0), 20_000)
+    error = (draws @ draws.T / 20_000 - expected).norm() / expected.norm()
+    assert error < 5 * (len(dense) / 20_000) ** 0.5
