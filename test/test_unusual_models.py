@@ -1,14 +1,17 @@
 """Gradients of single samples of models that use their parameters in unusual ways."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_layers import check, sequences
+from test_layers import check, loop, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
+
+from curvlinops import PerSampleGradientLinearOperator
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
 
@@ -316,3 +319,35 @@ def test_sample_by_sample(name: str):
     shape = (4, 4) if name == "spectrum" else (4, 2)
     function = FALLBACKS[name]
     check(Model(function, a=nn.Linear(4, 2), w=weight(*shape)), vectors(), covered=False)
+
+
+def _key_bias(s: Model, x: Tensor) -> Tensor:
+    return (s.q(x) @ s.k(x).mT).softmax(-1) @ x
+
+
+def _bias_before_norm(s: Model, x: Tensor) -> Tensor:
+    return F.layer_norm(s.q(x) + s.k.bias.sum(), (4,))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("kind", ["key bias", "bias before norm", "attention"])
+def test_low_precision(kind: str, dtype: torch.dtype, tolerance: float):
+    """Gradients that add up to zero, and rows in an unusual order, are known as such."""
+    torch.manual_seed(0)
+    if kind == "attention":
+        net = Model(
+            lambda s, x: s.layer(x, x, x)[0], layer=nn.MultiheadAttention(4, 2, batch_first=True)
+        )
+    else:
+        function = _key_bias if kind == "key bias" else _bias_before_norm
+        net = Model(function, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    net.to(dtype)
+    exact = copy.deepcopy(net).double()
+    inputs = [x.to(dtype) for x in (torch.randn(3, 5, 4), torch.randn(2, 5, 4))]
+    data = [(x, torch.randn(len(x), 20).to(dtype)) for x in inputs]
+    loss = nn.MSELoss(reduction="sum")
+    operator = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data)
+    double = [(x.double(), y.double()) for x, y in data]
+    rows = loop(exact, list(exact.parameters()), double, loss)
+    assert float((operator.dense() - rows).norm()) <= tolerance * float(rows.norm())
+    assert not operator.fallbacks

@@ -28,7 +28,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    Norms, inner products and moments do not form the matrix where the layers are known. For other
+    Norms, inner products and moments do not form the matrix where the layers are known. A loss that
+    differentiates the output, or uses the parameters, is evaluated sample by sample. For other
     arguments and errors see ``DataLinearOperator``; there are no blocks.
 
     Args:
