@@ -81,6 +81,10 @@ def test_heuristic_damping(joint: bool):
     index = _joint_index(operator, "2") if joint else index
     expected = damped(A, B, pi * sqrt(0.01), sqrt(0.01) / pi)
     assert error(inverse[index][:, index], expected) <= 1e-10
+    if not joint:  # the bias has the same B
+        bias = operator.space.slice("2.bias")
+        expected = torch.linalg.inv(B + sqrt(0.01) / pi * torch.eye(len(B), dtype=B.dtype))
+        assert error(inverse[bias, bias], expected) <= 1e-10
     least = matrix(operator.inverse(1e-6, use_heuristic_damping=True, min_damping=0.5))
     assert error(least[index][:, index], damped(A, B, 0.5, 0.5)) <= 1e-10
 
