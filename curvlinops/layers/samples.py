@@ -264,7 +264,7 @@ def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = 
                 form.write(part, out[part, space.slice(names[0])])
                 continue
             for name, rows in split(names, form.rows(part)[0], space).items():
-                out[part, space.slice(name)] = rows.reshape(len(rows), -1).to(space.dtype)
+                out[part, space.slice(name)] = rows.reshape(out[part, space.slice(name)].shape)
     return out
 
 

@@ -1,6 +1,7 @@
 """Gradients of single samples."""
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             )
         ones = (1,) * (output.ndim - 1)
         return (
-            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], -1).sum(-1),
+            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], prod(z.shape[2:])).sum(-1),
             lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
         )
 
