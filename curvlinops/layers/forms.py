@@ -59,11 +59,13 @@ class Form(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
-        return torch.cat([_flat(self.rows(part)).square().sum(-1) for part in self.parts()], dim=1)
+        # unlike squares and their sum, norms need no memory
+        norms = (torch.linalg.vector_norm(_flat(self.rows(part)), dim=2) for part in self.parts())
+        return torch.cat(list(norms), dim=1).square()
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
-        return sum(self.rows(part).square().sum((0, 1)) for part in self.parts())
+        return sum(sum_of_squares(self.rows(part)).sum(0) for part in self.parts())
 
     def inner(self, other: "Form") -> Tensor:
         """Return all inner products with the gradients of another form, ``[V, N, W, M]``."""
@@ -222,6 +224,14 @@ class Within(Form):
     def select(self, samples: Tensor) -> "Within":
         """Return the gradients of some samples only."""
         return Within(self.form.select(samples), self.place, self.shape)
+
+
+def sum_of_squares(vectors: Tensor) -> Tensor:
+    """Return the sum of squares along the first axis, without memory for the squares."""
+    total = vectors.new_zeros(vectors.shape[1:])
+    for vector in vectors:
+        total.addcmul_(vector, vector)
+    return total
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Form, Total
+from curvlinops.layers.forms import Form, Total, sum_of_squares
 
 
 class Inputs(Protocol):
@@ -139,8 +139,9 @@ class Outer(Form):
         positions, groups, inputs = self.x.shape[1:]
         outputs = self.g.shape[-1]
         if positions == 1:
-            x = self.x[:][:, 0].square().sum(-1)
-            return (self.g[:, :, 0].square().sum(-1) * x).sum(-1)
+            # unlike squares and their sum, norms need no memory
+            x, g = (torch.linalg.vector_norm(z, dim=-1) for z in (self.x[:][:, 0], self.g[:, :, 0]))
+            return (g * x).square().sum(-1)
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
             return super().squared_norms()
         norms = []
@@ -154,7 +155,7 @@ class Outer(Form):
         """Return the sum of squares, as one matrix product if there is one position."""
         if self.x.shape[1] != 1:
             return super().sum_of_squares()
-        g = self.g[:, :, 0].square().sum(0)
+        g = sum_of_squares(self.g[:, :, 0])
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self._arranged(squares[None, None])[0, 0]
 

@@ -176,7 +176,7 @@ def broadcast(
         return g if lead else g.unsqueeze(1)
 
     def form(g: Tensor, sort: Sort) -> Form:
-        total = g.sum(2)
+        total = g.squeeze(2) if g.shape[2] == 1 else g.sum(2)
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
     return Use(tuple(output[axis] for axis in lead) or (1,), split, form)
