@@ -160,9 +160,7 @@ step_on(10)
 products = {}
 for tol, confirm in [(1e-3, True), (1e-2, False)]:
     for name, vector in [("cold", None), ("warm", v0)]:
-        found = eigsh(
-            H, k=num_eigenvalues, which="LA", tol=tol, v0=vector, confirm=confirm, seed=0
-        )
+        found = eigsh(H, k=num_eigenvalues, which="LA", tol=tol, v0=vector, confirm=confirm, seed=0)
         products[name] = found.num_products
     print(f"tol={tol:.0e}, confirm={confirm}: products {products}")
     assert products["warm"] <= products["cold"]
