@@ -95,8 +95,8 @@ assert small["trace"][-1] < 0.8 * large["trace"][-1]
 # ------
 #
 # With batches of 256 and the larger step size the largest eigenvalue grows until it comes close to
-# :math:`2 / \eta`; the smaller step size leaves it room to grow on. Small batches keep it far below,
-# at the same step size and about the same loss. The trace tells the same. Bands are standard
+# :math:`2 / \eta`; the smaller step size leaves it room to grow on. Small batches keep it far
+# below, at the same step size and about the same loss. The trace tells the same. Bands are standard
 # errors; the GGN has almost the same trace as the Hessian.
 
 steps = interval * torch.arange(len(large["loss"]))
