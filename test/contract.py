@@ -82,6 +82,18 @@ CASES = {
         takes_loss=False,
     ),
 }
+#: Kronecker-factored operators are a snapshot: they do not follow changes of the model, which most
+#: tests of `CASES` ask for, and have blocks of their own. Their numbers are tested in test_kfac.py
+#: and test_ekfac.py; only what they share with all operators is tested together.
+FACTORED = {
+    "kfac": Case(
+        curvlinops.KFACLinearOperator, None, needs_root=True, arguments=(("fallback", "dense"),)
+    ),
+    "ekfac": Case(
+        curvlinops.EKFACLinearOperator, None, needs_root=True, arguments=(("fallback", "dense"),)
+    ),
+}
+ALL = CASES | FACTORED
 EXACT = [name for name, case in CASES.items() if case.dense is not None]
 RANDOM = [name for name, case in CASES.items() if case.dense is None]
 

@@ -99,29 +99,29 @@ def lookup(index: Tensor, weight: Tensor) -> Tensor:
 def _conv(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     """Patches are the responses to one-hot filters."""
     weight, G = module.weight, module.groups
-    O, I = weight.shape[0] // G, weight[0].numel()
+    outs, ins = weight.shape[0] // G, weight[0].numel()
     filters = (
-        torch.eye(I, dtype=x.dtype).reshape(I, *weight.shape[1:]).repeat(G, *[1] * (x.ndim - 1))
+        torch.eye(ins, dtype=x.dtype).reshape(ins, *weight.shape[1:]).repeat(G, *[1] * (x.ndim - 1))
     )
-    patches = module._conv_forward(x.detach(), filters, None)  # [1, G * I, *]
+    patches = module._conv_forward(x.detach(), filters, None)  # [1, G * ins, *]
     return Use(
         weight,
-        torch.arange(weight.numel()).reshape(G, O, I),
-        patches.reshape(G, I, -1).permute(2, 0, 1),
+        torch.arange(weight.numel()).reshape(G, outs, ins),
+        patches.reshape(G, ins, -1).permute(2, 0, 1),
         out,
-        lambda g: g.reshape(G, O, -1).permute(2, 0, 1),
+        lambda g: g.reshape(G, outs, -1).permute(2, 0, 1),
         module.bias,
-        torch.arange(G * O),
-        lambda g: g.reshape(G * O, -1).T,
+        torch.arange(G * outs),
+        lambda g: g.reshape(G * outs, -1).T,
     )
 
 
 def _conv_transposed(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     """Positions are those of the input; each writes a patch of the output."""
     weight, G = module.weight, module.groups  # [in, out / G, *kernel]
-    I, per_group = weight.shape[0] // G, weight[0].numel()
+    ins, per_group = weight.shape[0] // G, weight[0].numel()
     C = weight.shape[1] * G
-    entries = torch.arange(weight.numel()).reshape(G, I, per_group).mT
+    entries = torch.arange(weight.numel()).reshape(G, ins, per_group).mT
 
     def rows(g: Tensor) -> Tensor:
         """The adjoint of writing patches, by differentiation: input `[G * patch]` at positions."""
@@ -138,7 +138,7 @@ def _conv_transposed(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     return Use(
         weight,
         entries,
-        x.detach().reshape(G, I, -1).permute(2, 0, 1),
+        x.detach().reshape(G, ins, -1).permute(2, 0, 1),
         out,
         rows,
         module.bias,
@@ -170,17 +170,17 @@ def _bilinear(module: nn.Bilinear, x: Tensor, other: Tensor, out: Tensor) -> Use
 def _rows(module: nn.Module, x: Tensor, out: Tensor, transposed: bool = False) -> Use:
     weight = module.weight
     index = torch.arange(weight.numel()).reshape(weight.shape)
-    O = weight.shape[1] if transposed else weight.shape[0]
+    outs = weight.shape[1] if transposed else weight.shape[0]
     index = index.T if transposed else index
     return Use(
         weight,
-        index.reshape(1, O, -1),
+        index.reshape(1, outs, -1),
         x.detach().reshape(-1, 1, x.shape[-1]),
         out,
-        lambda g: g.reshape(-1, 1, O),
+        lambda g: g.reshape(-1, 1, outs),
         module.bias,
-        torch.arange(O),
-        lambda g: g.reshape(-1, O),
+        torch.arange(outs),
+        lambda g: g.reshape(-1, outs),
     )
 
 
@@ -250,8 +250,8 @@ class Factors:
 
     def matrix(self, c: float, forward_only: bool) -> tuple[Tensor, Tensor]:
         """B and A, `[G, O, O]` and `[G, I, I]`."""
-        G, O, _ = self.entries.shape
-        B = torch.eye(O, dtype=self.A.dtype).repeat(G, 1, 1) if forward_only else c * self.B
+        G, outs, _ = self.entries.shape
+        B = torch.eye(outs, dtype=self.A.dtype).repeat(G, 1, 1) if forward_only else c * self.B
         return B, self.A / max(self.count, 1)
 
 
@@ -303,8 +303,8 @@ class _Sums:
         if weight is not None:
             entries, a = weight + use.entries, use.a
             if joint:
-                G, O, _ = entries.shape
-                last = (bias + use.bias_entries).reshape(G, O, 1)
+                G, outs, _ = entries.shape
+                last = (bias + use.bias_entries).reshape(G, outs, 1)
                 entries = torch.cat([entries, last], 2)
                 a = torch.cat([a, torch.ones_like(a[..., :1])], 2)
             rows = (

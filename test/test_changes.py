@@ -3,6 +3,7 @@
 import array
 import contextvars
 import functools
+import importlib
 import random
 import types
 import weakref
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops import GGNLinearOperator, HessianLinearOperator
+from curvlinops.core.references import references
 
 SCALE = 1.0
 SETTINGS = types.ModuleType("settings")
@@ -487,3 +489,27 @@ def test_batches_of_ones_own_kind():
     v = torch.ones(G.shape[1])
     # the bias is scaled as well
     torch.testing.assert_close(G @ v, 4 * (expected @ v))
+
+
+class Unready:
+    """Answers every question about its attributes with an error."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"{name} is not there yet")
+
+
+def test_objects_that_have_no_answer():
+    model = Net(lambda self: 1.0, device=Unready())
+    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    arguments = (model, nn.MSELoss(), list(model.parameters()), data)
+    assert _agree(GGNLinearOperator(*arguments), GGNLinearOperator, arguments)
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_packages_of_another_environment(folder: str, tmp_path, monkeypatch):
+    """Installed code is not followed, wherever it is installed."""
+    place = tmp_path / folder
+    place.mkdir()
+    (place / f"neighbor_{folder[:4]}.py").write_text("import json\ndef f():\n    return json\n")
+    monkeypatch.syspath_prepend(place)
+    assert not list(references(importlib.import_module(f"neighbor_{folder[:4]}").f))

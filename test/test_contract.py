@@ -9,7 +9,7 @@ import pytest
 import reference
 import scipy.sparse.linalg as sla
 import torch
-from contract import CASES, EXACT, RANDOM, dense, error, matrix, vectors
+from contract import ALL, CASES, EXACT, RANDOM, dense, error, matrix, vectors
 from torch import nn
 
 from curvlinops import IdentityLinearOperator
@@ -37,7 +37,7 @@ MODES = ["forward", "reverse"]
 
 def pairs(cases: list[str], names: list[str]) -> list[tuple[str, str]]:
     """Return all pairs for which the operator is defined."""
-    return [(c, name) for c in cases for name in names if not CASES[c].needs_root or name in MC]
+    return [(c, name) for c in cases for name in names if not ALL[c].needs_root or name in MC]
 
 
 @pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
@@ -65,10 +65,10 @@ def test_modes_agree(case: str, problem: str, mode: str):
     assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(CASES, CORE))
+@pytest.mark.parametrize("case, problem", pairs(ALL, CORE))
 def test_linear_and_adjoint(case: str, problem: str):
     p = problems.make(problem)
-    operator = CASES[case].build(p)
+    operator = ALL[case].build(p)
     V, U = vectors(operator, 2), vectors(operator, 2, rows=True)
     AV, AtU = operator @ V, operator.T @ U
     assert error(operator @ (V[:, 0] - 3 * V[:, 1]), AV[:, 0] - 3 * AV[:, 1]) <= p.tolerance
@@ -112,10 +112,10 @@ def test_blocks(case: str, problem: str):
     assert error(operator @ v, full @ v) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(CASES, CORE))
+@pytest.mark.parametrize("case, problem", pairs(ALL, CORE))
 def test_kinds_of_vectors(case: str, problem: str):
     p = problems.make(problem)
-    operator = CASES[case].build(p, check_deterministic=False)
+    operator = ALL[case].build(p, check_deterministic=False)
     V = vectors(operator, 2)
     AV = operator @ V
     found = operator @ V.numpy()
@@ -262,9 +262,9 @@ def test_scipy_solvers(problem: str, solver):
 
 
 @pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "transformer", "lstm"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_pickle(case: str, problem: str):
-    operator = CASES[case].build(problems.make(problem))
+    operator = ALL[case].build(problems.make(problem))
     v = vectors(operator)
     before = operator @ v
     copy = pickle.loads(pickle.dumps(operator))
@@ -282,25 +282,25 @@ def test_parameter_changes_are_seen(case: str):
     assert torch.equal(operator @ vectors(operator), fresh @ vectors(operator))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if CASES[c].square])
+@pytest.mark.parametrize("case", [c for c in ALL if ALL[c].square])
 def test_progress_names_operator_and_device(case: str, capsys):
     p = problems.make("mlp-ce-mean")
-    operator = CASES[case].build(p, progressbar=True)
+    operator = ALL[case].build(p, progressbar=True)
     operator @ vectors(operator)
     label = f"{type(operator).__name__}.product on cpu"
     assert label in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_called_without_grad(case: str):
     p = problems.make("cnn")
-    operator = CASES[case].build(p, cache="graph")
+    operator = ALL[case].build(p, cache="graph")
     v = vectors(operator)
     expected = operator @ v
     with torch.no_grad():
         assert torch.equal(operator @ v, expected)
     with torch.inference_mode():
-        assert torch.equal(CASES[case].build(p, cache="graph") @ v.clone(), expected)
+        assert torch.equal(ALL[case].build(p, cache="graph") @ v.clone(), expected)
     assert not expected.requires_grad
 
 
@@ -309,14 +309,14 @@ def test_state_dict_of_a_tied_model():
     names = dict(p.model.named_parameters(remove_duplicate=False))
     assert len(names) > len(p.params)
     state = {name: value.clone() for name, value in p.model.state_dict().items() if name in names}
-    operator = CASES["ggn"].build(replace(p, params=state))
+    operator = ALL["ggn"].build(replace(p, params=state))
     ordered = replace(p, params=[dict(p.model.named_parameters())[n] for n in operator.space.names])
-    assert error(matrix(operator), matrix(CASES["ggn"].build(ordered))) <= p.tolerance
+    assert error(matrix(operator), matrix(ALL["ggn"].build(ordered))) <= p.tolerance
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_to_device_keeps_the_numbers(case: str):
-    operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
+    operator = ALL[case].build(problems.make("mlp-ce-all-mean"))
     v = vectors(operator)
     expected = operator @ v
     assert torch.equal(operator.to_device("cpu") @ v, expected)

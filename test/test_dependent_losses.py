@@ -1,11 +1,18 @@
 """Losses that depend on the parameters not only through the output's values."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -75,16 +82,26 @@ def supervised() -> Data:
     return [(torch.randn(n, 2), torch.randn(n, 1)) for n in (4, 3)]
 
 
+def unused(u: Tensor, x: Tensor) -> Tensor:
+    """Squared gradient of u, by a call that takes constants for functions of x."""
+    options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+    (du,) = torch.autograd.grad((u + 0 * x[:, :1]).sum(), x, **options)
+    return (du.square().sum(1) + u[:, 0].square()).mean()
+
+
+KINDS: dict[str, tuple[Callable, Callable]] = {
+    "differential equation": (lambda model: poisson, collocation),
+    "gradient without complaints": (lambda model: unused, collocation),
+    "weight decay": (regularized, supervised),
+}
+
+
 @pytest.mark.parametrize("cache", ["none", "auto", "graph"])
-@pytest.mark.parametrize("kind", ["differential equation", "weight decay"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("as_closure", [False, True])
 def test_hessian(kind: str, cache: str, as_closure: bool):
-    model = net()
-    loss, data = (
-        (poisson, collocation())
-        if kind == "differential equation"
-        else (regularized(model), supervised())
-    )
+    model, (build, points) = net(), KINDS[kind]
+    loss, data = build(model), points()
     params = list(model.parameters())
     H = HessianLinearOperator(
         (lambda x: model(x)) if as_closure else model,
@@ -109,13 +126,12 @@ def test_hessian(kind: str, cache: str, as_closure: bool):
     assert all(x.grad is None for x, _ in data) and all(p.grad is None for p in params)
 
 
-@pytest.mark.parametrize("kind", [GGNLinearOperator, EFLinearOperator])
 @pytest.mark.parametrize("check", [False, True])
-def test_no_derivative_with_respect_to_the_output(kind: type, check: bool):
+def test_no_derivative_with_respect_to_the_output(check: bool):
     model = net()
     for loss, data in ((poisson, collocation()), (regularized(model), supervised())):
         with pytest.raises(ValueError, match="is not a function of the model's output"):
-            A = kind(
+            A = GGNLinearOperator(
                 model,
                 loss,
                 list(model.parameters()),
@@ -124,6 +140,159 @@ def test_no_derivative_with_respect_to_the_output(kind: type, check: bool):
                 check_deterministic=check,
             )
             A @ torch.ones(A.shape[1])
+
+
+def alone(model: nn.Module, loss: Callable, data: Data) -> Tensor:
+    """Return the gradients of the samples' losses, one sample at a time."""
+    rows = []
+    for X, y in data:
+        for n in range(len(X)):
+            x = X[n : n + 1].detach().requires_grad_(X.requires_grad)
+            rows.append(gradient(model, loss, [(x, x if y is X else y[n : n + 1])]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("terms", ["sample", "term"])
+@pytest.mark.parametrize("as_closure", [False, True])
+def test_gradients_of_samples(kind: str, terms: str, as_closure: bool, caplog):
+    model, (build, points) = net(), KINDS[kind]
+    loss, data = build(model), points()
+    rows = alone(model, loss, data)
+    args = (
+        (lambda x: model(x)) if as_closure else model,
+        *(loss, list(model.parameters()), data),
+    )
+    A = PerSampleGradientLinearOperator(*args, reduction="mean", terms=terms)
+    few = PerSampleGradientLinearOperator(
+        *args, reduction="mean", terms=terms, subsampling=[5, 1, 5]
+    )
+    V, U = torch.randn(A.shape[1], 2), torch.randn(A.shape[0], 2)
+    for _ in range(3):
+        torch.testing.assert_close(A.dense(), rows)
+        torch.testing.assert_close(few.dense(), rows[[5, 1, 5]])
+        torch.testing.assert_close(A @ V, rows @ V)
+        torch.testing.assert_close(A.T @ U, rows.T @ U)
+        with torch.no_grad():
+            model[0].weight.mul_(1.1)
+        rows = alone(model, loss, data)
+    torch.testing.assert_close(A.norms(), rows.norm(dim=1))
+    torch.testing.assert_close(A.gram(), rows @ rows.T)
+    torch.testing.assert_close(A.second_moment(), rows.square().mean(0))
+    torch.testing.assert_close(A.variance(), rows.var(0, correction=0))
+    assert set(A.fallbacks) == set(A.domain.names)
+    said = [r for r in caplog.records if "sample by sample" in r.message]
+    assert len(said) == 2  # one for each operator
+    assert all(x.grad is None for x, _ in data)
+
+
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_empirical_fisher(kind: str, cache: str):
+    model, (build, points) = net(), KINDS[kind]
+    loss, data, params = build(model), points(), list(model.parameters())
+    for terms in ("sample", "term"):
+        E = EFLinearOperator(model, loss, params, data, reduction="mean", cache=cache, terms=terms)
+        V = torch.randn(E.shape[1], 2)
+        for _ in range(3):
+            rows = alone(model, loss, data)
+            torch.testing.assert_close(E @ V, rows.T @ (rows @ V) / len(rows))
+            with torch.no_grad():
+                params[0].mul_(1.1)
+
+
+class Field(nn.Module):
+    """A function of named coordinates, with a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        return self.net(torch.stack([X["x"], X["t"]], 1)) * X["constants"].sum()
+
+
+def heat(u: Tensor, X: dict[str, Tensor]) -> Tensor:
+    """Residual of ``u_t = u_xx``."""
+    ut, ux = torch.autograd.grad(u.sum(), [X["t"], X["x"]], create_graph=True)
+    (uxx,) = torch.autograd.grad(ux.sum(), X["x"], create_graph=True)
+    return (ut - uxx).square().sum()
+
+
+def test_nested_points():
+    model = Field()
+    x, t = (torch.randn(4, requires_grad=True) for _ in range(2))
+    X = {"x": x, "t": t, "constants": torch.tensor([1.0, 0.5, 2.0])}
+    A = PerSampleGradientLinearOperator(
+        model,
+        heat,
+        list(model.parameters()),
+        [(X, X)],
+        reduction="sum",
+        batch_size_fn=lambda X: len(X["x"]),
+    )
+    (grads, _), rows = A.gradient_and_loss(), A.dense()
+    torch.testing.assert_close(rows.sum(0), torch.cat([g.flatten() for g in grads]))
+    one = {n: v[2:3].detach().requires_grad_() for n, v in X.items() if n != "constants"}
+    one |= {"constants": X["constants"]}
+    grads = torch.autograd.grad(
+        heat(model(one), one), list(model.parameters()), materialize_grads=True, allow_unused=True
+    )
+    torch.testing.assert_close(rows[2], torch.cat([g.flatten() for g in grads]))
+
+
+def test_samples_without_a_share():
+    """Of what does not add up over samples, nobody knows which part belongs to a sample."""
+    model = net()
+    params = list(model.parameters())
+
+    def coupled(u: Tensor, x: Tensor) -> Tensor:
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return du.square().sum(1).mean() + u.mean().square()
+
+    def decayed(u: Tensor, x: Tensor) -> Tensor:
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return du.square().sum() + sum(p.square().sum() for p in model.parameters())
+
+    for loss, reduction in ((coupled, "mean"), (decayed, "sum")):
+        A = PerSampleGradientLinearOperator(model, loss, params, collocation(), reduction=reduction)
+        with pytest.raises(ValueError, match="gradients of single samples are not defined"):
+            A.dense()
+
+
+def test_batches_that_cannot_be_cut():
+    model = net()
+    points = torch.randn(3, 2, requires_grad=True)
+
+    def everywhere(u: Tensor, x: Tensor) -> Tensor:
+        return torch.autograd.grad(u.sum(), points, create_graph=True)[0].square().mean()
+
+    class Points:
+        """Of a kind of its own."""
+
+        def __init__(self, x: Tensor):
+            self.x = x
+
+    def opaque(u: Tensor, X: Points) -> Tensor:
+        return torch.autograd.grad(u.sum(), X.x, create_graph=True)[0].square().mean()
+
+    whole = Points(points)
+    params = list(model.parameters())
+    A = PerSampleGradientLinearOperator(
+        model, everywhere, params, [(points, points)], reduction="mean"
+    )
+    with pytest.raises(ValueError, match="fails for sample 0 of batch 0: .*used in the graph"):
+        A.dense()
+    B = PerSampleGradientLinearOperator(
+        lambda X: model(X.x),
+        opaque,
+        params,
+        [(whole, whole)],
+        reduction="mean",
+        batch_size_fn=lambda X: 3,
+    )
+    with pytest.raises(ValueError, match="the batch cannot be cut"):
+        B.dense()
 
 
 def test_captured_parameters_are_refused():

@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "solvers", "spectra")]
+PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "kfac", "solvers", "spectra")]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: The environment variable and its value with which pages of the gallery do less.

@@ -32,6 +32,8 @@ CALLS = {
     "layer-norm-no-scale": (F.layer_norm, (tensor(*X), (5,), None, tensor(5)), {}),
     "layer-norm-plain": (F.layer_norm, (tensor(*X), (5,)), {}),
     "layer-norm-torch": (torch.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5), 1e-2), {}),
+    "cdist": (torch.cdist, (tensor(*X), tensor(2, 5)), {}),
+    "cdist-cubic": (torch.cdist, (tensor(2, 5), tensor(4, 5).detach()), {"p": 3.0}),
     "batch-norm": (
         F.batch_norm,
         (tensor(*X), tensor(3).detach(), tensor(3, positive=True).detach(), tensor(3), tensor(3)),

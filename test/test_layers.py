@@ -1,5 +1,6 @@
 """Rules of all layers with all their options, against one sample at a time."""
 
+import inspect
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -215,6 +216,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable | None, Callable[[], l
         _time_first_attention,
         sequences,
     ),
+    "attention with added key and value": (
+        lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+        _self_attention,
+        sequences,
+    ),
     "transformer encoder": (
         lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
         None,
@@ -260,6 +266,259 @@ def test_layers(name: str):
         for p in layer.parameters():
             p.add_(0.3 * torch.randn_like(p))
     check(Wrapped(layer, forward), inputs())
+
+
+class Call(nn.Module):
+    """A function of an input and of parameters.
+
+    Args:
+        function: Names its parameters by its arguments.
+        *shapes: Their shapes.
+    """
+
+    def __init__(self, function: Callable, *shapes: tuple[int, ...]):
+        super().__init__()
+        self.function = function
+        names = list(inspect.signature(function).parameters)[1:]
+        for name, shape in zip(names, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, X: Tensor) -> Tensor:
+        out = torch.tanh(self.function(X, *self._parameters.values()))
+        return out.flatten(1) if out.ndim > 1 else out.unsqueeze(1)
+
+
+def vectors() -> list[Tensor]:
+    """Two batches of unequal size."""
+    return [torch.randn(3, 4), torch.randn(2, 4)]
+
+
+def indices() -> list[Tensor]:
+    """Batches of indices below five."""
+    return [torch.randint(5, (3, 4)), torch.randint(5, (2, 6))]
+
+
+PLACES = torch.tensor([0, 2, 1, 2])
+
+#: A call, the parameters' shapes, inputs.
+CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
+    "torch.add": (lambda x, weight: torch.add(x, weight, alpha=2), [(4,)], sequences),
+    "torch.sub": (lambda x, weight: torch.sub(weight, x, alpha=3), [(4,)], sequences),
+    "torch.mul": (lambda x, weight: x * weight, [(3, 4)], lambda: [torch.randn(2, 3, 4)] * 2),
+    "torch.div": (lambda x, weight: torch.true_divide(x, weight), [(4,)], sequences),
+    "torch.pow": (lambda x, weight: x.abs() ** weight, [(4,)], sequences),
+    "torch.pow, base": (lambda x, weight: weight.abs() ** x, [(4,)], sequences),
+    "torch.float_power": (lambda x, weight: x.abs().float_power(weight), [(4,)], sequences),
+    "torch.maximum": (lambda x, weight: torch.max(x, weight), [(4,)], sequences),
+    "torch.minimum": (lambda x, weight: torch.minimum(x, weight), [(4,)], sequences),
+    "torch.clamp": (lambda x, low, high: x.clamp(low, max=high), [(4,), (1,)], sequences),
+    "torch.where": (lambda x, yes, no: torch.where(x > 0, yes, no), [(4,), (1,)], sequences),
+    "torch.where, method": (lambda x, no: x.where(x > 0, no), [(4,)], sequences),
+    "torch.masked_fill": (lambda x, value: x.masked_fill(x > 0, value), [()], sequences),
+    "torch.lerp": (
+        lambda x, start, weight: torch.lerp(torch.lerp(start, x, 0.3), x.flip(1), weight),
+        [(4,), (4,)],
+        sequences,
+    ),
+    "torch.addcmul": (
+        lambda x, input, factor: torch.addcmul(torch.addcmul(input, x, x, value=2), x, factor),
+        [(4,), (4,)],
+        sequences,
+    ),
+    "torch.addcdiv": (lambda x, factor: torch.addcdiv(x, factor, x.exp()), [(4,)], sequences),
+    "torch.atan2": (lambda x, weight: torch.atan2(weight, x), [(4,)], sequences),
+    "torch.hypot": (lambda x, weight: torch.hypot(weight, x), [(4,)], sequences),
+    "torch.xlogy": (lambda x, weight: torch.xlogy(x, weight.abs()), [(4,)], sequences),
+    "torch.logaddexp": (lambda x, weight: torch.logaddexp(x, weight), [(4,)], sequences),
+    "torch.cosine_similarity": (
+        lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
+        [(3, 4)],
+        sequences,
+    ),
+    "F.pairwise_distance": (
+        lambda x, weight: F.pairwise_distance(x, weight, keepdim=True),
+        [(1, 4)],
+        vectors,
+    ),
+    "torch.cdist": (lambda x, weight: torch.cdist(x, weight), [(3, 4)], sequences),
+    "Tensor.expand": (
+        lambda x, token: torch.cat([token.expand(len(x), 1, -1), x], 1),
+        [(4,)],
+        sequences,
+    ),
+    "Tensor.expand, other axes": (lambda x, weight: x * weight.expand(4), [(1,)], sequences),
+    "Tensor.repeat": (
+        lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1),
+        [(2, 4)],
+        sequences,
+    ),
+    "Tensor.repeat, other axes": (lambda x, weight: x * weight.repeat(2), [(2,)], sequences),
+    "torch.tile": (
+        lambda x, token: torch.cat([torch.tile(token, (len(x), 1, 2)), x], 1),
+        [(2, 2)],
+        sequences,
+    ),
+    "p[i]": (lambda x, table: table[x], [(5, 3)], indices),
+    "p[i], of negative numbers": (lambda x, table: table[x - 5], [(5, 3)], indices),
+    "p[i], columns": (lambda x, table: table[:, x].transpose(0, 1), [(3, 5)], indices),
+    "p[i], entries": (lambda x, table: table[x, x.flip(1)], [(5, 5)], indices),
+    "p[i], of more axes": (lambda x, table: table[x], [(5, 2, 3)], indices),
+    "p[i], the same for all": (lambda x, table: x * table[PLACES], [(5,)], sequences),
+    "p[i], rows, the same for all": (
+        lambda x, table: x @ table[PLACES].T,
+        [(5, 4)],
+        sequences,
+    ),
+    "p[i], by a mask": (lambda x, table: x * table[PLACES > 0][[0, 1, 2, 2]], [(4,)], sequences),
+    "p[i], by masks of samples": (
+        lambda x, table: torch.stack([table[one.bincount(minlength=5) > 0].sum(0) for one in x]),
+        [(5, 3)],
+        indices,
+    ),
+    "p[i], twice": (lambda x, table: table[x] * table[x, :1], [(5, 3)], indices),
+    "torch.index_select": (
+        lambda x, table: table.index_select(1, x.flatten()).T.reshape(*x.shape, 3),
+        [(3, 5)],
+        indices,
+    ),
+    "torch.gather": (
+        lambda x, table: torch.gather(table.expand(len(x), 5), 1, x),
+        [(5,)],
+        indices,
+    ),
+    "torch.take_along_dim": (
+        lambda x, table: torch.take_along_dim(table[None], x, 1),
+        [(5,)],
+        indices,
+    ),
+    "torch.take": (lambda x, table: torch.take(table, x), [(5,)], indices),
+    "torch.matmul": (lambda x, weight: x @ weight, [(4, 3)], sequences),
+    "torch.matmul, from the left": (lambda x, weight: weight @ x.mT, [(3, 4)], sequences),
+    "torch.matmul, of heads": (lambda x, weight: x[:, None] @ weight, [(1, 2, 4, 3)], sequences),
+    "torch.matmul, with an axis": (lambda x, weight: weight @ x.mT, [(1, 3, 4)], sequences),
+    "torch.matmul, of a vector": (lambda x, weight: x @ weight, [(4,)], sequences),
+    "torch.matmul, of a vector from the left": (
+        lambda x, weight: weight @ x.mT,
+        [(4,)],
+        sequences,
+    ),
+    "torch.mv": (lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]), [(3, 4)], vectors),
+    "torch.dot": (
+        lambda x, weight: torch.stack([torch.dot(weight, one) for one in x]),
+        [(4,)],
+        vectors,
+    ),
+    "torch.addmv": (
+        lambda x, input, vec: torch.addmv(input, x, vec, beta=2, alpha=3),
+        [(1,), (4,)],
+        vectors,
+    ),
+    "torch.addmm": (
+        lambda x, input, mat2: torch.addmm(input, x, mat2, beta=2, alpha=3),
+        [(3,), (4, 3)],
+        vectors,
+    ),
+    "torch.baddbmm": (
+        lambda x, input, batch2: torch.baddbmm(
+            input, x, batch2.expand(len(x), 4, 3), beta=2, alpha=3
+        ),
+        [(3,), (4, 3)],
+        sequences,
+    ),
+    "torch.outer": (
+        lambda x, weight: torch.stack([torch.outer(one, weight) for one in x]),
+        [(3,)],
+        vectors,
+    ),
+    "torch.inner": (lambda x, weight: torch.inner(x, weight), [(3, 4)], sequences),
+    "torch.tensordot": (
+        lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
+        [(3, 4)],
+        sequences,
+    ),
+    "torch.tensordot, of several axes": (
+        lambda x, weight: torch.tensordot(x.unflatten(2, (2, 2)), weight),
+        [(2, 2, 3)],
+        sequences,
+    ),
+    "torch.linalg.multi_dot": (
+        lambda x, first, second: torch.linalg.multi_dot([x, first, second]),
+        [(4, 3), (3, 2)],
+        vectors,
+    ),
+    "F.linear, of vectors": (
+        lambda x, weight, bias: torch.stack([F.linear(one, weight, bias) for one in x]),
+        [(3, 4), (3,)],
+        vectors,
+    ),
+    "F.bilinear": (
+        lambda x, weight: F.bilinear(x, x[..., :2].contiguous(), weight),
+        [(3, 4, 2)],
+        sequences,
+    ),
+    "torch.einsum": (
+        lambda x, first, second: torch.einsum("ntd,dr,er->nte", x, first, second),
+        [(4, 2), (3, 2)],
+        sequences,
+    ),
+    "F.scaled_dot_product_attention": (
+        lambda x, query, value, bias: F.scaled_dot_product_attention(
+            query, x, value[: x.shape[1]], bias[:, : x.shape[1]]
+        ),
+        [(1, 2, 4), (5, 3), (2, 5)],
+        sequences,
+    ),
+}
+#: Shapes of the parameters around the input, which is ``None``, and sublists.
+EINSUMS: dict[str, list[tuple[int, ...] | None]] = {
+    "ntd,de->nte": [None, (4, 3)],
+    "atd,de": [None, (4, 3)],
+    "de,...d->...e": [(4, 3), None],
+    "... d, d e -> ... e": [None, (4, 3)],
+    "ntd,...->ntd...": [None, (2, 3)],
+    "ntd,de,ef->ntf": [None, (4, 3), (3, 2)],
+    "ef,de,ntd->ntf": [(3, 2), (4, 3), None],
+    "ntd,dr,er->n": [None, (4, 2), (3, 2)],
+    "d,ntd,e->nte": [(4,), None, (3,)],
+    "ntd,dd->nt": [None, (4, 4)],
+    "ntd,de->nt": [None, (4, 3)],
+    "ntd,nde->nte": [None, (1, 4, 3)],
+    "ntd,ntd->ntd": [None, (1, 1, 4)],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str):
+    torch.manual_seed(0)
+    function, shapes, inputs = CALLS[name]
+    check(Call(function, *shapes), inputs())
+
+
+@pytest.mark.parametrize("form", ["operands", "list", "numbers"])
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_einsum(equation: str, form: str):
+    torch.manual_seed(0)
+    shapes = EINSUMS[equation]
+    place, given = shapes.index(None), [shape for shape in shapes if shape is not None]
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        operands = [*weights[:place], x, *weights[place:]]
+        if form == "numbers":
+            inputs, arrow, output = equation.replace(" ", "").partition("->")
+            parts = zip(operands, map(_numbers, inputs.split(",")), strict=True)
+            return torch.einsum(*sum(parts, ()), *([_numbers(output)] if arrow else []))
+        return (
+            torch.einsum(equation, operands)
+            if form == "list"
+            else torch.einsum(equation, *operands)
+        )
+
+    one, two = (lambda x, a: call(x, a)), (lambda x, a, b: call(x, a, b))
+    check(Call(one if len(given) == 1 else two, *given), sequences())
+
+
+def _numbers(axes: str) -> list:
+    return [Ellipsis if axis == "." else ord(axis) - ord("a") for axis in axes.replace("...", ".")]
 
 
 class Bare(nn.Module):
@@ -444,7 +703,7 @@ def _membership(s: Changing, X: dict[str, Tensor]) -> Tensor:
 def _shifted_calls(s: Changing, x: Tensor) -> Tensor:
     N, T, d = x.shape
     h = s.a(x.reshape(N * T, d)).view(N, T, d)
-    h = torch.tanh(h + torch.atan2(s.a.weight[0], x))  # no rule
+    h = torch.tanh(h + torch.logaddexp2(s.a.weight[0], x))  # no rule
     h = s.b(h.transpose(0, 1).reshape(N * T, d)).view(T, N, d).transpose(0, 1)
     return s.c(torch.tanh(h).sum(1))
 
@@ -471,7 +730,7 @@ def _positions(s: Changing, x: Tensor) -> Tensor:
 def _later_unknown(s: Changing, x: Tensor) -> Tensor:
     y = s.a(x)
     if x[0, 0, 0] > 5:
-        y = y + torch.atan2(s.a.weight.sum(0), x).cumsum(-1)
+        y = y + torch.logaddexp2(s.a.weight.sum(0), x).cumsum(-1)
     return y.sum(1)
 
 
@@ -490,7 +749,7 @@ def _rest(s: Changing, x: Tensor) -> Tensor:
 
 def _cells(s: Changing, x: Tensor) -> Tensor:
     """No parameter enters by a call that is known."""
-    return torch.atan2(s.a.weight[0], x).sum(1)
+    return torch.logaddexp2(s.a.weight[0], x).sum(1)
 
 
 def _signed(sign: float, *shape: int) -> Tensor:
@@ -650,14 +909,12 @@ def table() -> str:
         )
         for transposed in (False, True)
     }
-    attention = {
-        "attention with added key and value": (
-            lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
-            _self_attention,
-            sequences,
-        )
+    calls = {
+        f"`{name}`": (lambda call=call, shapes=shapes: Call(call, *shapes), None, inputs)
+        for name, (call, shapes, inputs) in CALLS.items()
+        if "," not in name
     }
-    for name, (build, forward, inputs) in (LAYERS | convolutions | attention).items():
+    for name, (build, forward, inputs) in (LAYERS | convolutions | calls).items():
         if any(word in name for word in ("flattened", "time first", "layers", "twice")):
             if "1 layers, bidirectional=False, batch_first=True" not in name:
                 continue

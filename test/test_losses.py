@@ -95,6 +95,9 @@ def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
         rows = loss.to_terms(loss.hessian(z, y)(torch.ones_like(z).unsqueeze(0)))[0]
         torch.testing.assert_close(in_terms.sum(-1), rows)
         assert root.shape[0] == root.shape[2]
+        small = loss.to_terms(loss.hessian_root(z, y))
+        torch.testing.assert_close(torch.einsum("vtc,vtd->tcd", small, small), in_terms)
+        assert len(small) == len(root) - name.startswith("ce")
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -1,17 +1,24 @@
 """Gradients of single samples: the matrix, and what is computed without it."""
 
+from functools import partial
+from math import prod
+
 import problems
 import pytest
 import reference
 import torch
 from contract import CASES, dense, error
 from test_contract import MC
+from torch import nn
 
-from curvlinops import JacobianLinearOperator, PerSampleGradientLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    JacobianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
-    "cross-attention": {"attention.bias_k", "attention.bias_v"},
     "pinn": {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"},
 }
 
@@ -128,3 +135,20 @@ def test_sampled_diagonal_converges(problem: str):
     # about one in twenty is farther off than two standard errors, none farther than five
     off = (mean - exact).abs() / (deviation + 1e-12 * exact.max())
     assert float((off > 2).double().mean()) <= 0.12 and float(off.max()) <= 5
+
+
+@pytest.mark.parametrize("terms", ["term", "sample"])
+@pytest.mark.parametrize("outputs", [(), (3,), (3, 2)], ids=str)
+def test_batches_without_samples(outputs: tuple[int, ...], terms: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, max(prod(outputs), 1)), nn.Unflatten(1, outputs or (1,)))
+    model = model if outputs else nn.Sequential(model, nn.Flatten(0))
+    X, y = torch.randn(5, 4), torch.randn(5, *outputs)
+    empty = (X[:0], y[:0])
+    for kind in (EFLinearOperator, PerSampleGradientLinearOperator):
+        for data in ([empty, (X, y)], [(X, y), empty]):
+            build = partial(kind, model, nn.MSELoss(), list(model.parameters()), terms=terms)
+            found, expected = build(data), build([(X, y)])
+            v = torch.randn(found.shape[1])
+            torch.testing.assert_close(found @ v, expected @ v)
+            torch.testing.assert_close(found.T @ (found @ v), expected.T @ (expected @ v))

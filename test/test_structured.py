@@ -656,3 +656,31 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
 def test_errors(expression, error, match):
     with pytest.raises(error, match=match):
         expression()
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ((B, A), (B2, A2)),
+        ((GB, GA), (definite(5, 2, seed=1), definite(5, 3, seed=1))),
+        ((Diag(b), A), (Diag(positive(3, seed=1)), A2)),
+        ((Diag(b), A), (B, A2)),
+        ((B, Diag(a)), (B2, A2)),
+        ((B, A), (Diag(b), A2)),
+    ],
+    ids=["dense", "groups", "diagonal", "diagonal-dense", "dense-diagonal", "second"],
+)
+def test_sums_too_large_to_be_written(first, second):
+    operator = SumOfKroneckersLinearOperator([Kron(*first), Kron(*second)], max_dense_dim=1)
+    dense = operator.to_dense()
+    inverse, expected = operator.inverse(), torch.linalg.inv(dense)
+    torch.testing.assert_close(inverse.to_dense(), expected)
+    torch.testing.assert_close(inverse.diagonal(), expected.diagonal())
+    torch.testing.assert_close(inverse.trace(), expected.trace())
+    torch.testing.assert_close(inverse.frobenius_norm(), expected.norm())
+    torch.testing.assert_close((2 * inverse).inverse().to_dense(), dense / 2)
+    torch.testing.assert_close(operator.logdet(), torch.logdet(dense))
+    torch.testing.assert_close(inverse.logdet(), -torch.logdet(dense))
+    draws = inverse.sample(torch.Generator().manual_seed(0), 20_000)
+    error = (draws @ draws.T / 20_000 - expected).norm() / expected.norm()
+    assert error < 5 * (len(dense) / 20_000) ** 0.5

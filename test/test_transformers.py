@@ -1,12 +1,17 @@
 """Hugging Face transformers from tiny configs, against central differences of the gradient."""
 
+import kfac_reference
 import pytest
 import torch
+from contract import error
+from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    EKFACLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 
@@ -165,3 +170,25 @@ def test_gradients_of_single_samples(name: str):
     size = float(rows.norm())
     torch.testing.assert_close(operator.gram(), rows @ rows.T, rtol=1e-8, atol=close["atol"] * size)
     assert not operator.fallbacks
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_kronecker_factored(name: str, joint: bool):
+    torch.manual_seed(0)
+    model = Logits(SMALL[name]().double().eval())
+    data, params = batches(classify=name == "bert"), list(model.parameters())
+    loss = nn.CrossEntropyLoss()
+    p = Problem(model, loss, params, data, mc=True)
+    # Llama computes its norms in float32
+    tolerance = 1e-5 if name == "llama" else 1e-9
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": not joint}
+    operator = KFACLinearOperator(model, loss, params, data, **options)
+    expected = kfac_reference.kfac(p, "empirical", joint=joint)
+    v = torch.randn(operator.shape[1], 3, dtype=torch.float64)
+    assert error(operator @ v, expected @ v) <= tolerance
+    assert {block.structure for block in operator.blocks()} <= {"kronecker", "dense"}
+    corrected = EKFACLinearOperator(model, loss, params, data, **options)
+    rows = PerSampleGradientLinearOperator(model, loss, params, data).dense()
+    exact = rows.square().sum() / sum(int((y != -100).sum()) for _, y in data)
+    assert error(corrected.trace(), exact) <= tolerance

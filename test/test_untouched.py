@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from contract import CASES
+from contract import ALL, CASES
 from torch import Tensor, nn
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
@@ -140,14 +140,14 @@ class FailingModel(nn.Module):
 def product(case: str, net: nn.Module, data, **options) -> Callable[[], None]:
     """Build an operator; return a function that multiplies with it."""
     params = [p for p in net.parameters() if p.ndim > 0]
-    entry = CASES[case]
+    entry = ALL[case]
     arguments = (params, data) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, data)
     options = dict(entry.arguments) | options
     operator = entry.operator(net, *arguments, **options)
     return lambda: operator @ torch.ones(operator.shape[1], 2)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_after_success(case: str):
     net = model()
     before, around = state(net), surroundings()
@@ -158,12 +158,12 @@ def test_after_success(case: str):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_after_an_exception_in_the_data(case: str, error: BaseException):
     net = model()
     before = state(net)
     # the check takes two passes, the Jacobians count outputs in a third
-    multiply = product(case, net, Failing(error, passes=2 + (not CASES[case].square)))
+    multiply = product(case, net, Failing(error, passes=2 + (not ALL[case].square)))
     around = surroundings()
     with pytest.raises(type(error)):
         multiply()
@@ -171,7 +171,7 @@ def test_after_an_exception_in_the_data(case: str, error: BaseException):
     assert surroundings() == around
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_after_an_exception_in_the_model(case: str):
     net = FailingModel(model())
     multiply = product(case, net, batches())
@@ -183,7 +183,7 @@ def test_after_an_exception_in_the_model(case: str):
     assert surroundings() == around
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_closures(case: str):
     """Tensors that do not require gradients do so only inside."""
     weight, bias = torch.randn(3, 3), torch.randn(3, requires_grad=True)
@@ -192,7 +192,7 @@ def test_closures(case: str):
     def closure(X: Tensor) -> Tensor:
         return X @ weight.T + bias
 
-    entry, params = CASES[case], [weight, bias]
+    entry, params = ALL[case], [weight, bias]
     arguments = (
         (params, batches()) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, batches())
     )

@@ -59,6 +59,11 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return input.copy_(out) if inplace else out
 
 
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """Return all distances; the fused kernel's backward is wrong under ``vmap``, and its last."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
 def _check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
     if max_norm is not None:
         raise ValueError(
@@ -176,6 +181,7 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     torch._weight_norm: _weight_norm,
     torch.norm_except_dim: _norm_except_dim,
     F.hardsigmoid: _hardsigmoid,
+    torch.cdist: _cdist,
     F.embedding: _embedding,
     torch.embedding: _raw_embedding,
     F.embedding_bag: _embedding_bag,

@@ -16,6 +16,8 @@ from torch import nn
 _INSTALLED = tuple(
     str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
+#: Folders of packages, also those of another environment that this one is built on.
+_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
 #: By which attributes objects hold others, where these are neither in ``__dict__`` nor in slots.
 _HOLDERS = {
@@ -144,4 +146,8 @@ def _is_installed(module: str | None) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:  # built into Python, or typed interactively
         return module in sys.builtin_module_names
-    return str(Path(file).resolve()).startswith(_INSTALLED)
+    # some installers link to files elsewhere
+    paths = (Path(file), Path(file).resolve())
+    return str(paths[1]).startswith(_INSTALLED) or any(
+        not _INSTALLED_FOLDERS.isdisjoint(path.parts) for path in paths
+    )

@@ -7,7 +7,7 @@ import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,9 @@ def _identity(part: Any) -> Any:
         return part
     if isinstance(part, BuiltinFunctionType):
         return part.__name__, type(part.__self__)
-    code = getattr(part, "__code__", None)
-    if code is not None:
-        return code
+    # not of any other object: its own __getattr__ may do anything
+    if isinstance(part, FunctionType | MethodType):
+        return part.__code__
     if isinstance(part, Mapping | list | tuple | weakref.ref) or has_attributes(part):
         return type(part)
     return part  # opaque, made by installed code

@@ -1,6 +1,8 @@
 """Records how a forward pass uses parameters."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from types import FunctionType
 from typing import Any
 
@@ -9,8 +11,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.layers.recurrent import COMPOSED
+from curvlinops.layers.composed import COMPOSED
+from curvlinops.layers.elementwise import REPEATING
+from curvlinops.layers.embedding import READING
 from curvlinops.layers.uses import RULES, Use
+
+#: A function, and how often it was called before with something tracked.
+Call = tuple[Callable, int]
+
+
+class Change(IntEnum):
+    """What to do about a call that has one row for all samples."""
+
+    ENLARGE = 1
+    FOLLOW = 2
 
 
 class Recorded:
@@ -20,7 +34,7 @@ class Recorded:
         use: How it enters the output.
         call: The function.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
-        edge: Where the output's gradient passes.
+        edge: Where the output's gradient passes, perhaps in another shape.
         shape: The output's shape.
         inputs: The call's other tensors, with their versions.
     """
@@ -34,13 +48,19 @@ class Recorded:
         inputs: Iterable[Tensor],
     ):
         self.use, self.call, self.tensor = use, call, tensor
-        self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.dtype = output.shape, output.dtype
-        self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
+        kept = list(inputs)
+        # writing to a view takes its node out of the graph, but not that of what it is a view of
+        if output._is_view() and _covers(output, output._base):
+            output = output._base
+        elif output._is_view():
+            kept.append(output.detach())
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self._versions = [(x, x._version) for x in kept if not x.is_inference()]
 
     @property
     def overwritten(self) -> bool:
-        """Whether an input was written to after the call."""
+        """Whether an input was written to after the call, or an output that is part of another."""
         return any(x._version != version for x, version in self._versions)
 
 
@@ -52,7 +72,8 @@ class Capture(TorchFunctionMode):
 
     Args:
         leaves: The parameters.
-        enlarged: Indices of calls whose input has one row for all samples, and gets one for each.
+        changes: What to do about calls with one row for all samples: let their input have one for
+            each, or take their output for a function of the parameters alone.
         num_samples: How many.
 
     Attributes:
@@ -64,14 +85,14 @@ class Capture(TorchFunctionMode):
     def __init__(
         self,
         leaves: Mapping[str, Tensor],
-        enlarged: Iterable[int] = (),
+        changes: Mapping[Call, Change] | None = None,
         num_samples: int = 1,
     ):
         super().__init__()
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
-        self._enlarged, self._num_samples = set(enlarged), num_samples
-        self._calls = 0
-        self.uses: dict[tuple[int, int | str], Recorded] = {}
+        self._changes, self._num_samples = dict(changes or {}), num_samples
+        self._calls: Counter[Callable] = Counter()
+        self.uses: dict[tuple[Call, int | str], Recorded] = {}
         self.differentiates = False
 
     def __torch_function__(
@@ -85,10 +106,8 @@ class Capture(TorchFunctionMode):
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or _transformed():
             return func(*args, **kwargs)
-        if len(tracked) == len(tensors) and func not in _ENLARGING:
-            out = func(*args, **kwargs)
-            self._follow(out)
-            return out
+        if len(tracked) == len(tensors) and func not in REPEATING:
+            return self._follow(func(*args, **kwargs))
         if func in RULES:
             return self._record(func, args, kwargs)
         inner = COMPOSED.get(func) or _unwrapped(func)
@@ -98,8 +117,14 @@ class Capture(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        index, self._calls = self._calls, self._calls + 1
-        if index in self._enlarged:
+        index = func, self._calls[func]
+        self._calls[func] += 1
+        change = self._changes.get(index)
+        if change is Change.FOLLOW or (change and (func in READING or func in REPEATING)):
+            out = func(*args, **kwargs)
+            # what other parameters enter by uses of their own would be lost
+            return out if self._meets_others(args, kwargs) else self._follow(out)
+        if change is Change.ENLARGE:
             args, kwargs = self._enlarge(args, kwargs)
         in_place = getattr(func, "__name__", "") in _IN_PLACE
         constant = {}
@@ -142,17 +167,27 @@ class Capture(TorchFunctionMode):
         args = tuple(enlarged(x) for x in args)
         return args, {key: enlarged(x) for key, x in kwargs.items()}
 
-    def _follow(self, out: Any) -> None:
-        """Track what is computed from tracked tensors alone."""
+    def _meets_others(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether a call's constants depend on parameters."""
+        others = (x for x in _tensors((args, kwargs)) if id(x) not in self._tracked)
+        return any(x.requires_grad for x in others)
+
+    def _follow(self, out: Any) -> Any:
+        """Track and return what is computed from tracked tensors alone."""
         for x in _tensors(out):
             if x.is_floating_point() and x.requires_grad:
                 self._tracked[id(x)] = x
+        return out
 
 
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-#: With a parameter alone these make one of more entries, e.g. a token for each sample.
-_ENLARGING = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to}
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+def _covers(view: Tensor, base: Tensor) -> bool:
+    """Return whether a view has all entries of a tensor, in their order."""
+    same = view.is_contiguous() and base.is_contiguous() and view.numel() == base.numel()
+    return same and base.requires_grad and base.dtype == view.dtype
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:

@@ -130,7 +130,7 @@ class Patches:
 
     def second_moment(self) -> Tensor:
         """Return the sum of outer products of all patches, ``[G, I, I]``."""
-        return input_covariance(self._x.flatten(0, 1), *self._window)
+        return input_covariance(self._x.flatten(0, 1), self._window)
 
     def totals(self) -> Tensor:
         """Return the sum of each sample's patches, ``[N, G, I]``."""

@@ -6,7 +6,7 @@ from math import prod
 from torch import Tensor
 
 from curvlinops.core.functions import wide
-from curvlinops.layers.patches import pad, patch_sums, view_patches
+from curvlinops.layers.patches import pad, view_patches
 from curvlinops.layers.shifts import add_by_shifts
 from curvlinops.layers.window import Window
 
@@ -18,27 +18,14 @@ _POSITIONS = 1024
 _SYMMETRIC = 512
 
 
-def input_covariance(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    pads: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    size: Sequence[int],
-    groups: int,
-) -> Tensor:
+def input_covariance(x: Tensor, window: Window) -> Tensor:
     """Return the second moments of patches, ``sum_{n,o} a_{no} a_{no}^T``, for each group.
 
     By products of patches, or of the input with its own shifts, whichever takes less time.
 
     Args:
         x: Input ``[N, C, *I]``.
-        kernel_size: The kernel's lengths. This and what follows are those of a ``Window``.
-        stride: Steps between patches.
-        pads: Zeros before and behind each axis; negative numbers crop.
-        dilation: Steps within a patch.
-        size: Number of patches along each axis.
-        groups: Number of groups of channels.
+        window: Which patches.
 
     Returns:
         Sums over samples and positions ``[G, d, d]`` with ``d = C/G * prod(K)``, symmetric, in
@@ -47,44 +34,12 @@ def input_covariance(
     Raises:
         ValueError: If there are no such patches.
     """
-    window = Window(kernel_size, stride, pads, dilation, size, groups)
     window.check(x)
-    x, width = wide(x), x.shape[1] * prod(kernel_size)
+    x, width = wide(x), x.shape[1] * prod(window.kernel_size)
     if shifts_are_cheaper(x.shape, window):
-        shifted = x.shape[1] * (1 + prod(2 * k - 1 for k in kernel_size[1:]))
+        shifted = x.shape[1] * (1 + prod(2 * k - 1 for k in window.kernel_size[1:]))
         return covariance_by_shifts(x, window, max(_SHIFTED // shifted, _POSITIONS))
     return covariance_by_patches(x, window, max(_UNFOLDED // width, _POSITIONS))
-
-
-def input_sum(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    pads: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    size: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Return the sums of patches, ``sum_{n,o} a_{no}``, for each group.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        kernel_size: The kernel's lengths. This and what follows are those of a ``Window``.
-        stride: Steps between patches.
-        pads: Zeros before and behind each axis; negative numbers crop.
-        dilation: Steps within a patch.
-        size: Number of patches along each axis.
-        groups: Number of groups of channels.
-
-    Returns:
-        Sums over samples and positions ``[G, C/G * prod(K)]``, in float32 for inputs in half
-        precision.
-
-    Raises:
-        ValueError: If there are no such patches.
-    """
-    window = Window(kernel_size, stride, pads, dilation, size, groups)
-    return patch_sums(wide(x).sum(0, keepdim=True), window).squeeze(0)
 
 
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:

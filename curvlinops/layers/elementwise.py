@@ -1,4 +1,4 @@
-"""Parameters that are added to inputs, or multiply them."""
+"""Parameters that are added to inputs, multiply them, or enter another elementwise function."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,27 +7,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.uses import Use, broadcast, handles
+from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.uses import Sort, Use, broadcast, handles
 
 
-def _slope(function: Callable, args: list, place: int, options: dict, shape: torch.Size) -> Tensor:
+def _slope(
+    function: Callable, args: list, options: dict, place: int | str, shape: torch.Size
+) -> Tensor:
     """Return the derivative with respect to one of an elementwise function's arguments."""
-    args = list(args)
+    args, options = list(args), dict(options)
+    where = args if isinstance(place, int) else options
     with torch.enable_grad():
-        args[place] = args[place].expand(shape).clone().requires_grad_()
-        return torch.autograd.grad(function(*args, **options).sum(), args[place])[0]
+        where[place] = where[place].expand(shape).clone().requires_grad_()
+        out = function(*args, **options).sum()
+        return torch.autograd.grad(out, where[place], materialize_grads=True)[0]
 
 
-def _binary(function: Callable) -> Callable[..., dict[str, Use]]:
-    def uses(input: Any, other: Any, **options: Any) -> dict[str, Use]:
-        args = [input, other]
-        shape = torch.broadcast_shapes(*(x.shape for x in args if isinstance(x, Tensor)))
+def _elementwise(function: Callable) -> Callable[..., dict[int | str, Use]]:
+    def uses(*args: Any, **options: Any) -> dict[int | str, Use]:
+        places = {**dict(enumerate(args)), **options}
+        tensors = {place: x for place, x in places.items() if isinstance(x, Tensor)}
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors.values()))
         return {
-            name: broadcast(
-                argument.shape, shape, partial(_slope, function, args, place, options, shape)
-            )
-            for place, (name, argument) in enumerate(zip(("input", "other"), args, strict=True))
-            if isinstance(argument, Tensor) and argument.is_floating_point()
+            place: broadcast(x.shape, shape, partial(_slope, function, args, options, place, shape))
+            for place, x in tensors.items()
+            if x.is_floating_point()
         }
 
     return uses
@@ -37,23 +41,48 @@ def _reversed(function: Callable) -> Callable:
     return lambda input, other, **options: function(other, input, **options)
 
 
+def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, value, input)
+
+
 #: An equivalent that writes nothing in place, for each way to call an elementwise function.
-_BINARY = {
+_ELEMENTWISE = {
     torch.add: (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__),
     torch.sub: (torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__),
     _reversed(torch.sub): (torch.rsub, Tensor.__rsub__),
     torch.mul: (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__),
-    torch.div: (torch.div, torch.divide, Tensor.div, Tensor.div_, Tensor.__truediv__),
+    torch.div: (
+        *(torch.div, torch.divide, torch.true_divide),
+        *(Tensor.div, Tensor.div_, Tensor.true_divide, Tensor.__truediv__),
+    ),
     _reversed(torch.div): (Tensor.__rdiv__,),
     torch.pow: (torch.pow, Tensor.pow, Tensor.__pow__),
-    torch.maximum: (torch.maximum, Tensor.maximum),
-    torch.minimum: (torch.minimum, Tensor.minimum),
+    torch.float_power: (torch.float_power, Tensor.float_power),
+    torch.maximum: (torch.maximum, Tensor.maximum, torch.max, Tensor.max),
+    torch.minimum: (torch.minimum, Tensor.minimum, torch.min, Tensor.min),
+    torch.clamp: (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip),
+    torch.where: (torch.where,),
+    Tensor.where: (Tensor.where,),
+    _masked_fill: (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_),
+    torch.lerp: (torch.lerp, Tensor.lerp),
+    torch.addcmul: (torch.addcmul, Tensor.addcmul),
+    torch.addcdiv: (torch.addcdiv, Tensor.addcdiv),
+    torch.atan2: (torch.atan2, Tensor.atan2, torch.arctan2, Tensor.arctan2),
+    torch.hypot: (torch.hypot, Tensor.hypot),
+    torch.xlogy: (torch.xlogy, Tensor.xlogy),
+    torch.logaddexp: (torch.logaddexp, Tensor.logaddexp),
 }
-for _function, _calls in _BINARY.items():
-    handles(*_calls)(_binary(_function))
-handles(Tensor.__rmul__)(_binary(torch.mul))
-handles(Tensor.__iadd__)(_binary(torch.add))
-handles(Tensor.__imul__)(_binary(torch.mul))
+for _function, _calls in _ELEMENTWISE.items():
+    handles(*_calls)(_elementwise(_function))
+handles(Tensor.__rmul__)(_elementwise(torch.mul))
+handles(Tensor.__iadd__)(_elementwise(torch.add))
+handles(Tensor.__imul__)(_elementwise(torch.mul))
+
+#: With a parameter alone these make one of more entries, e.g. a token for each sample.
+REPEATING = {
+    *(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to),
+    *(Tensor.repeat, Tensor.tile, torch.tile),
+}
 
 
 @handles(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to)
@@ -66,3 +95,25 @@ def expand(input: Tensor, *size: Any) -> dict[str, Use]:
 def expand_as(input: Tensor, other: Tensor) -> dict[str, Use]:
     """The same, with the shape of another tensor."""
     return {"input": broadcast(input.shape, other.shape)}
+
+
+@handles(Tensor.repeat, Tensor.tile, torch.tile)
+def repeat(input: Tensor, *sizes: Any, **options: Any) -> dict[str, Use]:
+    """The same, with copies side by side along any axis."""
+    counts = sizes or tuple(options.values())
+    counts = counts[0] if isinstance(counts[0], tuple | list) else counts
+    num_axes = max(len(counts), input.ndim)
+    counts = (1,) * (num_axes - len(counts)) + tuple(counts)
+    lengths = (1,) * (num_axes - input.ndim) + tuple(input.shape)
+    # each axis falls into copies and entries
+    apart = [length for pair in zip(counts, lengths, strict=True) for length in pair]
+    single = [length for entries in lengths for length in (1, entries)]
+    use = broadcast(single, apart)
+
+    def split(g: Tensor) -> Tensor:
+        return use.split(g.reshape(-1, *apart))
+
+    def form(g: Tensor, sort: Sort) -> Form:
+        return Direct.of(g.sum(2).reshape(*g.shape[:2], *input.shape))
+
+    return {"input": Use(use.lead, split, form)}

@@ -1,4 +1,8 @@
-"""Tables whose rows are looked up."""
+"""Tables whose rows, or entries, are looked up."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +23,59 @@ def embedding(
     """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
 
     def form(g: Tensor, sort: Sort) -> Form:
-        return Lookup(sort(indices), wide(g), weight.shape[0], padding_idx)
+        return Lookup(sort(indices), wide(g), weight.shape, padding_idx)
 
     return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
+
+
+def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
+    def uses(input: Tensor, *args: Any, **options: Any) -> dict[int, Use]:
+        numbers = torch.arange(input.numel(), device=input.device).reshape(input.shape)
+        found = function(numbers, *args, **options)
+        width = _width(found, input.shape)
+        lead = tuple(found.shape if width == 1 else found.shape[: 1 - input.ndim]) or (1,)
+        indices = (found.reshape(-1, width)[:, 0] // width).reshape(lead)
+
+        def split(g: Tensor) -> Tensor:
+            return g.reshape(len(g), *lead, width)
+
+        def form(g: Tensor, sort: Sort) -> Form:
+            return Lookup(sort(indices), wide(g), input.shape)
+
+        return {0: Use(lead, split, form)}
+
+    return uses
+
+
+def _width(found: Tensor, shape: torch.Size) -> int:
+    """Return the length of a table's rows if they were looked up as a whole, else 1.
+
+    Args:
+        found: Which entries were looked up.
+        shape: The table's shape.
+    """
+    width = prod(shape[1:])
+    if width <= 1 or found.shape[1 - len(shape) :] != shape[1:]:
+        return 1
+    rows = found.reshape(-1, width)
+    first = rows[:, :1]
+    whole = (first % width == 0) & (rows == first + torch.arange(width, device=found.device))
+    return width if bool(whole.all()) else 1
+
+
+#: Ways to read entries of a tensor.
+_CALLS = (
+    (Tensor.__getitem__,),
+    (torch.index_select, Tensor.index_select),
+    (torch.gather, Tensor.gather),
+    (torch.take, Tensor.take),
+    (torch.take_along_dim, Tensor.take_along_dim),
+    (torch.masked_select, Tensor.masked_select),
+)
+for _same in _CALLS:
+    handles(*_same)(_lookup(_same[0]))
+#: These may read the same for all samples, as layers with a bias for each distance do.
+READING = {call for same in _CALLS for call in same}
 
 
 class Lookup(Form):
@@ -30,25 +84,27 @@ class Lookup(Form):
     Args:
         indices: Which row, ``[N, S]``.
         g: Output gradients ``[V, N, S, I]``.
-        num_rows: Number of rows of the table.
+        shape: The parameter's shape; in rows of I entries, it is the table.
         padding: The row that is a constant; -1 for none.
     """
 
-    def __init__(self, indices: Tensor, g: Tensor, num_rows: int, padding: int = -1):
+    def __init__(self, indices: Tensor, g: Tensor, shape: Sequence[int], padding: int = -1):
         self.indices, self.g, self.padding = indices, g, padding
         self.num_positions = indices.shape[1]
         self.num_vectors, self.num_samples = g.shape[:2]
-        self.shape = (num_rows, g.shape[-1])
+        self.shape = tuple(shape)
+        self.num_rows = prod(shape) // max(g.shape[-1], 1)
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
-        rows = g.new_zeros(*g.shape[:2], *self.shape)
-        return rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
+        rows = g.new_zeros(*g.shape[:2], self.num_rows, g.shape[-1])
+        rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
+        return rows.reshape(*g.shape[:2], *self.shape)
 
     def select(self, samples: Tensor) -> "Lookup":
         """Return the gradients of some samples only."""
-        return Lookup(self.indices[samples], self.g[:, samples], self.shape[0], self.padding)
+        return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""
@@ -60,11 +116,13 @@ class Lookup(Form):
         """Return the sum of squares, in memory proportional to the table."""
         sums, _, rows = self._sums()
         squares = sums.square().sum(0)
-        return squares.new_zeros(self.shape).index_add_(0, rows, squares)
+        out = squares.new_zeros(self.num_rows, squares.shape[-1])
+        return out.index_add_(0, rows, squares).reshape(self.shape)
 
     def inner(self, other: Form) -> Tensor:
         """Return all inner products; only rows that both looked up count."""
-        if not isinstance(other, Lookup):
+        # a table may be read by rows, and by entries
+        if not isinstance(other, Lookup) or self.num_rows != other.num_rows:
             return super().inner(other)
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
         out = left.new_zeros(
@@ -83,8 +141,8 @@ class Lookup(Form):
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the non-zero rows of all samples ``[V, P, I]``, and of which sample and row."""
         sample = torch.arange(self.num_samples, device=self.indices.device)
-        keys = sample[:, None] * self.shape[0] + self.indices
+        keys = sample[:, None] * self.num_rows + self.indices
         unique, where = keys.flatten().unique(return_inverse=True)
-        sums = self.g.new_zeros(self.num_vectors, len(unique), self.shape[1])
+        sums = self.g.new_zeros(self.num_vectors, len(unique), self.g.shape[-1])
         sums.index_add_(1, where, self.g.flatten(1, 2))
-        return sums, unique // self.shape[0], unique % self.shape[0]
+        return sums, unique // self.num_rows, unique % self.num_rows

@@ -143,14 +143,18 @@ def detect(
     if size == 0.0 or num_lead == 0:
         return None
 
-    # rounding errors are relative to the largest numbers
+    is_half = tolerance >= TOLERANCES[torch.float16]
     noise = 100 * torch.finfo(plain.dtype).eps * size
 
     def explains(layout: Layout) -> bool:
         rows, found = (layout.by_sample(g, 0, num_lead, num_samples) for g in (plain, weighted))
         rows, found = (g.double().reshape(*g.shape[:2], -1) for g in (rows, found))
         error = (found - r.double().reshape(-1, 1, 1) * rows).norm(dim=2)
-        return bool((error <= tolerance * rows.norm(dim=2) + noise).all())
+        norms = rows.norm(dim=2)
+        # rounding errors are relative to the largest numbers; in half precision, many of them
+        # would hide a wrong layout
+        allowed = 0.2 * tolerance * norms.max() if is_half else noise
+        return bool((error <= tolerance * norms + allowed).all())
 
     for layout in _regular(lead, num_samples):
         if explains(layout):

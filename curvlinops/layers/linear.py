@@ -26,7 +26,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[st
     return uses
 
 
-@handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+@handles(
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul),
+    *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
+    *(torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.vdot, Tensor.vdot),
+)
 def matmul(input: Tensor, other: Tensor) -> dict[str, Use]:
     """``input @ other``; either may be the parameter."""
     return {
@@ -59,36 +63,15 @@ def addmm(
     return uses
 
 
-@handles(torch.einsum)
-def einsum(equation: str, *operands: Tensor) -> dict[int, Use | None]:
-    """A contraction of two tensors without repeated axes."""
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(operands) != 2 or len(terms) != 2:
-        return {}
-    if not arrow:  # in alphabetical order, axes that occur once
-        letters = inputs.replace(",", "").replace("...", "")
-        output = ("..." if "..." in inputs else "") + "".join(
-            sorted(letter for letter in set(letters) if letters.count(letter) == 1)
-        )
-    hidden = [
-        x.ndim - len(term.replace("...", "")) for term, x in zip(terms, operands, strict=True)
-    ]
-
-    def labels(term: str, number: int) -> list:
-        before, dots, after = term.partition("...")
-        return [*before, *(range(-number, 0) if dots else ()), *after]
-
-    first, second = (labels(term, number) for term, number in zip(terms, hidden, strict=True))
-    out = labels(output, max(hidden))
-    lengths: dict = {}
-    for axes, x in ((first, operands[0]), (second, operands[1])):
-        for axis, length in zip(axes, x.shape, strict=True):
-            if lengths.setdefault(axis, length) != length:
-                return {}  # broadcast
+@handles(torch.addmv, Tensor.addmv)
+def addmv(
+    input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1
+) -> dict[str, Use]:
+    """``beta input + alpha mat @ vec``."""
     return {
-        1: contraction(operands[1], second, first, out, operands[0].shape),
-        2: contraction(operands[0], first, second, out, operands[1].shape),
+        "input": shift(input.shape, mat.shape[:1], float(beta)),
+        "mat": _factor(vec * alpha, mat, left=True),
+        "vec": _factor(mat * alpha, vec, left=False),
     }
 
 
@@ -119,26 +102,38 @@ def bilinear(
 
 def _factor(x: Tensor, w: Tensor, left: bool) -> Use | None:
     """Return the use of ``w`` in ``w @ x`` or ``x @ w``, with PyTorch's rules for axes."""
-    if w.ndim == 1 or x.ndim == 1:
-        if left or w.ndim > 2 or x.ndim == 1:
-            return None
-        lead = list(range(x.ndim - 1))
-        return contraction(x, [*lead, "in"], ["in"], lead, w.shape)
+    if x.ndim == 1 or w.ndim == 1:
+        return _vector_factor(x, w, left)
     out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     batch = list(range(len(out)))
     x_full = x.expand(*out, *x.shape[-2:])
-    w_batch = batch[len(batch) - (w.ndim - 2) :]
-    if any(length == 1 != out[axis] for axis, length in zip(w_batch, w.shape[:-2], strict=True)):
-        return None
+    aligned = zip(batch[len(batch) - (w.ndim - 2) :], w.shape[:-2], strict=True)
+    # an axis of length one is the same for all that it meets
+    w_batch = [axis for axis, length in aligned if length != 1]
     if left:
         labels = (["in", "rows"], ["out", "in"], ["out", "rows"])
     else:
         labels = (["rows", "in"], ["in", "out"], ["rows", "out"])
     x_labels, w_labels, out_labels = labels
-    return contraction(
+    use = contraction(
         x_full,
         [*batch, *x_labels],
         [*w_batch, *w_labels],
         [*batch, *out_labels],
-        w.shape,
+        [*(out[axis] for axis in w_batch), *w.shape[-2:]],
     )
+    return use if use is None else use.reshaped(w.shape)
+
+
+def _vector_factor(x: Tensor, w: Tensor, left: bool) -> Use:
+    """Return the same if at least one of both is a vector, all of which is summed over."""
+    if w.ndim == 1:
+        # with a vector on its left, a matrix is summed over the axis before the last
+        others = list(range(x.ndim - 1))
+        place = max(x.ndim - 2, 0) if left else x.ndim - 1
+        x_labels = [*others[:place], "in", *others[place:]]
+        return contraction(x, x_labels, ["in"], others, w.shape)
+    others = list(range(w.ndim - 1))
+    place = w.ndim - 1 if left else w.ndim - 2
+    w_labels = [*others[:place], "in", *others[place:]]
+    return contraction(x, ["in"], w_labels, others, w.shape)

@@ -4,10 +4,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from curvlinops.core.autodiff import pull
+from curvlinops.core.autodiff import pull_columns
+from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.layers.forms import Form, Mapped, Place, Within
 from curvlinops.layers.outer import Arrangement, Outer
+
+#: Those who ask know how many vectors the memory allows.
+ANY_NUMBER = 2**31
 
 
 def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
@@ -37,10 +41,13 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
     if place is not None:
         return Within(form, place, leaf.shape)
 
+    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": leaf}), ANY_NUMBER)
+
     def pull_back(rows: Tensor) -> Tensor:
-        cotangents = rows.flatten(0, 1).to(tensor.dtype)
-        grad = pull({"": tensor}, {"": cotangents}, {"": leaf}, batched=True)[""]
-        return grad.to(rows.dtype).unflatten(0, rows.shape[:2])
+        out = rows.new_empty(*rows.shape[:2], *leaf.shape)
+        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
+        return out
 
     return Mapped(form, pull_back, leaf.shape)
 

@@ -64,8 +64,7 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return cell
 
 
-#: Calls that are replaced by compositions while parameters are watched.
-COMPOSED: dict[Callable, Callable] = {
+CELLS: dict[Callable, Callable] = {
     torch.lstm_cell: _lstm_cell,
     torch.gru_cell: _gru_cell,
     torch.rnn_tanh_cell: _rnn_cell(torch.tanh),

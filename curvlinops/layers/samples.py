@@ -11,7 +11,8 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.batch import Part, RecordedBatch
+from curvlinops.layers.batch import Key, Part, RecordedBatch
+from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import TOLERANCES, Along
 
@@ -45,7 +46,7 @@ class SampleBackward:
         self._trusting, self._independent = trusting, independent
         self._layouts: dict[Any, Along] = {}
         self._checked: set[Any] = set()
-        self._enlarged: set[int] = set()
+        self._changes: dict[Call, Change] = {}
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
@@ -53,25 +54,25 @@ class SampleBackward:
         if not names:
             return SampleGradients(bound, None)
         try:
-            batch = RecordedBatch(bound, names, self._enlarged)
+            batch = RecordedBatch(bound, names, self._changes)
         except Exception:
-            if not self._enlarged:
+            if not self._changes:
                 raise
-            self._enlarged.clear()  # it was possible on an earlier batch
-            batch = RecordedBatch(bound, names, self._enlarged)
+            self._changes.clear()  # it was possible on an earlier batch
+            batch = RecordedBatch(bound, names, self._changes)
         if batch.num_samples == 0:
             return SampleGradients(bound, None)
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
-        if fresh:
+        if fresh or not self._checked:
             self._refuse(batch.check(), "its rule does not agree with autograd")
             self._checked |= fresh
         if len(self.fallbacks) > before:
             # the calls are numbered anew
             self._layouts.clear()
-            self._enlarged.clear()
+            self._changes.clear()
         batch.drop(self.fallbacks)
         return SampleGradients(bound, batch)
 
@@ -90,12 +91,12 @@ class SampleBackward:
             return batch
         batch.detect(missing)
         lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
-        enlarged = {key.index for key in lost} - self._enlarged
-        larger = self._retry(bound, batch, enlarged) if enlarged else None
-        if larger is not None:
-            return self._sort(bound, larger)
-        if lost and self._independent:
-            check_independent(bound, batch.output)
+        for change in Change:
+            changed = self._retry(bound, batch, lost, change)
+            if changed is not None:
+                return self._sort(bound, changed)
+            if lost and self._independent and change is Change.ENLARGE:
+                check_independent(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
         if self._trusting:
@@ -107,17 +108,25 @@ class SampleBackward:
         return batch
 
     def _retry(
-        self, bound: BoundModel, batch: RecordedBatch, enlarged: set[int]
+        self, bound: BoundModel, batch: RecordedBatch, lost: list[Key], change: Change
     ) -> RecordedBatch | None:
-        """Run again, with a row for each sample where there was one for all."""
-        before = set(self._enlarged)
-        self._enlarged |= enlarged
+        """Run again with a change of calls whose rows belong to no sample, if that helps."""
+        calls = dict.fromkeys((key.call, key.index) for key in lost)
+        calls = [call for call in calls if self._changes.get(call, 0) < change]
+        if not calls:
+            return None
+        if change is Change.FOLLOW:  # those behind the first one may then be of parameters alone
+            calls = calls[:1]
+        before = dict(self._changes)
+        self._changes |= dict.fromkeys(calls, change)
         try:
-            return RecordedBatch(bound, batch.names, self._enlarged)
+            changed = RecordedBatch(bound, batch.names, self._changes)
+            if set(changed.unrecorded()) <= set(batch.unrecorded()):
+                return changed
         except Exception as error:
             _LOGGER.info("%s: no row for each sample: %s", self.name, error)
-            self._enlarged = before
-            return None
+        self._changes = before
+        return None
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         for name in names:
@@ -255,7 +264,7 @@ def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = 
                 form.write(part, out[part, space.slice(names[0])])
                 continue
             for name, rows in split(names, form.rows(part)[0], space).items():
-                out[part, space.slice(name)] = rows.reshape(len(rows), -1).to(space.dtype)
+                out[part, space.slice(name)] = rows.reshape(out[part, space.slice(name)].shape)
     return out
 
 

@@ -124,11 +124,13 @@ def contraction(
     lead = [axis for axis in out_labels if axis in X and axis not in W]
     lengths = dict(zip(w_labels, w_shape, strict=True))
     order = [*groups, *outer, *inner]
+    # without an axis that numbers them, there is one row, of one sample
+    only = () if lead else (1,)
 
     def rows(g: Tensor) -> Tensor:
         places = [1 + list(out_labels).index(axis) for axis in (*lead, *groups, *outer)]
         g = split(g).permute(0, *places)
-        shape = g.shape[: 1 + len(lead)]
+        shape = *g.shape[: 1 + len(lead)], *only
         return g.reshape(*shape, _length(groups, lengths), _length(outer, lengths))
 
     def inputs() -> Tensor:
@@ -137,7 +139,7 @@ def contraction(
         value = value.sum(alone) if alone else value
         rest = [axis for axis in x_labels if axis in W | out]
         value = value.permute([rest.index(axis) for axis in (*lead, *groups, *inner)])
-        shape = value.shape[: len(lead)]
+        shape = *value.shape[: len(lead)], *only
         return value.reshape(*shape, _length(groups, lengths), _length(inner, lengths))
 
     arrangement = Arrangement.of(
@@ -148,7 +150,7 @@ def contraction(
         return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
     extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
-    return Use(tuple(extent[axis] for axis in lead), rows, form)
+    return Use((*(extent[axis] for axis in lead), *only), rows, form)
 
 
 def broadcast(
@@ -170,13 +172,14 @@ def broadcast(
         g = wide(g)
         if callable(slope) or slope != 1.0:
             g = g * (slope() if callable(slope) else slope)
-        return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
+        g = g.permute(0, *(1 + axis for axis in (*lead, *kept)))
+        return g if lead else g.unsqueeze(1)
 
     def form(g: Tensor, sort: Sort) -> Form:
         total = g.sum(2)
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
-    return Use(tuple(output[axis] for axis in lead), split, form)
+    return Use(tuple(output[axis] for axis in lead) or (1,), split, form)
 
 
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:

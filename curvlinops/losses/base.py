@@ -96,6 +96,10 @@ class Loss(ABC):
         """
         return self.from_terms(self._hessian_sqrt(self._rows(output), output, target), output)
 
+    def hessian_root(self, output: Tensor, target: Any) -> Tensor:
+        """Return the same for some S with as few columns as possible."""
+        return self.from_terms(self._hessian_root(self._rows(output), output, target), output)
+
     def sample(
         self, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
     ) -> Tensor:
@@ -155,6 +159,10 @@ class Loss(ABC):
             f"{self.name} has no closed-form square root of its Hessian. Supported are MSELoss, "
             "CrossEntropyLoss and BCEWithLogitsLoss."
         )
+
+    def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+        """Return the same, with as few columns as possible."""
+        return self._hessian_sqrt(z, output, target)
 
     def _sample(
         self, z: Tensor, output: Tensor, target: Any, num_samples: int, generator: torch.Generator

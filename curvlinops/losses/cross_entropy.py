@@ -151,6 +151,11 @@ class CrossEntropy(ClassAxisLoss):
         scale = self._sqrt_of_scale(self._scale(z, output, target))
         return _balanced((scale.unsqueeze(-1) * columns).movedim(-1, 0), p)
 
+    def _hessian_root(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        # sqrt(p) is in the null space of S, which a reflection maps to the last column
+        S, root = self._hessian_sqrt(z, output, target), z.softmax(1).sqrt()
+        return S[:-1] - (root / (1 + root[:, -1:])).T[:-1, :, None] * S[-1]
+
     def _sample(
         self,
         z: Tensor,

@@ -116,8 +116,8 @@ class AdditiveLoss(Loss):
         if self.needs_graph:
             raise ValueError(
                 f"{self.name} is not a function of the model's output and the target alone: it "
-                "differentiates the output, or uses the parameters itself. Hessian and gradient "
-                "are defined, the GGN and the Fishers are not. Let the model return the "
+                "differentiates the output, or uses the parameters itself. The Hessian, gradients, "
+                "and the empirical Fisher are defined, the GGN is not. Let the model return the "
                 "derivatives, and add a multiple of IdentityLinearOperator for weight decay."
             )
         with torch.enable_grad():

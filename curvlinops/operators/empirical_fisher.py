@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import Apply
@@ -11,6 +12,7 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.samples import SampleBackward, write_rows
 from curvlinops.losses.base import OutputMatrix, outer
+from curvlinops.operators.alone import SamplesAlone
 from curvlinops.operators.base import DataLinearOperator
 
 
@@ -47,10 +49,13 @@ class EFLinearOperator(DataLinearOperator):
         self._forget_choice()
 
     def _forget_choice(self) -> None:
+        self._alone = SamplesAlone(type(self).__name__)
         self._samples = SampleBackward(type(self).__name__, self._trusting, False)
         self._choice: dict[str, bool] = {}
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
+        if bound.loss.needs_graph:
+            return self._keep(bound, self._from_samples_alone, "alone")
         key = ("rows", bound.batch.index)
         if self._choice.get("rows", True) and self._kept.wants(key):
             if not self._choice:
@@ -84,15 +89,15 @@ class EFLinearOperator(DataLinearOperator):
         terms = bound.terms(gradients.output)
         groups = gradients.backward(self._gradient(bound, gradients.output))
         rows = write_rows(groups, self.space)
-        slices = {name: self.space.slice(name) for name in self.space.names}
+        return _sum_of_outer_products(
+            {name: rows[:, self.space.slice(name)] for name in self.space.names}, terms
+        )
 
-        def apply(V: Columns, out: Columns) -> Tensor:
-            inner = sum(v.flatten(1) @ rows[:, slices[name]].T for name, v in V.items())
-            for name, product in out.items():
-                product += (inner @ rows[:, slices[name]]).reshape(product.shape)
-            return terms
-
-        return apply
+    def _from_samples_alone(self, bound: BatchRisk) -> Apply:
+        """Do the same if the loss is no function of the output; each sample is a term."""
+        rows = self._alone.rows(bound)
+        num_samples = len(next(iter(rows.values())))
+        return _sum_of_outer_products(rows, torch.tensor(num_samples, device=self.device))
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
@@ -102,6 +107,18 @@ class EFLinearOperator(DataLinearOperator):
             return by(gradient, output), terms
 
         return mode.gauss_newton(bound, curvature)
+
+
+def _sum_of_outer_products(rows: Columns, terms: Tensor) -> Apply:
+    """Return products with the sum of the outer products of rows, ``{name: [N, entries]}``."""
+
+    def apply(V: Columns, out: Columns) -> Tensor:
+        inner = sum(v.flatten(1) @ rows[name].T for name, v in V.items())
+        for name, product in out.items():
+            product += (inner @ rows[name]).reshape(product.shape)
+        return terms
+
+    return apply
 
 
 def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:

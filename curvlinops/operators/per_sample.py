@@ -1,6 +1,7 @@
 """Gradients of single samples."""
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
+from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.samples import Group, SampleBackward, inner, one_by_one, split, write_rows
-from curvlinops.operators.rows import RowMaps, RowsLinearOperator
+from curvlinops.operators.alone import SamplesAlone
+from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
 
 #: Takes gradients of some samples, and their places among the rows.
 Visit = Callable[[list[Group], Tensor], None]
@@ -26,7 +29,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    Norms, inner products and moments do not form the matrix where the layers are known. For other
+    Norms, inner products and moments do not form the matrix where the layers are known. A loss that
+    differentiates the output, or uses the parameters, is evaluated sample by sample. For other
     arguments and errors see ``DataLinearOperator``; there are no blocks.
 
     Args:
@@ -54,11 +58,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
-        self._samples = SampleBackward(type(self).__name__, self._trusting)
+        self._forget()
 
     def _reconsider(self) -> None:
         super()._reconsider()
+        self._forget()
+
+    def _forget(self) -> None:
         self._samples = SampleBackward(type(self).__name__, self._trusting)
+        self._alone = SamplesAlone(type(self).__name__)
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -66,7 +74,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         Empty before the first call of a method that needs single gradients.
         """
-        return dict(self._samples.fallbacks)
+        return self._samples.fallbacks | self._alone.fallbacks
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._all = self._rows()
@@ -89,7 +97,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             )
         ones = (1,) * (output.ndim - 1)
         return (
-            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], -1).sum(-1),
+            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], prod(z.shape[2:])).sum(-1),
             lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
         )
 
@@ -97,6 +105,22 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _loss_gradient(bound: BatchRisk, output: Tensor) -> Tensor:
         bound.terms(output)  # checks that output and target fit
         return wide(bound.loss.gradient(output, bound.batch.y))
+
+    def _prepare(self, bound: BatchRisk, num_products: int) -> Push:
+        if not bound.loss.needs_graph:
+            return super()._prepare(bound, num_products)
+        rows = self._keep(bound, self._alone.rows, "rows")
+        return lambda V: sum(v.flatten(1) @ rows[name].T for name, v in V.items())
+
+    def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
+        if not bound.loss.needs_graph:
+            return super()._linearize_adjoint(bound)
+        rows = self._alone.rows(bound)
+
+        def apply(u: Tensor, out: Columns) -> None:
+            add(out, slice(None), {name: (u @ r).view_as(out[name]) for name, r in rows.items()})
+
+        return apply, len(next(iter(rows.values())))
 
     def _skips(self, place: slice | None) -> bool:
         return self._selective and place is not None and not bool(self._within(place).any())
@@ -147,6 +171,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
         self._visit(lambda groups, where: batches.append((groups, where)))
+        if self._alone.fallbacks:  # pairs of batches would compute all rows anew
+            rows = self.dense()
+            return rows @ rows.T
         out = self.codomain.zeros(self.shape[0])[""]
         for first, (groups, rows) in enumerate(batches):
             for others, columns in batches[first:]:
@@ -197,6 +224,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._place_rows(self._all.dim, compute)
 
     def _groups(self, bound: BatchRisk) -> list[Group]:
+        if bound.loss.needs_graph:
+            return [self._alone.group(bound)]
         if self.terms == "term":
             apply, output = transposed_jacobian(bound)
             up = self._row_maps(bound, output)[1]

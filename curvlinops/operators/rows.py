@@ -18,6 +18,9 @@ RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 #: Takes a batch; returns the number of its rows, and what to do with them, given their place.
 Compute = Callable[[BatchRisk], tuple[int, Callable[[slice], object]]]
 
+#: Adds rows with weights ``[K, M]`` to columns of the parameters, in place.
+AddRows = Callable[[Tensor, Columns], None]
+
 
 class RowsLinearOperator(DataLinearOperator):
     """A linear function of each batch's outputs, times the outputs' Jacobian.
@@ -42,6 +45,12 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Push:
         return mode.jacobian(bound, lambda output: self._row_maps(bound, output)[0])
+
+    def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
+        """Do all on a batch for transposed products that does not depend on the vectors."""
+        apply, output = autodiff.transposed_jacobian(bound, self._chunk_size)
+        up = self._row_maps(bound, output)[1]
+        return lambda u, out: apply(up(u), out), self._num_rows(output)
 
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
@@ -119,14 +128,9 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        def build(bound: BatchRisk) -> tuple[Callable, Callable, int]:
-            apply, output = autodiff.transposed_jacobian(bound, self._chunk_size)
-            up = self._row_maps(bound, output)[1]
-            return apply, up, self._num_rows(output)
-
         def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            apply, up, length = self._keep(bound, build, "transposed")
-            return length, lambda place: apply(up(U[:, place]), out)
+            apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
+            return length, lambda place: apply(U[:, place], out)
 
         self._place_rows(rows.dim, compute)
         self._check_finite(out, self.risk.space)

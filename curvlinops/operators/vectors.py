@@ -72,5 +72,5 @@ def signed_hessian_roots(
 def _roots(bound: BatchRisk, output: Tensor) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
     bound.check_loss(output)
-    roots = bound.loss.to_terms(bound.loss.hessian_sqrt(output, bound.batch.y))
+    roots = bound.loss.to_terms(bound.loss.hessian_root(output, bound.batch.y))
     return roots.unflatten(1, (output.shape[0], -1))

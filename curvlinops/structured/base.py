@@ -155,7 +155,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             dtype=self.torch_dtype,
             device=self.device,
         )
-        draws = self.domain.join(self.eigh()._multiply_root(self.domain.split(z)))
+        draws = self.domain.join(self._root()._multiply_root(self.domain.split(z)))
         return draws[0] if num_samples is None else draws.T
 
     # --- where it lives
@@ -235,6 +235,10 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Return the sign of the determinant, and the logarithm of its absolute value."""
         return self.eigh()._slogdet()
+
+    def _root(self) -> "StructuredLinearOperator":
+        """Return what multiplies by a matrix R with ``R R^T`` equal to the operator."""
+        return self.eigh()
 
     def _eigh(self) -> "StructuredLinearOperator":
         """Return the eigendecomposition."""

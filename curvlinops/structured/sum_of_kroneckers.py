@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.congruent import CongruentLinearOperator, diagonalize
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
@@ -21,7 +22,8 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     The block of a weight that is used in several roles, e.g. by an embedding, which has a diagonal
     factor, and by a head. Products, trace, norm and diagonal take the terms one by one. For
     inverses, determinants and eigendecompositions the sum is written as one matrix; or, if one of
-    two factors is diagonal in all terms, as one small matrix for each of its entries.
+    two factors is diagonal in all terms, as one small matrix for each of its entries. Where that
+    is too large, inverse and determinant of two terms come from diagonalizing both at once.
 
     Args:
         terms: The Kronecker products.
@@ -49,6 +51,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
         self.max_dense_dim = max_dense_dim
         self._written: StructuredLinearOperator | None = None
+        self._diagonalized: CongruentLinearOperator | None = None
         super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
 
     def _apply(self, columns: Columns) -> Columns:
@@ -119,6 +122,17 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         )
         return RearrangedLinearOperator(matrix, self.domain, arrangement)
 
+    def _solvable(self) -> StructuredLinearOperator:
+        """Return the sum in a form that has an inverse and a determinant."""
+        rows = [all(isinstance(t._factors[i], Diagonal) for t in self._terms) for i in (0, 1)]
+        size = prod(self._sizes) if not any(rows) else self._sizes[rows.index(False)]
+        fits = self._groups * prod(self._sizes) * size <= self.max_dense_dim**2
+        if fits or len(self._terms) != 2 or len(self._sizes) != 2 or all(rows):
+            return self._matrix()
+        if self._diagonalized is None:
+            self._diagonalized = diagonalize(*self._terms)
+        return self._diagonalized
+
     def _check_size(self, numbers: int) -> None:
         if numbers > self.max_dense_dim**2:
             raise ValueError(
@@ -129,13 +143,13 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
             )
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return self._matrix()._slogdet()
+        return self._solvable()._slogdet()
 
     def _eigh(self) -> EighDecomposedLinearOperator:
         return self._matrix().eigh()
 
     def _inverse(self, retry_double_precision: bool) -> StructuredLinearOperator:
-        return self._matrix()._inverse(retry_double_precision)
+        return self._solvable()._inverse(retry_double_precision)
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         return self._matrix()._power(exponent)

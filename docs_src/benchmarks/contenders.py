@@ -7,10 +7,12 @@ import name `curvlinops`.
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from problems import Problem
+from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,6 +22,10 @@ HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
 FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
 ROWS, NORMS = "Gradients of samples", "Norms of gradients"
 HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
+KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
+KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC"
+KFAC_VECTOR, KFAC_INVERSE = "KFAC-vector", "KFAC inverse"
+EIGENPAIRS, EIGENPAIRS_SCIPY = "GGN, ten eigenpairs", "GGN, ten eigenpairs by scipy"
 
 
 def gradient(problem: Problem) -> Callable[[], object]:
@@ -61,6 +67,34 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
         if y.ndim == 1:
             D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
             quantities[DIAGONAL] = D.diagonal
+        return quantities | _factored(curvlinops, with_loss, options, v)
+    return quantities | {
+        EIGENPAIRS: lambda: curvlinops.eigsh(G, 10, which="LA", seed=0, tol=1e-3),
+        EIGENPAIRS_SCIPY: lambda: eigsh(G, 10, which="LA", tol=1e-3),
+    }
+
+
+def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor) -> Quantities:
+    """Return what curvlinops and its namesake do with Kronecker factors."""
+
+    def factors(**kwargs: str) -> Callable[[], object]:
+        K = curvlinops.KFACLinearOperator(*arguments, **kwargs, **options)
+        return K.compute_kronecker_factors
+
+    K = curvlinops.KFACLinearOperator(*arguments, **options)
+    E = curvlinops.EKFACLinearOperator(*arguments, **options)
+    damped = {"damping": 1e-3}
+    quantities = {
+        KFAC: factors(),
+        KFAC_REDUCE: factors(kfac_approx="reduce"),
+        KFAC_VECTOR: lambda: K @ v,
+        KFAC_INVERSE: lambda: curvlinops.KFACInverseLinearOperator(K, **damped) @ v,
+    }
+    if arguments[3][0][1].ndim == 1:  # one term for each sample
+        quantities |= {
+            KFAC_TYPE2: factors(fisher_type="type-2"),
+            EKFAC: E.compute_kronecker_factors,
+        }
     return quantities
 
 
@@ -143,6 +177,7 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
 
 def incumbent(problem: Problem, columns: int) -> Quantities:
     """Return the products of curvlinops-for-pytorch."""
+    import curvlinops
     from curvlinops import GGNLinearOperator, HessianLinearOperator, JacobianLinearOperator
 
     model, X, y = problem
@@ -169,13 +204,28 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
     def jacobian() -> object:
         return JacobianLinearOperator(model, params, [(X, y)], check_deterministic=False)
 
-    return {
+    def eigenpairs() -> object:
+        with sdpa_kernel(SDPBackend.MATH):
+            return eigsh(ggn().to_scipy(), 10, which="LA", tol=1e-3)
+
+    quantities = {
         HESSIAN: of(hessian, v),
         GGN: of(ggn, v),
         JACOBIAN: of(jacobian, v),
         HESSIAN_COLUMNS: of(hessian, V),
         GGN_COLUMNS: of(ggn, V),
+        EIGENPAIRS_SCIPY: eigenpairs,
     }
+    if not isinstance(model, nn.Sequential):  # other layers are not supported
+        return quantities
+    terms = 1 if y.ndim == 1 else y[0].numel()
+    options = {
+        "check_deterministic": False,
+        "num_data": len(X),
+        "num_per_example_loss_terms": terms,
+    }
+    arguments = (model, nn.CrossEntropyLoss(), params, [(X, y)])
+    return quantities | _factored(curvlinops, arguments, options, v)
 
 
 def backpack(problem: Problem, columns: int) -> Quantities:

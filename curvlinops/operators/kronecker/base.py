@@ -26,6 +26,7 @@ from curvlinops.operators.kronecker.report import (
     BlockReport,
     ModuleFactors,
     by_module,
+    check_pairs,
     report,
 )
 from curvlinops.operators.kronecker.storage import pack, read, unpack, write
@@ -108,13 +109,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             type(self).__name__, self.space, self._options, num_per_example_loss_terms
         )
         self._sums: Sums | None = None
-        self._structure: BlockDiagonalLinearOperator | None = None
+        self._forget()
 
     # --- factors
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._sums, self._structure = self._passes.sum_over_all(self._run), None
+        self._sums = self._passes.sum_over_all(self._run)
+        self._forget()
 
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
@@ -134,7 +136,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         more = Sums(sums.blocks, num_batches=sums.num_batches)
         self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
         more.num_batches -= sums.num_batches
-        self._sums, self._structure = sums.scaled(decay).plus(more), None
+        self._sums = sums.scaled(decay).plus(more)
+        self._forget()
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
@@ -151,12 +154,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if not alike:
             raise ValueError("Only operators of one class with equal options can be merged.")
         self.space.check_compatible(other.space)
-        self._sums, self._structure = self._computed().plus(other._computed()), None
+        self._sums = self._computed().plus(other._computed())
+        self._forget()
 
     def _computed(self) -> Sums:
         if self._sums is None:
             self.compute_kronecker_factors()
         return self._sums
+
+    def _forget(self) -> None:
+        # what was made of the sums
+        self._structure: BlockDiagonalLinearOperator | None = None
+        self._modules: dict[str, ModuleFactors] | None = None
 
     def _reconsider(self) -> None:
         super()._reconsider()
@@ -187,13 +196,20 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Where the modules' weights and biases are among ``params``."""
         return {name: found.positions for name, found in self._by_module().items()}
 
-    # names that published programs read
-    _input_covariances = input_covariances
-    _gradient_covariances = gradient_covariances
-    _mapping = mapping
-
     def _by_module(self) -> dict[str, ModuleFactors]:
-        return by_module(self._factors(), self.space.names)
+        if self._modules is None:
+            # copies: whoever reads them may scale them in place
+            self._modules = by_module(self._factors(), self.space.names)
+        return self._modules
+
+    def _dense_pairs(self) -> "KroneckerFactoredLinearOperator":
+        check_pairs(self._computed().blocks, self._by_module())
+        return self
+
+    # names that published programs read, which rely on one dense pair for each weight
+    _input_covariances = property(lambda self: self._dense_pairs().input_covariances)
+    _gradient_covariances = property(lambda self: self._dense_pairs().gradient_covariances)
+    _mapping = property(lambda self: self._dense_pairs().mapping)
 
     # --- saving
 
@@ -214,7 +230,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
         """Replace the sums; a subclass also what it has added to the state."""
-        self._sums, self._structure = sums, None
+        self._sums = sums
+        self._forget()
 
     @classmethod
     def from_state_dict(
@@ -269,20 +286,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         retry_double_precision: bool = True,
     ) -> KFACInverseLinearOperator:
         """Return the damped inverse, see ``KFACInverseLinearOperator``."""
-        return KFACInverseLinearOperator(
-            self,
-            damping,
-            use_heuristic_damping,
-            min_damping,
-            use_exact_damping,
-            retry_double_precision,
-        )
+        damped = damping, use_heuristic_damping, min_damping, use_exact_damping
+        return KFACInverseLinearOperator(self, *damped, retry_double_precision)
 
     def to_device(self, device: torch.device | str) -> "KroneckerFactoredLinearOperator":
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
         self._reconsider()
-        self._structure = None
+        self._forget()
         if self._sums is not None:
             self._sums.to(self.space.device)
         return self

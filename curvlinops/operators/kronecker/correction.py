@@ -55,7 +55,8 @@ class Basis:
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
-            return Lookup(indices, g, forms[0].shape[0]).sum_of_squares().T.unsqueeze(0)
+            shape = forms[0].num_rows, g.shape[-1]
+            return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
         total, form = 0.0, add(forms)
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)

@@ -82,7 +82,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._replace(after, found, moments)
 
     def _replace(self, sums: Sums, found: dict[int, Basis], moments: dict[int, Tensor]) -> None:
-        self._sums, self._bases, self._moments, self._structure = sums, found, moments, None
+        self._sums, self._bases, self._moments = sums, found, moments
+        self._forget()
 
     def _correct(
         self, sums: Sums, found: dict[int, Basis], batches: Batches | None, first: int = 0

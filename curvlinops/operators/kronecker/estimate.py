@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -206,7 +207,8 @@ class Estimator:
     def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
         """Add outer products of gradients ``[P, *shape]``, or their squares."""
         block = sums.blocks[number]
-        rows = rows.reshape(len(rows), block.groups, -1).to(self._space.dtype)
+        size = prod(rows.shape[1:]) // block.groups
+        rows = rows.reshape(len(rows), block.groups, size).to(self._space.dtype)
         sums.add_matrix(number, moment(rows, diagonal=block.structure == "diagonal"))
 
 

@@ -61,20 +61,29 @@ class Damping:
                 "one number, which is added to the eigenvalues."
             )
 
-    def invert(self, factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
-        """Return the inverse of one block, on its entries."""
+    def invert(
+        self, factors: BlockFactors, space: ParameterSpace, weight: Product | None
+    ) -> StructuredLinearOperator:
+        """Return the inverse of one block, on its entries.
+
+        Args:
+            factors: The block.
+            space: All parameters.
+            weight: For a bias: the product of its weight, with the same gradient factor.
+        """
         damping, retry = self.values[1], self.retry_double_precision
         whole = self.exact or not factors.products
         if whole:
             return operator_of(factors, space).inverse(damping, retry_double_precision=retry)
-        damped = summed([self._damped(product) for product in factors.products])
+        damped = summed([self._damped(product, weight) for product in factors.products])
         return damped.inverse(retry_double_precision=retry)
 
-    def _damped(self, product: Product) -> Product:
+    def _damped(self, product: Product, weight: Product | None) -> Product:
         """Add damping to both factors."""
         of_inputs, of_gradients = self.values
-        if self.heuristic and product.inputs is not None:
-            of_inputs, of_gradients = self._balanced(product)
+        both = product if product.inputs is not None else weight
+        if self.heuristic and both is not None:
+            of_inputs, of_gradients = self._balanced(both)
         inputs = None if product.inputs is None else product.inputs.shifted(of_inputs)
         return product._replace(gradients=product.gradients.shifted(of_gradients), inputs=inputs)
 
@@ -116,7 +125,8 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         use_heuristic_damping: Whether a and b are ``pi sqrt(damping)`` and ``sqrt(damping) / pi``,
             with ``pi^2`` the ratio of average eigenvalues of A and B (Martens and Grosse,
             Optimizing neural networks with Kronecker-factored approximate curvature, ICML 2015,
-            section 6.3). Biases with a block of their own get the number itself.
+            section 6.3). Biases with a block of their own share their weight's gradient factor,
+            and its damping; those without such a weight get the number itself.
         min_damping: The smallest value of these two.
         use_exact_damping: See above.
         retry_double_precision: Whether factors that cannot be factorized in float32 are factorized

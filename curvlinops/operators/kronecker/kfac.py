@@ -1,7 +1,7 @@
 """Kronecker-factored approximate curvature."""
 
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of
+from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
 
@@ -27,4 +27,11 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         return lambda factors: operator_of(factors, self.space)
 
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
-        return assemble(self._factors(), self.space, lambda f: damping.invert(f, self.space))
+        factors = self._factors()
+
+        def invert(one: BlockFactors) -> StructuredLinearOperator:
+            twin = None if one.block.twin is None else factors[one.block.twin]
+            weight = twin.products[0] if twin is not None and twin.products else None
+            return damping.invert(one, self.space, weight)
+
+        return assemble(factors, self.space, invert)

@@ -15,7 +15,7 @@ class FisherType(str, Enum):
     TYPE2 = "type-2"
     #: Sampled would-be gradients, whose outer products have the loss Hessian as expectation.
     MC = "mc"
-    #: The loss's own gradients.
+    #: The loss's own gradients, those of a sample's terms all together.
     EMPIRICAL = "empirical"
     #: Nothing: the second moment of output gradients is replaced by the identity.
     FORWARD_ONLY = "forward-only"

@@ -1,6 +1,6 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -12,6 +12,9 @@ from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, Mapped, Place, Within
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
+
+#: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
+_WHOLE = 4096
 
 
 class Partner(NamedTuple):
@@ -78,19 +81,24 @@ def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
     biases, weights = {}, {}
     for part in parts:
         if part.shift is not None and not part.elsewhere:
-            biases[part.key.index] = Partner(part.name, place_of(part), part.shift)
+            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
     for part in parts:
-        bias = biases.get(part.key.index)
+        bias = biases.get(_call(part))
         if bias is not None and part.shift is None:
-            weights[part.key.index] = Partner(part.name, place_of(part), bias.scale)
+            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
     found: dict[str, set[Usage]] = {}
     for part in parts:
         partners = biases if part.shift is None else weights
-        partner, mapped = partners.get(part.key.index), isinstance(part.form, Mapped)
+        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
         product = Kind.of(_innermost(part.form), part.shift is not None) is not None
         usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return found
+
+
+def _call(part: Part) -> tuple[Callable, int]:
+    """Return what is equal for the arguments of one call only."""
+    return part.key.call, part.key.index
 
 
 def place_of(part: Part) -> Place | None:
@@ -240,6 +248,8 @@ def _written(name: str, space: ParameterSpace, options: Options) -> Block:
     """Return the block of a parameter that is added, or multiplied elementwise."""
     lengths = [length for length in space.shapes[name] if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if groups * width <= min(limit, _WHOLE):
+        groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
         return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
     reason = "used elementwise: its exact block"

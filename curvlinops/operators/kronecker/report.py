@@ -1,11 +1,12 @@
 """What the blocks of an approximation are, and their factors by module."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
+from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.factors import Diagonal, Factor
 
 
@@ -100,6 +101,37 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
             key, positions = name, {"weight": list(names).index(name)}
         found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
     return found
+
+
+def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -> None:
+    """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
+
+    Programs that read factors by module, and multiply them by parameters themselves, rely on it.
+
+    Args:
+        blocks: All blocks.
+        modules: The factors by module.
+
+    Raises:
+        NotImplementedError: If a block is anything else, naming its parameters.
+    """
+    for block in blocks:
+        module, _, own = block.names[0].rpartition(".")
+        found = modules.get(module)
+        if (
+            found is None
+            or own not in ("weight", "bias")
+            or block.structure != "kronecker"
+            or any(place is not None for place in block.places)
+            or any(kind.arrangement.stages or kind.groups > 1 for kind in block.kinds)
+            or found.inputs.ndim != 2
+            or found.gradients.ndim != 2
+        ):
+            raise NotImplementedError(
+                f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
+                "matrices for a module's weight. Read it with blocks(), input_covariances and "
+                "gradient_covariances, or leave these parameters out of params."
+            )
 
 
 def _tensor(factor: Factor) -> Tensor:

@@ -1,0 +1,152 @@
+"""Gradients of samples whose loss needs the model's graph: each sample is a batch of its own."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.core import autodiff
+from curvlinops.core.columns import add
+from curvlinops.core.data import Batch, map_leaves
+from curvlinops.core.risk import BatchRisk
+from curvlinops.core.space import Columns
+from curvlinops.layers.forms import Direct
+from curvlinops.layers.layout import TOLERANCES
+from curvlinops.layers.samples import Group
+
+_LOGGER = logging.getLogger("curvlinops")
+
+
+class SamplesAlone:
+    """Computes gradients of losses that are no function of the output alone, sample by sample.
+
+    Such a loss differentiates the output with respect to the input (a PINN), or uses the
+    parameters itself (weight decay). A sample's loss is that of a batch that consists of this
+    sample alone. On the first batch with several samples, the gradients are compared with that of
+    the whole batch, to which they must add up.
+
+    Args:
+        name: Names the operator in messages.
+
+    Attributes:
+        fallbacks: Why parameters are treated sample by sample.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._checked = False
+        self.fallbacks: dict[str, str] = {}
+
+    def group(self, bound: BatchRisk) -> Group:
+        """Return the gradients of a batch's samples, computed when they are asked for."""
+        self._say(bound)
+        scope = bound.scope(bound.leaves(), "gradient")
+        with scope.active():
+            num_samples = len(bound.output(scope).detach())
+        if num_samples > 1 and not self._checked:
+            _check_sum(bound, num_samples)
+            self._checked = True
+        space = bound.space
+
+        def rows(samples: slice | Tensor) -> Tensor:
+            wanted = torch.arange(num_samples)[
+                samples if isinstance(samples, slice) else samples.cpu()
+            ]
+            out = space.zeros(len(wanted))
+            for place, n in enumerate(wanted.tolist()):
+                _, columns = _gradient_alone(bound, n, num_samples)
+                add(out, slice(place, place + 1), columns)
+            return space.join(out).unsqueeze(0)
+
+        return space.names, Direct(rows, 1, num_samples, (space.dim,))
+
+    def rows(self, bound: BatchRisk) -> Columns:
+        """Return the gradients of a batch's samples, ``{name: [N, entries]}``."""
+        _, form = self.group(bound)
+        rows = form.rows(slice(0, form.num_samples))[0]
+        return {name: rows[:, bound.space.slice(name)] for name in bound.space.names}
+
+    def _say(self, bound: BatchRisk) -> None:
+        if self.fallbacks:
+            return
+        reason = _reason(bound)
+        self.fallbacks = dict.fromkeys(bound.space.names, reason)
+        _LOGGER.warning("%s: gradients are computed sample by sample: %s.", self._name, reason)
+
+
+def _reason(bound: BatchRisk) -> str:
+    return f"{bound.loss.name} differentiates the model's output, or uses the parameters itself"
+
+
+def _gradient_alone(bound: BatchRisk, n: int, num_samples: int) -> tuple[Tensor, Columns]:
+    """Return the loss of one sample, and its gradient (one column)."""
+    alone = _alone(bound, n, num_samples)
+
+    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
+        if len(output) != 1:
+            raise ValueError(
+                f"the batch cannot be cut. Its tensors with a first axis of length {num_samples} "
+                f"were, and the model still returned {len(output)} outputs. Let the data yield "
+                "such tensors, in dictionaries, lists or tuples, or batches of single samples."
+            )
+        return alone.loss_sum(output)
+
+    try:
+        value, gradient, _ = autodiff.gradient(alone, loss)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever model and loss raise
+        raise ValueError(
+            f"{_reason(bound)}: its gradients are computed one sample at a time, which fails for "
+            f"sample {n} of batch {bound.batch.index}: {error}"
+        ) from error
+    return value, gradient
+
+
+def _check_sum(bound: BatchRisk, num_samples: int) -> None:
+    """Compare the samples' losses and their gradients with those of the batch.
+
+    Raises:
+        ValueError: If they do not add up.
+    """
+    space = bound.space
+    total, gradient, _ = autodiff.gradient(bound, bound.loss_sum)
+    rest, size = space.join(gradient).clone(), 0.0
+    value, largest = total.double(), 0.0
+    for n in range(num_samples):
+        loss, columns = _gradient_alone(bound, n, num_samples)
+        row = space.join(columns)
+        rest -= row
+        value, largest = value - loss.double(), largest + float(loss.double().abs())
+        size += float(row.double().norm())
+    tolerance = max(TOLERANCES[leaf.dtype] for leaf in bound.leaves().values())
+    off = float(rest.double().norm()) > tolerance * size + 1e-12
+    if off or float(value.abs()) > tolerance * largest + 1e-12:
+        raise ValueError(
+            f"The loss {bound.loss.name} of batch {bound.batch.index}, or its gradient, is not the "
+            f"{bound.loss.reduction} over the losses of its {num_samples} samples alone, so that "
+            "gradients of single samples are not defined: it couples the samples, or has a part "
+            "that belongs to none of them. (With reduction='mean', weight decay is a part of each "
+            "sample's loss; with reduction='sum', multiply it by the number of samples.)"
+        )
+
+
+def _alone(bound: BatchRisk, n: int, num_samples: int) -> BatchRisk:
+    """Return a batch that consists of one sample.
+
+    Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
+    which a loss differentiates) stays one.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0 or len(leaf) != num_samples:
+            return leaf
+        part = leaf[n : n + 1]
+        return (
+            part.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else part
+        )
+
+    X, y = map_leaves((bound.batch.X, bound.batch.y), cut)
+    return bound.on(Batch(bound.batch.index, X, y))

@@ -1,0 +1,186 @@
+"""EKFAC against its dense reference, and what defines it."""
+
+from dataclasses import replace
+
+import kfac_models
+import kfac_reference
+import problems
+import pytest
+import reference
+import torch
+from contract import error, matrix
+from problems import Problem
+from torch import Tensor
+
+from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
+
+#: Those whose factors have distinct eigenvalues, but for the zero ones.
+DISTINCT = [
+    "mlp-ce-all-mean", "mlp-mse-sum", "mlp-bce-all-mean", "classes-ce-all-mean", "scalar-bce-mean",
+    "cnn", "conv1d", "group-norm", "transformer", "self-attention", "cross-attention", "lstm",
+    "lstm-packed", "gru", "used-twice", "padding-idx", "embedding-bag-mean", "functional",
+    "encoder-layer-train", "subset", "float32-cnn",
+]  # fmt: skip
+
+
+def build(p: Problem, fisher: str, joint: bool = False, cls: type = EKFACLinearOperator, **options):
+    return cls(
+        p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
+        separate_weight_and_bias=not joint, batch_size_fn=p.batch_size_fn, reduction=p.reduction,
+        fallback="dense", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", DISTINCT)
+def test_equals_dense_reference(name: str, joint: bool):
+    p = kfac_models.make(name)
+    for fisher in ("type-2", "empirical"):
+        expected = kfac_reference.kfac(p, fisher, joint=joint, corrected=True)
+        assert error(matrix(build(p, fisher, joint)), expected) <= max(p.tolerance, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["classes-ce-mean", "rnn"])
+def test_reduced_factors_give_another_basis(name: str):
+    p = kfac_models.make(name)
+    # enough samples that no factor is singular
+    more = [(X, y) for X, y in p.data]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        for X, y in p.data:
+            other = (
+                torch.randn(X.shape, generator=generator, dtype=X.dtype)
+                if X.is_floating_point()
+                else torch.randint(5, X.shape, generator=generator)
+            )
+            more.append((other, y))
+    p = replace(p, data=more)
+    expected = kfac_reference.kfac(p, "type-2", reduce=True, corrected=True)
+    found = build(p, "type-2", kfac_approx="reduce", check_deterministic=False)
+    assert error(matrix(found), expected) <= 1e-7
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("name", ["transformer-tied", "padding-idx-tied", "segmentation", "rnn"])
+def test_trace_is_exact_and_no_diagonal_is_closer(name: str, fisher: str):
+    """Also of sums of Kronecker products."""
+    p = problems.make(name)
+    truth = (
+        reference.ggn(p) if fisher == "type-2" else reference.empirical_fisher(p, terms="sample")
+    )
+    operator, offset = build(p, fisher), 0
+    found = matrix(operator)
+    kfac = matrix(build(p, fisher, cls=KFACLinearOperator))
+    for param in p.params:
+        own = slice(offset, offset + param.numel())
+        exact, corrected = truth[own, own], found[own, own]
+        assert float(corrected.trace()) == pytest.approx(float(exact.trace()), rel=1e-9)
+        # the correction is a projection of the block
+        inner = float((corrected * exact).sum())
+        assert inner == pytest.approx(float(corrected.square().sum()), rel=1e-9)
+        assert float((corrected - exact).norm()) <= float((kfac[own, own] - exact).norm()) + 1e-12
+        offset = own.stop
+
+
+def test_independent_of_batches():
+    p = problems.make("mlp-ce-all-mean")
+    expected = matrix(build(p, "type-2"))
+    for other in (problems.rebatched(p, 1), problems.merged(p)):
+        assert error(matrix(build(other, "type-2")), expected) <= 1e-9
+
+
+def test_structure():
+    p = problems.make("cnn")
+    operator = build(p, "type-2", joint=True)
+    dense = matrix(operator)
+    D = len(dense)
+    eye = torch.eye(D, dtype=dense.dtype)
+    assert error(operator.trace(), dense.trace()) <= 1e-10
+    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
+    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
+    damped = torch.linalg.inv(dense + 0.1 * eye)
+    assert error(matrix(operator.inverse(damping=0.1)), damped) <= 1e-9
+    assert error(matrix(operator.inverse(damping=0.1).T), damped.T) <= 1e-9
+    shifted = 2 * operator + 0.3 * IdentityLinearOperator(operator.space)
+    assert error(matrix(shifted), 2 * dense + 0.3 * eye) <= 1e-10
+    assert error(shifted.logdet(), torch.logdet(2 * dense + 0.3 * eye)) <= 1e-9
+    assert error(matrix(shifted**-0.5 @ shifted**-0.5), torch.linalg.inv(matrix(shifted))) <= 1e-8
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"damping": (0.1, 0.2)}, "no factors to which damping"),
+        ({"damping": 0.1, "use_heuristic_damping": True}, "no factors to which damping"),
+        ({}, "Block '.*: .*singular"),
+    ],
+)
+def test_refused_inverses(options: dict, message: str):
+    p = problems.make("cnn")
+    with pytest.raises(ValueError, match=message):
+        build(p, "type-2").inverse(**options)
+
+
+def test_forward_only_is_refused():
+    p = problems.make("mlp-ce-mean")
+    with pytest.raises(ValueError, match="EKFAC needs gradients"):
+        build(p, "forward-only")
+
+
+class Failing:
+    """Batches that fail in one of the passes."""
+
+    def __init__(self, data: list, at: int):
+        self.data, self.at, self.passes = data, at, 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield self.data[0]
+        if self.passes == self.at:
+            raise RuntimeError("on purpose")
+        yield from self.data[1:]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_after_a_failed_pass_all_is_computed_anew(at: int):
+    p = problems.make("mlp-ce-mean")
+    operator = build(replace(p, data=Failing(p.data, at)), "type-2", check_deterministic=False)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        operator.trace()
+    assert error(matrix(operator), matrix(build(p, "type-2"))) <= 1e-12
+
+
+def corrected(p: Problem, bases: Problem, decay: float = 1.0) -> Tensor:
+    """Second moments on all of `p` in the eigenbasis of the factors of `bases`."""
+    operator = build(bases, "type-2")
+    operator.trace()
+    operator.update(p.data[-1], decay)
+    return matrix(operator)
+
+
+def test_update_keeps_the_basis():
+    p = problems.make("mlp-ce-mean")
+    first = replace(p, data=p.data[:1])
+    found = corrected(p, first)
+    truth = reference.ggn(p)
+    offset = 0
+    for param in p.params:  # the trace does not depend on the basis
+        own = slice(offset, offset + param.numel())
+        assert float(found[own, own].trace()) == pytest.approx(
+            float(truth[own, own].trace()), rel=1e-9
+        )
+        offset = own.stop
+
+
+def test_merge():
+    p = problems.make("mlp-ce-mean")
+    parts = [replace(p, data=[batch]) for batch in p.data]
+    one, two = (build(part, "type-2") for part in parts)
+    one.merge(two)
+    expected = matrix(build(p, "type-2"))
+    assert error(matrix(one), expected) <= 1e-9
+    before = matrix(one)
+    with pytest.raises(ValueError, match="not those of the operator's data"):
+        one.merge(two)  # its first pass is not over all of its data any more
+    assert torch.equal(matrix(one), before)

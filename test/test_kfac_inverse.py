@@ -1,0 +1,192 @@
+"""Inverses of KFAC, its structure, and its use in solvers."""
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+import torch
+from contract import error, matrix
+from scipy.sparse.linalg import cg
+from torch import Tensor, nn
+
+from curvlinops import (
+    GGNLinearOperator,
+    IdentityLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+)
+
+
+def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **options: Any):
+    p = problems.make(name)
+    return KFACLinearOperator(
+        p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
+        separate_weight_and_bias=not joint, batch_size_fn=p.batch_size_fn, **options,
+    )  # fmt: skip
+
+
+NAMES = ["cnn", "transformer", "transformer-tied", "lstm", "padding-idx"]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_damping(name: str, joint: bool):
+    operator = build(name, joint)
+    dense = matrix(operator)
+    expected = torch.linalg.inv(dense + 0.1 * torch.eye(len(dense), dtype=dense.dtype))
+    inverse = operator.inverse(damping=0.1, use_exact_damping=True)
+    for _ in range(3):  # nothing changes with products
+        assert error(matrix(inverse), expected) <= 1e-9
+    assert error(matrix(inverse.T), expected) <= 1e-9 and inverse.T is inverse
+    again = KFACInverseLinearOperator(operator, damping=0.1, use_exact_damping=True)
+    assert torch.equal(matrix(again), matrix(inverse))
+    assert error(matrix(operator), dense) == 0
+
+
+def damped(A: Tensor, B: Tensor, a: float, b: float) -> Tensor:
+    """`(B + b I)^-1 (x) (A + a I)^-1`."""
+    A, B = (torch.linalg.inv(M + d * torch.eye(len(M)).to(M)) for M, d in ((A, a), (B, b)))
+    return torch.kron(B, A)
+
+
+@pytest.mark.parametrize("damping", [0.1, (0.1, 0.03), [0.3, 0.2]])
+def test_separate_damping(damping: Any):
+    operator = build("mlp-ce-mean", joint=True)
+    a, b = damping if isinstance(damping, tuple | list) else (damping,) * 2
+    inverse = matrix(operator.inverse(damping=damping))
+    index = _joint_index(operator, "0")
+    A, B = operator.input_covariances["0"], operator.gradient_covariances["0"]
+    assert error(inverse[index][:, index], damped(A, B, a, b)) <= 1e-10
+
+
+def _joint_index(operator: KFACLinearOperator, module: str) -> Tensor:
+    """Where a block's entries `[O, I + 1]` are."""
+    weight, bias = (
+        torch.arange(operator.shape[0])[operator.space.slice(f"{module}.{name}")]
+        for name in ("weight", "bias")
+    )
+    return torch.cat([weight.reshape(len(bias), -1), bias[:, None]], 1).flatten()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_heuristic_damping(joint: bool):
+    """Martens and Grosse 2015, section 6.3."""
+    operator = build("mlp-ce-mean", joint)
+    inverse = matrix(operator.inverse(damping=0.01, use_heuristic_damping=True))
+    A, B = operator.input_covariances["2"], operator.gradient_covariances["2"]
+    pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
+    index = torch.arange(len(inverse))[operator.space.slice("2.weight")]
+    index = _joint_index(operator, "2") if joint else index
+    expected = damped(A, B, pi * sqrt(0.01), sqrt(0.01) / pi)
+    assert error(inverse[index][:, index], expected) <= 1e-10
+    if not joint:  # the bias has the same B
+        bias = operator.space.slice("2.bias")
+        expected = torch.linalg.inv(B + sqrt(0.01) / pi * torch.eye(len(B), dtype=B.dtype))
+        assert error(inverse[bias, bias], expected) <= 1e-10
+    least = matrix(operator.inverse(1e-6, use_heuristic_damping=True, min_damping=0.5))
+    assert error(least[index][:, index], damped(A, B, 0.5, 0.5)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"damping": -1.0}, "damping must be a non-negative"),
+        ({"damping": float("nan")}, "damping must be a non-negative"),
+        ({"damping": "a"}, "damping must be a non-negative"),
+        ({"damping": None}, "damping must be a non-negative"),
+        ({"damping": (0.1, 0.1, 0.1)}, "damping must be a non-negative"),
+        ({"damping": (0.1, 0.1), "use_exact_damping": True}, "one number"),
+        ({"damping": (0.1, 0.1), "use_heuristic_damping": True}, "one number"),
+        (
+            {"damping": 0.1, "use_heuristic_damping": True, "use_exact_damping": True},
+            "either heuristic or exact",
+        ),
+        ({"damping": 0.1, "min_damping": -1.0}, "min_damping"),
+        ({}, "Block '.*weight': .*singular"),
+    ],
+    ids=str,
+)
+def test_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        build().inverse(**options)
+
+
+def test_only_kronecker_factored_operators_have_such_inverses():
+    p = problems.make("mlp-ce-mean")
+    with pytest.raises(ValueError, match="Only KFAC and EKFAC"):
+        KFACInverseLinearOperator(GGNLinearOperator(p.model, p.loss, p.params, p.data))
+
+
+def test_non_finite_factors():
+    operator = build("mlp-ce-mean")
+    state = operator.state_dict()
+    state["0.0.inputs"] = state["0.0.inputs"] * float("nan")
+    operator.load_state_dict(state)
+    with pytest.raises(ValueError, match="Block '0.weight'.*NaN"):
+        operator.inverse(damping=0.1)
+
+
+def test_unused_parameters_have_zero_blocks():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    net, data = Net(), [(torch.randn(6, 2), torch.randn(6, 2))]
+    operator = KFACLinearOperator(net, nn.MSELoss(), list(net.parameters()), data)
+    assert [block.structure for block in operator.blocks()] == ["kronecker"] * 2 + ["zero"] * 2
+    assert not matrix(operator)[6:].any()
+    inverse = matrix(operator.inverse(damping=0.5))
+    torch.testing.assert_close(inverse[6:, 6:], 2 * torch.eye(6))
+    with pytest.raises(ValueError, match="Block 'unused.weight'"):
+        operator.inverse(damping=(0.1, 0.0))
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
+def test_structure(name: str):
+    operator = build(name, fisher="empirical", fallback="dense")
+    dense = matrix(operator)
+    eye = torch.eye(len(dense), dtype=dense.dtype)
+    identity = IdentityLinearOperator(operator.space)
+    assert error(operator.trace(), dense.trace()) <= 1e-10
+    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
+    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
+    assert error(matrix(operator @ operator), dense @ dense) <= 1e-10
+    assert error(matrix(operator**2), dense @ dense) <= 1e-10
+    assert error(matrix(-operator), -dense) == 0
+    values = operator.eigh().eigenvalues.sort().values
+    assert error(values, torch.linalg.eigvalsh(dense)) <= 1e-8
+    shifted, truth = 2 * operator + 0.3 * identity, 2 * dense + 0.3 * eye
+    assert error(matrix(shifted), truth) <= 1e-10
+    assert error(shifted.logdet(), torch.logdet(truth)) <= 1e-9
+    assert error(shifted.det(), torch.det(truth)) <= 1e-7
+    assert error(matrix(shifted.power(-0.5)), matrix(shifted**-0.5)) == 0
+    assert error(matrix(shifted**-0.5) @ matrix(shifted**-0.5), torch.linalg.inv(truth)) <= 1e-8
+    draws = operator.sample(torch.Generator().manual_seed(0), 4000)
+    assert error(draws @ draws.T / 4000, dense) <= 0.15
+
+
+def test_preconditions_conjugate_gradients():
+    p = problems.make("linear-mse-mean")  # where the joint block is the matrix itself
+    ggn = GGNLinearOperator(p.model, p.loss, p.params, p.data)
+    A = ggn + 1e-3 * IdentityLinearOperator(ggn.space)
+    M = build("linear-mse-mean", joint=True).inverse(damping=1e-3, use_exact_damping=True)
+    b = np.ones(A.shape[0])
+    steps: dict[bool, int] = {}
+    for preconditioned in (False, True):
+        count: list = []
+        x, info = cg(
+            A,
+            b,
+            rtol=1e-8,
+            M=M if preconditioned else None,
+            callback=lambda _, c=count: c.append(1),
+        )
+        assert info == 0 and np.linalg.norm(A @ x - b) <= 1e-6
+        steps[preconditioned] = len(count)
+    assert steps[True] <= 2 < steps[False]

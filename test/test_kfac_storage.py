@@ -1,0 +1,249 @@
+"""The life of factors: when they are computed, how they are saved, updated and merged."""
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import problems
+import pytest
+import torch
+from contract import error, matrix
+from problems import Problem
+from safetensors.torch import save_file
+from torch import nn
+
+from curvlinops import EKFACLinearOperator, KFACLinearOperator
+
+CLASSES = [KFACLinearOperator, EKFACLinearOperator]
+both = pytest.mark.parametrize("cls", CLASSES)
+
+
+def build(cls: type, p: Problem, **options: Any):
+    options = {"fisher_type": "mc", "batch_size_fn": p.batch_size_fn} | options
+    return cls(p.model, p.loss, p.params, p.data, **options)
+
+
+@both
+def test_lazy_snapshot(cls: type):
+    p = problems.make("mlp-ce-mean")
+    passes = []
+
+    class Data:
+        def __iter__(self):
+            passes.append(1)
+            return iter(p.data)
+
+    operator = build(cls, replace(p, data=Data()), check_deterministic=False)
+    assert not passes
+    before = matrix(operator)
+    assert len(passes) == CLASSES.index(cls) + 1
+    with torch.no_grad():
+        p.params[0].mul_(1.5)
+    assert torch.equal(matrix(operator), before)
+    operator.compute_kronecker_factors()
+    assert error(matrix(operator), matrix(build(cls, p))) <= 1e-12
+    assert error(matrix(operator), before) > 1e-3
+
+
+@both
+@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
+def test_saving(cls: type, name: str, tmp_path):
+    p = problems.make(name)
+    operator = build(cls, p, fallback="dense", separate_weight_and_bias=False)
+    expected = matrix(operator)
+    other = replace(p, data=p.data[:1])
+    loaded = build(cls, other, fallback="dense", separate_weight_and_bias=False)
+    operator.save(tmp_path / "factors")
+    loaded.load(tmp_path / "factors")
+    assert torch.equal(matrix(loaded), expected)
+    torch.save(operator.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    arguments = (p.model, p.loss, p.params, p.data)
+    options = {
+        "fisher_type": "mc", "fallback": "dense", "separate_weight_and_bias": False,
+        "batch_size_fn": p.batch_size_fn,
+    }  # fmt: skip
+    restored = cls.from_state_dict(state, *arguments, **options)
+    assert torch.equal(matrix(restored), expected)
+    # more data is added as if nothing had happened
+    restored.update(p.data[0])
+    operator.update(p.data[0])
+    assert error(matrix(restored), matrix(operator)) <= 1e-12
+
+
+@both
+def test_states_do_not_change(cls: type):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p)
+    state = operator.state_dict()
+    before = copy.deepcopy(state)
+    operator.update(p.data[0], decay=0.5)
+    for name, value in before.items():
+        same = value == state[name]
+        assert same if isinstance(same, bool) else bool(same.all()), name
+
+
+@both
+def test_mismatches(cls: type, tmp_path):
+    p = problems.make("mlp-ce-mean")
+    state = build(cls, p).state_dict()
+    for options, what in [
+        ({"fisher_type": "empirical"}, "fisher_type"),
+        ({"kfac_approx": "reduce"}, "reduced"),
+        ({"separate_weight_and_bias": False}, "separate_weight_and_bias"),
+    ]:
+        with pytest.raises(ValueError, match=f"another {what}"):
+            build(cls, p, **options).load_state_dict(state)
+    fewer = replace(p, params=p.params[:2])
+    reordered = replace(p, params=p.params[::-1])
+    for other in (fewer, reordered):
+        with pytest.raises(ValueError, match="another parameters"):
+            build(cls, other).load_state_dict(state)
+    with pytest.raises(ValueError, match="no metadata"):
+        build(cls, p).load_state_dict({})
+    path = tmp_path / "other"
+    save_file({"x": torch.ones(1)}, str(path))
+    with pytest.raises(ValueError, match="not the state"):
+        build(cls, p).load(path)
+
+
+def test_ekfac_needs_eigenvalues():
+    p = problems.make("mlp-ce-mean")
+    operator = build(EKFACLinearOperator, p)
+    expected = matrix(operator)
+    with pytest.raises(ValueError, match="no eigenvalues"):
+        operator.load_state_dict(build(KFACLinearOperator, p).state_dict())
+    assert torch.equal(matrix(operator), expected)
+
+
+@both
+def test_copies(cls: type):
+    p = problems.make("cnn")
+    operator = build(cls, p)
+    expected = matrix(operator)
+    for other in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert torch.equal(matrix(other), expected)
+    inverse = operator.inverse(damping=0.1)
+    assert torch.equal(matrix(pickle.loads(pickle.dumps(inverse))), matrix(inverse))
+    assert torch.equal(matrix(operator.to_device("cpu")), expected)
+
+
+def test_update():
+    p = problems.make("mlp-ce-mean")
+    first, last = p.data[0], p.data[-1]
+    operator = build(KFACLinearOperator, replace(p, data=[first]))
+    operator.update(last)
+    assert error(matrix(operator), matrix(build(KFACLinearOperator, p))) <= 1e-12
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_update_with_decay(fisher: str):
+    """Means in which older data weighs less."""
+    p = problems.make("mlp-ce-mean")
+    operators = [
+        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type=fisher) for batch in p.data
+    ]
+    A, A_new = (operator.input_covariances["0"] for operator in operators)
+    B, B_new = (operator.gradient_covariances["0"] for operator in operators)
+    n, m = (len(X) for X, _ in p.data)
+    operator = operators[0]
+    operator.update(p.data[1], decay=0.5)
+    weights = 0.5 * n, m
+    expected = (weights[0] * A + weights[1] * A_new) / sum(weights)
+    assert error(operator.input_covariances["0"], expected) <= 1e-12
+    if fisher == "empirical":  # draws depend on the number of the batch
+        expected = (weights[0] * B + weights[1] * B_new) / sum(weights)
+        assert error(operator.gradient_covariances["0"], expected) <= 1e-12
+    with pytest.raises(ValueError, match="decay must be between"):
+        operator.update(p.data[1], decay=1.5)
+
+
+def test_counts_below_one():
+    """A batch without samples makes all weights smaller, and changes no mean."""
+    p = problems.rebatched(problems.make("mlp-ce-mean"), 1)
+    operator = build(KFACLinearOperator, replace(p, data=p.data[:1]))
+    before = matrix(operator)
+    X, y = p.data[0]
+    operator.update((X[:0], y[:0]), decay=0.25)
+    assert error(matrix(operator), before) <= 1e-12
+
+
+@both
+def test_failed_updates_change_nothing(cls: type):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p)
+    before = matrix(operator)
+    X, y = p.data[0]
+    for batch in ((X * float("nan"), y), (X[:, :2], y), (X, y[:1])):
+        with pytest.raises((ValueError, RuntimeError)):
+            operator.update(batch, decay=0.5)
+        assert torch.equal(matrix(operator), before)
+
+
+def test_merge():
+    p = problems.rebatched(problems.make("classes-ce-ignore-mean"), 1)
+    operators = [
+        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type="empirical", seed=seed)
+        for seed, batch in enumerate(p.data)
+        if bool((batch[1] != -100).any())
+    ]
+    first, *others = operators
+    for other in others:
+        state = copy.deepcopy(other.state_dict())
+        first.merge(other)
+        assert all(
+            torch.equal(state[k], v) for k, v in other.state_dict().items() if k != "metadata"
+        )
+    kept = [batch for batch in p.data if bool((batch[1] != -100).any())]
+    whole = build(KFACLinearOperator, replace(p, data=kept), fisher_type="empirical")
+    assert error(matrix(first), matrix(whole)) <= 1e-12
+
+
+def test_refused_merges():
+    p = problems.make("mlp-ce-mean")
+    operator = build(KFACLinearOperator, p)
+    for other in (
+        build(EKFACLinearOperator, p),
+        build(KFACLinearOperator, p, fisher_type="empirical"),
+    ):
+        with pytest.raises(ValueError, match="one class with equal options"):
+            operator.merge(other)
+    with pytest.raises(ValueError):
+        operator.merge(build(KFACLinearOperator, replace(p, params=p.params[:2])))
+
+
+class Conditional(nn.Module):
+    """Uses a weight in a second way on batches of a certain size."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        return self.head(torch.tanh(h) @ self.embed.weight.T if len(x) == 2 else h)
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_structure_that_shows_later(cache: str):
+    torch.manual_seed(0)
+    model, x, y = Conditional().double(), torch.randint(3, (6,)), torch.randint(3, (6,))
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    loss, params = nn.CrossEntropyLoss(), list(model.parameters())
+    options = {"fisher_type": "type-2", "cache": cache, "check_deterministic": False}
+    one = KFACLinearOperator(model, loss, params, data, **options)
+    two = KFACLinearOperator(model, loss, params, data[::-1], **options)
+    assert error(matrix(one), matrix(two)) <= 1e-12
+    first = KFACLinearOperator(model, loss, params, data[:1], **options)
+    before = matrix(first)
+    with pytest.raises(RuntimeError, match="Compute them from all data"):
+        first.update(data[1])
+    assert torch.equal(matrix(first), before)
+
+
+@both
+def test_progress(cls: type, capsys):
+    p = problems.make("mlp-ce-mean")
+    build(cls, p, progressbar=True, check_deterministic=False).trace()
+    assert cls.__name__ in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Kronecker factors by module, as programs read them that multiply them by weights themselves."""
+
+import pytest
+import torch
+from torch import nn
+
+from curvlinops import FisherType, KFACLinearOperator
+
+
+class Model(nn.Module):
+    """A layer between others."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]):
+        super().__init__()
+        self.layer, self.shape = layer, shape
+        self.head = nn.LazyLinear(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x.reshape(-1, *self.shape)).tanh().flatten(1))
+
+
+def _operator(layer: nn.Module, shape: tuple[int, ...], **options: object) -> KFACLinearOperator:
+    torch.manual_seed(0)
+    X, y = torch.randn(5, 8).double(), torch.randint(3, (5,))
+    if isinstance(layer, nn.Embedding):
+        X = torch.randint(4, (5, 8))
+    model = Model(layer.double(), shape).double()
+    model(X)
+    options = {"fisher_type": FisherType.TYPE2} | options
+    return KFACLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)], **options
+    )
+
+
+PLAIN = {
+    "linear": (nn.Linear(8, 4), (8,)),
+    "sequence": (nn.Linear(2, 4, bias=False), (4, 2)),
+    "convolution": (nn.Conv2d(2, 3, 2), (2, 2, 2)),
+    "convolution-1d": (nn.Conv1d(2, 3, 3, bias=False), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("layer, shape", PLAIN.values(), ids=PLAIN)
+def test_products_of_factors_are_blocks(layer: nn.Module, shape: tuple[int, ...]):
+    K = _operator(layer, shape)
+    blocks = []
+    for name, module in K.risk.model.roots[0].named_modules():
+        if name in K._mapping:
+            A, B = K._input_covariances[name], K._gradient_covariances[name]
+            blocks += [torch.kron(B, A)] + ([] if module.bias is None else [B])
+    torch.testing.assert_close(torch.block_diag(*blocks), K @ torch.eye(K.shape[0]).double())
+
+
+def test_scaling_what_was_read_leaves_the_operator():
+    K = _operator(*PLAIN["linear"])
+    expected = K.trace().clone()
+    for factor in K._input_covariances.values():
+        factor *= 2
+    torch.testing.assert_close(K.trace(), expected, rtol=0, atol=0)
+
+
+def test_more_data_is_read():
+    K = _operator(*PLAIN["linear"])
+    before = K._input_covariances["layer"]
+    K.update((torch.ones(2, 8).double(), torch.tensor([0, 1])))
+    assert not torch.equal(K._input_covariances["layer"], before)
+
+
+OTHERS = {
+    "embedding": (nn.Embedding(4, 4), (8,)),
+    "norm": (nn.LayerNorm(8), (8,)),
+    "groups": (nn.Conv2d(2, 2, 1, groups=2), (2, 2, 2)),
+    "transposed": (nn.ConvTranspose2d(2, 2, 1), (2, 2, 2)),
+    "cell": (nn.PReLU(8), (8,)),
+}
+
+
+@pytest.mark.parametrize("layer, shape", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("name", ["_mapping", "_input_covariances", "_gradient_covariances"])
+def test_other_blocks_are_named(layer: nn.Module, shape: tuple[int, ...], name: str):
+    with pytest.raises(NotImplementedError, match=r"block of layer\.weight"):
+        getattr(_operator(layer, shape), name)
+
+
+def test_diagonal_factors_are_named():
+    K = _operator(*PLAIN["linear"], max_factor_size=5)
+    with pytest.raises(NotImplementedError, match=r"layer\.weight"):
+        K._mapping  # noqa: B018

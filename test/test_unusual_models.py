@@ -1,0 +1,353 @@
+"""Gradients of single samples of models that use their parameters in unusual ways."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_layers import check, loop, sequences
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm
+
+from curvlinops import PerSampleGradientLinearOperator
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
+
+
+class Model(nn.Module):
+    """A function of an input, and of modules and parameters by name."""
+
+    def __init__(self, function: Callable, **parts: nn.Module | nn.Parameter):
+        super().__init__()
+        self._function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Any) -> Tensor:
+        return torch.tanh(self._function(self, x)).flatten(1)
+
+
+def model(inputs: Callable[[], list]) -> Callable:
+    """Register a function that builds a model."""
+
+    def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        MODELS[build.__name__] = build, inputs
+        return build
+
+    return register
+
+
+def weight(*shape: int) -> nn.Parameter:
+    """Return a random parameter."""
+    return nn.Parameter(torch.randn(shape) / 2)
+
+
+def vectors() -> list[Tensor]:
+    """Two batches of unequal size."""
+    return [torch.randn(4, 4), torch.randn(3, 4)]
+
+
+def images() -> list[Tensor]:
+    """Two batches of unequal size."""
+    return [torch.randn(3, 2, 5, 5), torch.randn(2, 2, 5, 5)]
+
+
+def tasks() -> list[dict[str, Tensor]]:
+    """Two batches with a task for each sample."""
+    return [{"x": torch.randn(n, 4), "task": torch.arange(n) % 2} for n in (3, 2)]
+
+
+def _distances(x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[1])
+    return place[:, None] - place
+
+
+def _attend(s: Model, x: Tensor, bias: Callable[[Tensor], Tensor]) -> Tensor:
+    q, k, v = s.qkv(x).unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+    return (q @ k.mT + bias(_distances(x))).softmax(-1) @ v
+
+
+@model(sequences)
+def bias_from_a_table() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return _attend(s, x, lambda d: s.table[d.flatten() + 5].view(*d.shape, 2).permute(2, 0, 1))
+
+    return Model(function, qkv=nn.Linear(4, 12), table=weight(11, 2))
+
+
+@model(sequences)
+def bias_from_an_embedding() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return _attend(s, x, lambda d: s.table(d.clamp(-2, 2) + 2).permute(2, 0, 1)[None])
+
+    return Model(function, qkv=nn.Linear(4, 12), table=nn.Embedding(5, 2))
+
+
+@model(sequences)
+def bias_from_a_network() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return _attend(s, x, lambda d: s.net(d[..., None].double()).permute(2, 0, 1))
+
+    net = nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))
+    return Model(function, qkv=nn.Linear(4, 12), net=net)
+
+
+@model(sequences)
+def slopes_of_distances() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return _attend(s, x, lambda d: -s.slope[:, None, None] * d.abs())
+
+    return Model(function, qkv=nn.Linear(4, 12), slope=weight(2))
+
+
+@model(sequences)
+def experts_by_index() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        h = x.flatten(0, 1)
+        scores, chosen = s.gate(h).softmax(-1).topk(2)
+        out = h.new_zeros(len(h), 3)
+        for number, expert in enumerate(s.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, expert(h[row]) * scores[row, place, None])
+        return out.unflatten(0, x.shape[:2])
+
+    experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
+    return Model(function, gate=nn.Linear(4, 3), experts=experts)
+
+
+@model(tasks)
+def weights_of_tasks() -> nn.Module:
+    def function(s: Model, X: dict[str, Tensor]) -> Tensor:
+        return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
+
+    return Model(function, weight=weight(2, 4, 3), bias=weight(2, 3))
+
+
+@model(vectors)
+def one_sample_after_the_other() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return torch.stack([s.a(one) if one[0] > 0 else s.b(one) for one in x])
+
+    return Model(function, a=nn.Linear(4, 2), b=nn.Linear(4, 2))
+
+
+@model(images)
+def parametrizations() -> nn.Module:
+    convolution = spectral_norm(nn.Conv2d(2, 3, 3))
+    return nn.Sequential(
+        convolution, nn.Tanh(), nn.Flatten(), nn.Linear(27, 4), orthogonal(nn.Linear(4, 3))
+    )
+
+
+@model(sequences)
+def low_rank_update_with_magnitudes() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        full = s.weight + s.left @ s.right
+        return F.linear(x, s.size * full / full.norm(dim=1, keepdim=True))
+
+    return Model(
+        function, weight=weight(3, 4), left=weight(3, 2), right=weight(2, 4), size=weight(3, 1)
+    )
+
+
+@model(vectors)
+def generated_weights() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        shared, own = s.generator(s.code).view(3, 4), s.from_input(x).view(-1, 3, 4)
+        return F.linear(x, shared) + (own @ x.unsqueeze(-1)).squeeze(-1)
+
+    return Model(function, code=weight(2), generator=nn.Linear(2, 12), from_input=nn.Linear(4, 12))
+
+
+@model(vectors)
+def tensor_train() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return torch.einsum("nab,apr,rbq->npq", x.view(-1, 2, 2), s.first, s.second)
+
+    return Model(function, first=weight(2, 2, 3), second=weight(3, 2, 2))
+
+
+@model(lambda: [torch.randn(n, 3, 4) for n in (3, 2)])
+def capsules() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        votes = torch.einsum("nid,ijde->nije", x, s.weight)
+        agreement = x.new_zeros(len(x), 3, 2)
+        for _ in range(2):
+            out = torch.einsum("nij,nije->nje", agreement.softmax(2), votes) + s.bias
+            out = out * out.norm(dim=-1, keepdim=True)
+            agreement = agreement + torch.einsum("nije,nje->nij", votes, out)
+        return out
+
+    return Model(function, weight=weight(3, 2, 4, 3), bias=weight(2, 3))
+
+
+@model(sequences)
+def written_in_place() -> nn.Module:
+    """PyTorch's linear layer returns a view here, whose node leaves the graph."""
+
+    def function(s: Model, x: Tensor) -> Tensor:
+        y = s.a(x)
+        y += s.shift
+        y.mul_(s.scale)
+        z = F.relu(s.b(y), inplace=True)
+        tokens = z.new_zeros(len(z), z.shape[1] + 1, 3)
+        tokens[:, 0] = s.token
+        tokens[:, 1:] = z
+        return tokens
+
+    return Model(
+        function,
+        a=nn.Linear(4, 3),
+        shift=weight(3),
+        scale=weight(3),
+        b=nn.Linear(3, 3),
+        token=weight(3),
+    )
+
+
+@model(sequences)
+def only_written_in_place() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Flatten())
+
+
+@model(vectors)
+def prototypes() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return s.head(torch.exp(-torch.cdist(x, s.centers).square() * s.width.exp()))
+
+    return Model(function, centers=weight(5, 4), width=weight(5), head=nn.Linear(5, 2))
+
+
+@model(lambda: [torch.randint(3, (n, 4)) for n in (3, 2)])
+def random_field() -> nn.Module:
+    def function(s: Model, tags: Tensor) -> Tensor:
+        scores = s.emissions(tags)
+        total = scores[:, 0] + s.start
+        for step in range(1, tags.shape[1]):
+            total = torch.logsumexp(total[:, :, None] + s.moves, 1) + scores[:, step]
+        path = s.start[tags[:, 0]] + s.moves[tags[:, :-1], tags[:, 1:]].sum(1)
+        path = path + scores.gather(2, tags.unsqueeze(2)).sum((1, 2))
+        return (total.logsumexp(1) - path).unsqueeze(1)
+
+    return Model(function, emissions=nn.Embedding(3, 3), moves=weight(3, 3), start=weight(3))
+
+
+@model(sequences)
+def state_space() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        step, state = F.softplus(s.step(x)).unsqueeze(3), x.new_zeros(len(x), 4, 3)
+        write, read = s.mix(x).unsqueeze(2).chunk(2, -1)
+        out = []
+        for t in range(x.shape[1]):
+            state = torch.exp(-step[:, t] * s.rate.exp()) * state
+            state = state + step[:, t] * write[:, t] * x[:, t].unsqueeze(2)
+            out.append((state * read[:, t]).sum(2) + s.skip * x[:, t])
+        return torch.stack(out, 1)
+
+    return Model(
+        function, rate=weight(4, 3), step=nn.Linear(4, 4), mix=nn.Linear(4, 6), skip=weight(4)
+    )
+
+
+@model(lambda: [(torch.randn(n, 4), torch.randn(n, 4)) for n in (3, 2)])
+def twins() -> nn.Module:
+    def function(s: Model, X: tuple[Tensor, Tensor]) -> Tensor:
+        first, second = s.encode(torch.cat(X)).chunk(2)
+        return F.cosine_similarity(first, second * s.scale).unsqueeze(1)
+
+    return Model(function, encode=nn.Linear(4, 3), scale=weight(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_covered(name: str):
+    torch.manual_seed(0)
+    build, inputs = MODELS[name]
+    check(build(), inputs())
+
+
+class Square(torch.autograd.Function):
+    """``x^2 @ w``, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x.square() @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return 2 * x * (g @ w.T), x.square().T @ g
+
+
+def _vmapped(s: Model, x: Tensor) -> Tensor:
+    return torch.func.vmap(s.a)(x) @ s.w[:2]
+
+
+@torch.enable_grad()
+def _inner_gradient(s: Model, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    energy = s.a(x).tanh().sum() + (x @ s.w).square().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def _spectrum(s: Model, x: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(s.a(s.w[:, :4].T)[:, 0]), n=4)
+
+
+def _parts_of_an_output(s: Model, x: Tensor) -> Tensor:
+    y = x @ s.w
+    left, right = y[:, :1], y[:, 1:]
+    left += s.a.bias[:1]
+    right *= s.a.weight[0, :1]
+    return y * left
+
+
+FALLBACKS: dict[str, Callable] = {
+    "custom function": lambda s, x: s.a(Square.apply(x, s.w).repeat(1, 2)),
+    "vmap": _vmapped,
+    "inner gradient": _inner_gradient,
+    "spectrum": _spectrum,
+    "parts of an output": _parts_of_an_output,
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_sample_by_sample(name: str):
+    torch.manual_seed(0)
+    shape = (4, 4) if name == "spectrum" else (4, 2)
+    function = FALLBACKS[name]
+    check(Model(function, a=nn.Linear(4, 2), w=weight(*shape)), vectors(), covered=False)
+
+
+def _key_bias(s: Model, x: Tensor) -> Tensor:
+    return (s.q(x) @ s.k(x).mT).softmax(-1) @ x
+
+
+def _bias_before_norm(s: Model, x: Tensor) -> Tensor:
+    return F.layer_norm(s.q(x) + s.k.bias.sum(), (4,))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("kind", ["key bias", "bias before norm", "attention"])
+def test_low_precision(kind: str, dtype: torch.dtype, tolerance: float):
+    """Gradients that add up to zero, and rows in an unusual order, are known as such."""
+    torch.manual_seed(0)
+    if kind == "attention":
+        net = Model(
+            lambda s, x: s.layer(x, x, x)[0], layer=nn.MultiheadAttention(4, 2, batch_first=True)
+        )
+    else:
+        function = _key_bias if kind == "key bias" else _bias_before_norm
+        net = Model(function, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    net.to(dtype)
+    exact = copy.deepcopy(net).double()
+    inputs = [x.to(dtype) for x in (torch.randn(3, 5, 4), torch.randn(2, 5, 4))]
+    data = [(x, torch.randn(len(x), 20).to(dtype)) for x in inputs]
+    loss = nn.MSELoss(reduction="sum")
+    operator = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data)
+    double = [(x.double(), y.double()) for x, y in data]
+    rows = loop(exact, list(exact.parameters()), double, loss)
+    assert float((operator.dense() - rows).norm()) <= tolerance * float(rows.norm())
+    assert not operator.fallbacks
