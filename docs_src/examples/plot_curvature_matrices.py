@@ -3,17 +3,15 @@ Hessian, Gauss-Newton, Fisher, and empirical Fisher
 ===================================================
 
 Four matrices go by the name of curvature. With the loss :math:`\ell_n` of a data point, as a
-function of the network's output :math:`f_n`, and with Jacobians :math:`J_n` of the output,
+function of the network's output :math:`f_n`, and with Jacobians :math:`J_n` of the output, they are
 
-.. math::
-    H &= \tfrac{1}{N} \sum_n \nabla^2_\theta \, \ell_n
-    & &\text{the Hessian} \\
-    G &= \tfrac{1}{N} \sum_n J_n^\top \nabla^2_f \ell_n \, J_n
-    & &\text{the generalized Gauss-Newton matrix (GGN)} \\
-    F &= \tfrac{1}{N} \sum_n \mathbb{E}_{y \sim p(y \mid f_n)} \, g_n(y) \, g_n(y)^\top
-    & &\text{the Fisher matrix, with } g_n(y) = -\nabla_\theta \log p(y \mid f_n) \\
-    E &= \tfrac{1}{N} \sum_n g_n(y_n) \, g_n(y_n)^\top
-    & &\text{the empirical Fisher matrix}
+- the Hessian :math:`H = \frac{1}{N} \sum_n \nabla^2_\theta \, \ell_n`,
+- the generalized Gauss-Newton matrix (GGN)
+  :math:`G = \frac{1}{N} \sum_n J_n^\top \, \nabla^2_f \ell_n \, J_n`,
+- the Fisher matrix
+  :math:`F = \frac{1}{N} \sum_n \mathbb{E}_{y \sim p(y \mid f_n)} \, g_n(y) \, g_n(y)^\top`, with
+  :math:`g_n(y) = -\nabla_\theta \log p(y \mid f_n)`,
+- the empirical Fisher matrix :math:`E = \frac{1}{N} \sum_n g_n(y_n) \, g_n(y_n)^\top`.
 
 For cross-entropy :math:`F = G`, which differs from :math:`H` by the network's second derivatives,
 weighted by residuals (Martens, *New insights and perspectives on the natural gradient method*, JMLR
