@@ -60,7 +60,5 @@ docs: $(VENV)/.stamp-docs
 
 clean:
 	rm -rf $(VENV) build *.egg-info docs/_build docs/gallery-generated docs/sg_execution_times.rst
-	rm -rf .pytest_cache .ruff_cache .hypothesis eigenvalues.png docs_src/examples/eigenvalues.png
-	rm -f spectral_density.png docs_src/examples/spectral_density.png
-	rm -f kfac.png preconditioned_cg.png docs_src/examples/kfac.png docs_src/examples/preconditioned_cg.png
+	rm -rf .pytest_cache .ruff_cache .hypothesis *.png docs_src/examples/*.png
 	find curvlinops test docs docs_src -name __pycache__ -type d -prune -exec rm -rf {} +

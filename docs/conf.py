@@ -32,6 +32,8 @@ autodoc_typehints = "description"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+# Attributes of named tuples are members already; as a list they are not described twice.
+napoleon_use_ivar = True
 
 # -- gallery
 sphinx_gallery_conf = {

@@ -1,16 +1,21 @@
 """What the documentation shows, runs."""
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
 PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "kfac", "solvers", "spectra")]
+
+EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
+#: The environment variable and its value with which pages of the gallery do less.
+FAST = ("CURVLINOPS_GALLERY", "fast")
+REDUCED = [script for script in EXAMPLES if FAST[0] in script.read_text()]
 
 
 def blocks(page: str) -> str:
@@ -27,17 +32,28 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize(
-    "name, figure",
-    [
-        ("plot_digits_cnn", "eigenvalues.png"),
-        pytest.param("plot_spectral_density", "spectral_density.png", marks=pytest.mark.slow),
-        pytest.param("plot_kfac", "kfac.png", marks=pytest.mark.slow),
-        pytest.param("plot_preconditioned_cg", "preconditioned_cg.png", marks=pytest.mark.slow),
-    ],
-)
-def test_examples_run(name: str, figure: str, tmp_path: Path):
-    script = ROOT / "docs_src" / "examples" / f"{name}.py"
-    environment = os.environ | {"MPLBACKEND": "Agg", "TQDM_DISABLE": "1"}
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / figure).stat().st_size > 10_000
+def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a page of the gallery, which checks its own results, and look for its figures."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    try:
+        with plt.rc_context({"backend": "agg"}), torch.random.fork_rng(devices=[]):
+            runpy.run_path(str(script), run_name="__main__")
+        assert plt.get_fignums()
+        assert all(figure.stat().st_size > 10_000 for figure in folder.glob("*.png"))
+    finally:
+        plt.close("all")
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+def test_examples_run(script: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(*FAST)
+    run_example(script, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", REDUCED, ids=lambda script: script.stem)
+def test_examples_run_in_full(script: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.delenv(FAST[0], raising=False)
+    run_example(script, tmp_path, monkeypatch)

@@ -101,7 +101,8 @@ def show(matrices: dict[str, torch.Tensor], title: str) -> plt.Figure:
     fig, axes = plt.subplots(ncols=len(matrices), figsize=(10, 3.8), layout="constrained")
     for ax, (name, matrix) in zip(axes, matrices.items(), strict=True):
         # zeros have no logarithm
-        image = ax.imshow(matrix.abs() + 1e-8 * top, norm=norm, cmap="magma", interpolation="none")
+        entries = (matrix.abs() + 1e-8 * top).numpy()
+        image = ax.imshow(entries, norm=norm, cmap="magma", interpolation="none")
         ax.set(title=name, xticks=[], yticks=[])
     fig.colorbar(image, ax=axes, label="absolute value", shrink=0.8)
     fig.suptitle(title)

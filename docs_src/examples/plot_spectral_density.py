@@ -8,6 +8,7 @@ of class/cross-class structure pervade deep learning spectra*, JMLR 2020). We lo
 scikit-learn's handwritten digits, which have ten classes, before and after a short training.
 """
 
+import os
 import time
 
 import matplotlib.pyplot as plt
@@ -23,6 +24,8 @@ from curvlinops import (
     plot_spectrum,
 )
 
+# Set CURVLINOPS_GALLERY=fast for a first look.
+FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -59,6 +62,8 @@ def train(num_epochs: int) -> None:
 # Bands are standard errors. As a check, we mark the ten largest eigenvalues of the generalized
 # Gauss-Newton matrix (GGN), which is the part of the Hessian that has the outliers.
 
+num_repeats = 2 if FAST else 10
+
 
 def draw(ax: plt.Axes) -> float:
     """Draw both densities, and return the ratio of the GGN's ninth and tenth eigenvalues."""
@@ -67,7 +72,7 @@ def draw(ax: plt.Axes) -> float:
     H = HessianLinearOperator(model, loss_func, params, data)
     for name, A in [("Hessian", H), ("GGN", G)]:
         result = lanczos_approximate_spectrum(
-            A, ncv=80, num_repeats=10, kappa=1e4, return_error=True, seed=0
+            A, ncv=80, num_repeats=num_repeats, kappa=1e4, return_error=True, seed=0
         )
         assert abs(torch.trapezoid(result.density, result.grid) - 1) < 1e-10
         plot_spectrum(*result, ax=ax, label=name, floor=1e-4)
