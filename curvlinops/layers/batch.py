@@ -206,27 +206,41 @@ class RecordedBatch:
 
     def check(self) -> list[str]:
         """Return the parameters whose gradients do not add up to autograd's."""
-        r = weights(self.num_samples, self._probe)
-        known = self.forms(self._probe[None])
-        summands = self.forms(self._probe[None], absolute=True)
-        leaves = self._bound.leaves()
+        r, leaves = weights(self.num_samples, self._probe), self._bound.leaves()
         scope = self._bound.scope(leaves, "gradient")
         with scope.active():
             output = self._bound.output(scope)
             scaled = self._probe * r.reshape(-1, *(1,) * (output.ndim - 1))
-            truth = pull({"": output}, {"": scaled}, {n: leaves[n] for n in known}, retain=False)
+            truth = pull({"": output}, {"": scaled}, leaves, retain=False)
+        found = self._weighted_sums(r)
+        summands = self._weighted_sums(r, absolute=True)
         wrong, tolerance = [], self._tolerance
         # of what adds up to about zero, rounding errors are left
         noise = max(0.01 * tolerance, 2 * torch.finfo(self.output.dtype).eps)
-        for name, form in known.items():
-            expected = torch.zeros_like(leaves[name]) if truth[name] is None else truth[name]
-            found = form.weighted_sum(r)[0].to(expected.device)
+        for name in self._known(found):
+            zero = torch.zeros_like(leaves[name])
+            expected = zero if truth[name] is None else truth[name]
+            own = found.get(name, zero).to(expected.device)
             size = float(expected.double().norm()) + torch.finfo(torch.float32).tiny
-            error = float((found.double() - expected.double()).norm())
-            total = float(summands[name].weighted_sum(r).double().norm())
+            error = float((own.double() - expected.double()).norm())
+            total = float(summands.get(name, zero).double().norm())
             if not error <= tolerance * size + noise * total + 1e-12:
                 wrong.append(name)
         return wrong
+
+    def _weighted_sums(self, r: Tensor, absolute: bool = False) -> dict[str, Tensor]:
+        """Return sums of samples' gradients, weighted by ``r``; no use is kept in memory."""
+        sums: dict[str, Tensor] = {}
+        for part in self.parts(self._probe[None], absolute=absolute):
+            share = part.form.weighted_sum(r)[0]
+            sums[part.name] = sums[part.name] + share if part.name in sums else share
+        return sums
+
+    def _known(self, found: Iterable[str]) -> list[str]:
+        """Return the parameters whose uses can be sorted, or that are not used at all."""
+        lost = {name for key in self.uses if key not in self.layouts for name in self.names_of(key)}
+        lost |= set(self.unrecorded()) - set(found)
+        return [name for name in self.names if name not in lost]
 
     def parts(self, u: Tensor, by_position: bool = False, absolute: bool = False) -> Iterator[Part]:
         """Yield the gradients of the uses that can be sorted by samples, one by one.
@@ -260,19 +274,17 @@ class RecordedBatch:
                 own = on_parameter(form, recorded.tensor, leaf)
                 yield Part(key, name, own, rows, use.shift, use.elsewhere)
 
-    def forms(self, u: Tensor, absolute: bool = False) -> dict[str, Form]:
+    def forms(self, u: Tensor) -> dict[str, Form]:
         """Return the gradients of all parameters whose uses can be sorted by samples."""
         found: dict[str, list[Form]] = {}
-        for part in self.parts(u, absolute=absolute):
+        for part in self.parts(u):
             found.setdefault(part.name, []).append(part.form)
-        lost = {name for key in self.uses if key not in self.layouts for name in self.names_of(key)}
-        # parameters that are not used at all have zero gradients
-        unrecorded = set(self.unrecorded())
-        for name in self.names:
-            if name not in found and name not in unrecorded:
+        for name in self._known(found):
+            if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
-                found[name] = [Direct.of(leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape))]
-        return {name: add(forms) for name, forms in found.items() if name not in lost}
+                zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
+                found[name] = [Direct.of(zeros)]
+        return {name: add(found[name]) for name in self._known(found)}
 
     def _random(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
