@@ -35,6 +35,10 @@ class Worker:
         )
         self.quantities: list[str] = self._answer()
 
+    def keep(self, parts: list[str]) -> None:
+        """Forget the quantities in whose names none of the parts occurs."""
+        self.quantities = [q for q in self.quantities if any(part in q for part in parts)]
+
     def ask(self, line: str) -> float:
         """Send a line and return the answer."""
         self._process.stdin.write(line + "\n")
@@ -72,6 +76,8 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
         pythons |= dict.fromkeys(installed(args.peers), args.peers)
     setting = (problem, args.columns, args.device)
     workers = {n: Worker(python, n, *setting) for n, python in pythons.items()}
+    for worker in workers.values():
+        worker.keep(args.rows)
     times = {n: {q: [] for q in ["gradient", *w.quantities]} for n, w in workers.items()}
     rounds = args.repeats + 2  # two to warm up: modes are chosen, graphs kept
     for round_ in tqdm(range(rounds), desc=problem, leave=False):
@@ -149,6 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = [name for name in PROBLEMS if name != "tiny"]
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=default)
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], help="parts of the names of rows; the others stay"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -160,7 +169,10 @@ def main() -> None:
     results = json.loads(path.read_text()) if path.exists() else {"problems": {}}
     results["machine"] = machine(args.device)
     for problem in args.problems:
-        results["problems"][problem] = measure(problem, args)
+        found = measure(problem, args)
+        before = results["problems"].get(problem, {"rows": {}, "flops": {}})
+        merged = {key: before[key] | found[key] for key in ("rows", "flops")}
+        results["problems"][problem] = found | merged
     args.output.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(results))
