@@ -12,6 +12,7 @@ from scipy.sparse.linalg import cg
 from torch import Tensor, nn
 
 from curvlinops import (
+    EKFACLinearOperator,
     GGNLinearOperator,
     IdentityLinearOperator,
     KFACInverseLinearOperator,
@@ -96,6 +97,7 @@ def test_heuristic_damping(joint: bool):
         ({"damping": float("nan")}, "damping must be a non-negative"),
         ({"damping": "a"}, "damping must be a non-negative"),
         ({"damping": None}, "damping must be a non-negative"),
+        ({"damping": torch.tensor([0.1, 0.2])}, "damping must be a non-negative"),
         ({"damping": (0.1, 0.1, 0.1)}, "damping must be a non-negative"),
         ({"damping": (0.1, 0.1), "use_exact_damping": True}, "one number"),
         ({"damping": (0.1, 0.1), "use_heuristic_damping": True}, "one number"),
@@ -111,6 +113,19 @@ def test_heuristic_damping(joint: bool):
 def test_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build().inverse(**options)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_logits_that_do_not_change_the_loss(seed: int):
+    """Rounding makes the zero eigenvalue of the last layer's factor positive for some seeds."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = [(torch.randn(40, 5).double(), torch.randint(3, (40,)))]
+    for cls in (KFACLinearOperator, EKFACLinearOperator):
+        operator = cls(net, nn.CrossEntropyLoss(), list(net.parameters()), data)
+        for exact in (False, True):
+            with pytest.raises(ValueError, match="Block '2.*singular"):
+                operator.inverse(use_exact_damping=exact)
 
 
 def test_only_kronecker_factored_operators_have_such_inverses():
@@ -169,6 +184,19 @@ def test_structure(name: str):
     assert error(matrix(shifted**-0.5) @ matrix(shifted**-0.5), torch.linalg.inv(truth)) <= 1e-8
     draws = operator.sample(torch.Generator().manual_seed(0), 4000)
     assert error(draws @ draws.T / 4000, dense) <= 0.15
+
+
+def test_products_have_structure():
+    operator, identity = build(), IdentityLinearOperator(build().space)
+    dense, inverse = matrix(operator), operator.inverse(0.1)
+    for product, truth in (
+        (operator @ operator, dense @ dense),
+        (operator @ inverse, dense @ matrix(inverse)),
+        (inverse @ operator, matrix(inverse) @ dense),
+        (identity @ operator, dense),
+    ):
+        assert error(product.trace(), truth.trace()) <= 1e-10
+        assert error(matrix(product), truth) <= 1e-10
 
 
 def test_preconditions_conjugate_gradients():
