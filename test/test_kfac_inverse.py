@@ -33,6 +33,14 @@ NAMES = ["cnn", "transformer", "transformer-tied", "lstm", "padding-idx"]
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", NAMES)
+def test_exact_damping_of_diagonals(name: str, joint: bool):
+    operator = build(name, joint, max_factor_size=0)
+    inverse = operator.inverse(0.1, use_exact_damping=True)
+    torch.testing.assert_close(inverse.diagonal(), 1 / (operator.diagonal() + 0.1))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", NAMES)
 def test_exact_damping(name: str, joint: bool):
     operator = build(name, joint)
     dense = matrix(operator)
@@ -160,6 +168,33 @@ def test_unused_parameters_have_zero_blocks():
     torch.testing.assert_close(inverse[6:, 6:], 2 * torch.eye(6))
     with pytest.raises(ValueError, match="Block 'unused.weight'"):
         operator.inverse(damping=(0.1, 0.0))
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_unused_parts_of_parameters_are_damped(cls: type):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight[::2], self.bias[:4])
+
+    net, data = Net().double(), [(torch.randn(9, 5).double(), torch.randn(9, 4).double())]
+    for separate in (True, False):
+        operator = cls(
+            net, nn.MSELoss(), list(net.parameters()), data, separate_weight_and_bias=separate
+        )
+        truth = torch.linalg.inv(matrix(operator) + 0.1 * torch.eye(48).double())
+        for inverse in (
+            operator.inverse(0.1, use_exact_damping=True),
+            (operator + 0.1 * IdentityLinearOperator(operator.space)).inverse(),
+        ):
+            assert error(matrix(inverse), truth) <= 1e-10
+        plain = operator.inverse(0.1).diagonal()[5:10]  # the second row
+        torch.testing.assert_close(plain, torch.full_like(plain, 10.0))
+        with pytest.raises(ValueError, match="singular"):
+            operator.inverse()
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])

@@ -162,9 +162,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         numbers = {block: number for number, block in enumerate(self._sums.blocks)}
 
         def build(factors: BlockFactors) -> StructuredLinearOperator:
-            number = numbers[factors.block]
             if not factors.products:
                 return operator_of(factors, self.space)
+            number = numbers[factors.block]
             basis, moment = self._bases[number], self._moments[number]
             vectors = [basis.outputs] + ([] if basis.inputs is None else [basis.inputs])
             if len({factor.groups for factor in vectors} - {1}) == 0 and basis.kind.groups > 1:
