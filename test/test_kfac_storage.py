@@ -213,6 +213,20 @@ def test_refused_merges():
         operator.merge(build(KFACLinearOperator, replace(p, params=p.params[:2])))
 
 
+@both
+@pytest.mark.parametrize("sizes", [(3, 16384), (16384, 3)])
+def test_diagonals_and_matrices_are_not_added(cls: type, sizes: tuple[int, int]):
+    p = problems.make("mlp-ce-mean")
+    operator, other = (build(cls, p, max_factor_size=size) for size in sizes)
+    other.load_state_dict(operator.state_dict())
+    expected = matrix(operator)
+    fresh = build(cls, p, max_factor_size=sizes[1])
+    for add in (lambda: other.update(p.data[0]), lambda: other.merge(fresh)):
+        with pytest.raises(ValueError, match="another max_factor_size"):
+            add()
+        assert error(matrix(other), expected) <= 1e-12
+
+
 class Conditional(nn.Module):
     """Uses a weight in a second way on batches of a certain size."""
 
