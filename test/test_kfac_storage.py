@@ -106,6 +106,9 @@ def test_mismatches(cls: type, tmp_path):
     save_file({"x": torch.ones(1)}, str(path))
     with pytest.raises(ValueError, match="not the state"):
         build(cls, p).load(path)
+    torch.save({"x": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        build(cls, p).load(path)
 
 
 def test_ekfac_needs_eigenvalues():
