@@ -12,6 +12,7 @@ from scipy.sparse.linalg import cg
 from torch import Tensor, nn
 
 from curvlinops import (
+    EKFACLinearOperator,
     GGNLinearOperator,
     IdentityLinearOperator,
     KFACInverseLinearOperator,
@@ -28,6 +29,14 @@ def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **opti
 
 
 NAMES = ["cnn", "transformer", "transformer-tied", "lstm", "padding-idx"]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_damping_of_diagonals(name: str, joint: bool):
+    operator = build(name, joint, max_factor_size=0)
+    inverse = operator.inverse(0.1, use_exact_damping=True)
+    torch.testing.assert_close(inverse.diagonal(), 1 / (operator.diagonal() + 0.1))
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -96,6 +105,7 @@ def test_heuristic_damping(joint: bool):
         ({"damping": float("nan")}, "damping must be a non-negative"),
         ({"damping": "a"}, "damping must be a non-negative"),
         ({"damping": None}, "damping must be a non-negative"),
+        ({"damping": torch.tensor([0.1, 0.2])}, "damping must be a non-negative"),
         ({"damping": (0.1, 0.1, 0.1)}, "damping must be a non-negative"),
         ({"damping": (0.1, 0.1), "use_exact_damping": True}, "one number"),
         ({"damping": (0.1, 0.1), "use_heuristic_damping": True}, "one number"),
@@ -111,6 +121,19 @@ def test_heuristic_damping(joint: bool):
 def test_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build().inverse(**options)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_logits_that_do_not_change_the_loss(seed: int):
+    """Rounding makes the zero eigenvalue of the last layer's factor positive for some seeds."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = [(torch.randn(40, 5).double(), torch.randint(3, (40,)))]
+    for cls in (KFACLinearOperator, EKFACLinearOperator):
+        operator = cls(net, nn.CrossEntropyLoss(), list(net.parameters()), data)
+        for exact in (False, True):
+            with pytest.raises(ValueError, match="Block '2.*singular"):
+                operator.inverse(use_exact_damping=exact)
 
 
 def test_only_kronecker_factored_operators_have_such_inverses():
@@ -147,6 +170,33 @@ def test_unused_parameters_have_zero_blocks():
         operator.inverse(damping=(0.1, 0.0))
 
 
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_unused_parts_of_parameters_are_damped(cls: type):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight[::2], self.bias[:4])
+
+    net, data = Net().double(), [(torch.randn(9, 5).double(), torch.randn(9, 4).double())]
+    for separate in (True, False):
+        operator = cls(
+            net, nn.MSELoss(), list(net.parameters()), data, separate_weight_and_bias=separate
+        )
+        truth = torch.linalg.inv(matrix(operator) + 0.1 * torch.eye(48).double())
+        for inverse in (
+            operator.inverse(0.1, use_exact_damping=True),
+            (operator + 0.1 * IdentityLinearOperator(operator.space)).inverse(),
+        ):
+            assert error(matrix(inverse), truth) <= 1e-10
+        plain = operator.inverse(0.1).diagonal()[5:10]  # the second row
+        torch.testing.assert_close(plain, torch.full_like(plain, 10.0))
+        with pytest.raises(ValueError, match="singular"):
+            operator.inverse()
+
+
 @pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
 def test_structure(name: str):
     operator = build(name, fisher="empirical", fallback="dense")
@@ -169,6 +219,19 @@ def test_structure(name: str):
     assert error(matrix(shifted**-0.5) @ matrix(shifted**-0.5), torch.linalg.inv(truth)) <= 1e-8
     draws = operator.sample(torch.Generator().manual_seed(0), 4000)
     assert error(draws @ draws.T / 4000, dense) <= 0.15
+
+
+def test_products_have_structure():
+    operator, identity = build(), IdentityLinearOperator(build().space)
+    dense, inverse = matrix(operator), operator.inverse(0.1)
+    for product, truth in (
+        (operator @ operator, dense @ dense),
+        (operator @ inverse, dense @ matrix(inverse)),
+        (inverse @ operator, matrix(inverse) @ dense),
+        (identity @ operator, dense),
+    ):
+        assert error(product.trace(), truth.trace()) <= 1e-10
+        assert error(matrix(product), truth) <= 1e-10
 
 
 def test_preconditions_conjugate_gradients():

@@ -106,6 +106,9 @@ def test_mismatches(cls: type, tmp_path):
     save_file({"x": torch.ones(1)}, str(path))
     with pytest.raises(ValueError, match="not the state"):
         build(cls, p).load(path)
+    torch.save({"x": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        build(cls, p).load(path)
 
 
 def test_ekfac_needs_eigenvalues():
@@ -211,6 +214,20 @@ def test_refused_merges():
             operator.merge(other)
     with pytest.raises(ValueError):
         operator.merge(build(KFACLinearOperator, replace(p, params=p.params[:2])))
+
+
+@both
+@pytest.mark.parametrize("sizes", [(3, 16384), (16384, 3)])
+def test_diagonals_and_matrices_are_not_added(cls: type, sizes: tuple[int, int]):
+    p = problems.make("mlp-ce-mean")
+    operator, other = (build(cls, p, max_factor_size=size) for size in sizes)
+    other.load_state_dict(operator.state_dict())
+    expected = matrix(operator)
+    fresh = build(cls, p, max_factor_size=sizes[1])
+    for add in (lambda: other.update(p.data[0]), lambda: other.merge(fresh)):
+        with pytest.raises(ValueError, match="another max_factor_size"):
+            add()
+        assert error(matrix(other), expected) <= 1e-12
 
 
 class Conditional(nn.Module):

@@ -171,6 +171,11 @@ ALL = {
         SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)]),
         kron(B, A) + kron(B2, A2),
     ),
+    "sum of diagonals": lambda: (
+        SumOfKroneckersLinearOperator([Kron(Diag(b), Diag(a)), Kron(Diag(b), Diag(a + 1))]),
+        kron(b.diag(), (2 * a + 1).diag()),
+    ),
+    "sum of single factors": lambda: (SumOfKroneckersLinearOperator([Kron(A), Kron(A2)]), A + A2),
     "sum with groups": lambda: (
         SumOfKroneckersLinearOperator([Kron(GB, GA), Kron(definite(5, 2, seed=1), GA)]),
         kron(GB, GA) + kron(definite(5, 2, seed=1), GA),

@@ -182,8 +182,9 @@ class StructuredLinearOperator(TorchLinearOperator):
         return pair[1]._added(pair[0]) if total is None else total
 
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
-        if not isinstance(other, StructuredLinearOperator) or self.shape[1] != other.shape[0]:
+        if not other._has_structure or self.shape[1] != other.shape[0]:
             return None
+        other = other._structured()
         self.domain.check_compatible(other.codomain)
         pair = self._promoted(other)
         for one, two in (pair, pair[::-1]):

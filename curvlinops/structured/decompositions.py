@@ -113,9 +113,11 @@ def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> T
     out, done = _cholesky_inverse(matrix)
     done &= _inverts(matrix, out) if retry_double_precision else done
     if not bool(done.all()) and retry_double_precision:
-        wide, success = _cholesky_inverse(matrix[~done].double())
+        double = matrix[~done].double()
+        wide, success = _cholesky_inverse(double)
         out[~done] = wide.to(matrix.dtype)
-        done[~done] = success
+        # rounding may turn a zero eigenvalue into a positive one
+        done[~done] = success & _is_regular(double, wide)
     if not bool(done.all()):
         out[~done] = _indefinite_inverse(matrix[~done], name)
     return out
@@ -139,6 +141,12 @@ def _inverts(matrix: Tensor, inverse: Tensor) -> Tensor:
     x = (x * x).cos().unsqueeze(-1)
     error = (matrix @ (inverse @ x) - x).flatten(1).norm(dim=1)
     return error <= torch.finfo(matrix.dtype).eps ** 0.5 * x.norm()
+
+
+def _is_regular(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """Return which matrices are far from singular ones, judged by their condition numbers."""
+    condition = matrix.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
+    return matrix.shape[-1] * torch.finfo(matrix.dtype).eps * condition < 1
 
 
 def _indefinite_inverse(matrix: Tensor, name: str) -> Tensor:

@@ -124,10 +124,13 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 
     def _solvable(self) -> StructuredLinearOperator:
         """Return the sum in a form that has an inverse and a determinant."""
+        if len(self._terms) != 2 or len(self._sizes) != 2:
+            return self._matrix()
         rows = [all(isinstance(t._factors[i], Diagonal) for t in self._terms) for i in (0, 1)]
-        size = prod(self._sizes) if not any(rows) else self._sizes[rows.index(False)]
-        fits = self._groups * prod(self._sizes) * size <= self.max_dense_dim**2
-        if fits or len(self._terms) != 2 or len(self._sizes) != 2 or all(rows):
+        if all(rows):
+            return self._matrix()
+        size = self._sizes[rows.index(False)] if any(rows) else prod(self._sizes)
+        if self._groups * prod(self._sizes) * size <= self.max_dense_dim**2:
             return self._matrix()
         if self._diagonalized is None:
             self._diagonalized = diagonalize(*self._terms)

@@ -106,10 +106,9 @@ def assemble(
         shapes = {name: space.shapes[name] for name in names}
         entries = Entries.of(shapes, [each.block for each in own])
         with about(", ".join(names)):
+            if entries.num_rest:
+                own = [*own, _unused(names, entries.num_rest, space)]
             operators = [build(each) for each in own]
-        if entries.num_rest:
-            zeros = _zeros(entries.num_rest, space)
-            operators.append(DiagonalLinearOperator(zeros))
         one = operators[0] if len(operators) == 1 else BlockDiagonalLinearOperator(operators)
         own_space = ParameterSpace(shapes, space.dtype, space.device)
         blocks[", ".join(names)] = RearrangedLinearOperator(one, own_space, entries)
@@ -121,6 +120,11 @@ def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[Blo
     for each in factors:
         groups.setdefault(each.block.names, []).append(each)
     return iter(groups.items())
+
+
+def _unused(names: tuple[str, ...], size: int, space: ParameterSpace) -> BlockFactors:
+    """Return the entries of parameters that no layer uses, which have their share of damping."""
+    return BlockFactors(Block(names, "zero"), matrix=_zeros(size, space).unsqueeze(0))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:

@@ -162,9 +162,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         numbers = {block: number for number, block in enumerate(self._sums.blocks)}
 
         def build(factors: BlockFactors) -> StructuredLinearOperator:
-            number = numbers[factors.block]
             if not factors.products:
                 return operator_of(factors, self.space)
+            number = numbers[factors.block]
             basis, moment = self._bases[number], self._moments[number]
             vectors = [basis.outputs] + ([] if basis.inputs is None else [basis.inputs])
             if len({factor.groups for factor in vectors} - {1}) == 0 and basis.kind.groups > 1:
@@ -180,8 +180,10 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         build = self._builder()
 
         def invert(factors: BlockFactors) -> StructuredLinearOperator:
-            retry = damping.retry_double_precision
-            return build(factors).inverse(damping.values[1], retry_double_precision=retry)
+            block, retry = build(factors), damping.retry_double_precision
+            if factors.products and damping.values[1] == 0:
+                _check_regular(block.eigenvalues)
+            return block.inverse(damping.values[1], retry_double_precision=retry)
 
         return assemble(self._factors(), self.space, invert)
 
@@ -191,6 +193,16 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._bases = {number: basis.to(device) for number, basis in self._bases.items()}
         self._moments = {number: moment.to(device) for number, moment in self._moments.items()}
         return self
+
+
+def _check_regular(eigenvalues: Tensor) -> None:
+    """Refuse eigenvalues that are zero but for rounding, which they have as squares."""
+    rounding = (8 * torch.finfo(eigenvalues.dtype).eps) ** 2 * eigenvalues.max()
+    if bool((eigenvalues <= rounding).any()):
+        raise ValueError(
+            f"It is singular to working precision (eigenvalues from {float(eigenvalues.min()):.2e} "
+            f"to {float(eigenvalues.max()):.2e}). Pass damping > 0."
+        )
 
 
 def _added(one: dict[int, Tensor], two: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -32,6 +32,11 @@ class Factors:
     count: Tensor
     gradients: Tensor | None
 
+    @property
+    def shapes(self) -> list[list[int]]:
+        """The shapes of the matrices."""
+        return [list(x.shape) for x in (self.inputs, self.gradients) if x is not None]
+
 
 @dataclass
 class Sums:
@@ -82,11 +87,20 @@ class Sums:
         return total
 
     def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
-        """Add to the sums of one Kronecker product."""
+        """Add to the sums of one Kronecker product.
+
+        Raises:
+            ValueError: If of one a diagonal is known, and of the other the whole matrix.
+        """
         if key not in self.products:
             self.products[key] = replace(factors)
             return
         own = self.products[key]
+        if own.shapes != factors.shapes:
+            raise ValueError(
+                f"The factors of '{self.blocks[key[0]].names[0]}' have shapes {own.shapes}, those "
+                f"to be added {factors.shapes}: they were computed with another max_factor_size."
+            )
         self.products[key] = Factors(
             own.inputs + factors.inputs,
             own.count + factors.count,

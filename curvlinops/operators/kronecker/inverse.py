@@ -98,7 +98,7 @@ class Damping:
 def _is_valid(value: Any) -> bool:
     try:
         return isfinite(value) and value >= 0
-    except TypeError:
+    except (TypeError, ValueError):  # the latter from tensors with several entries
         return False
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -97,11 +97,15 @@ def read(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file has no such state.
     """
-    with safe_open(str(path), "pt") as file:
-        metadata = file.metadata() or {}
-        if "metadata" not in metadata:
-            raise ValueError(f"{path} is not the state of a Kronecker-factored operator.")
-        return {**metadata, **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            if "metadata" in metadata:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return {**metadata, **tensors}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, such as save() writes.") from error
+    raise ValueError(f"{path} is not the state of a Kronecker-factored operator.")
 
 
 def fingerprint(space: ParameterSpace, options: Options) -> dict[str, Any]:
