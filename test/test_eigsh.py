@@ -173,6 +173,17 @@ def test_multiple_eigenvalues_are_all_found(seed: int):
     np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "copies, gap, which, k", [(2, 1e-3, "SA", 3), (5, 0.01, "SA", 6), (5, 0.01, "BE", 7)]
+)
+def test_multiple_eigenvalues_close_to_others(copies: int, gap: float, which: str, k: int):
+    rest = np.linspace(gap, 1, 200 - copies)
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((200, 200)))[0]
+    A = (basis * np.r_[np.zeros(copies), rest]) @ basis.T
+    for seed in range(5):
+        check(A, eigsh(A, k, which, seed=seed), k, which, 1e-13)
+
+
 def test_without_convergence():
     A = spectra.matrix("power")
     with pytest.raises(ConvergenceError, match=r"after \d+ products [1-4] of 4 pairs .* maxiter"):
