@@ -361,6 +361,26 @@ def test_neumann_diverges(scale: float, num_terms: int, check_nan: bool):
 # --- the traditional setters, errors, dot-tests
 
 
+def test_neumann_notices_small_negative_eigenvalues():
+    with pytest.raises(ConvergenceError, match="diverges"):
+        NeumannInverseLinearOperator(np.diag([1, -1e-3]), check_nan=False) @ np.array([1, 1e-3])
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_neumann_overflows(check_nan: bool):
+    A = torch.eye(3) * 1e30
+    with pytest.raises(ConvergenceError, match="diverges"):
+        NeumannInverseLinearOperator(A, check_nan=check_nan) @ torch.ones(3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_least_squares_solved_exactly(scale: float):
+    b = np.random.default_rng(0).standard_normal((5, 20))
+    inverse = LSMRInverseLinearOperator(scale * np.eye(5))
+    np.testing.assert_allclose(inverse @ b, b / scale, rtol=1e-12)
+    assert (inverse.matvec_with_info(b).istop == 1).all()
+
+
 def test_traditional_names():
     A, B = system("multiple")
     inverse = CG(A)
