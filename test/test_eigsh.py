@@ -120,6 +120,18 @@ def test_no_more_products_than_scipy_on_a_network(case: str, which: str):
     assert pairs.num_products <= A.count
 
 
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+@pytest.mark.parametrize("problem", ["bfloat16-mlp", "bfloat16-cnn"])
+def test_half_precision_operator(case: str, problem: str):
+    operator = CASES[case].build(problems.make(problem))
+    A = (operator @ torch.eye(operator.shape[0])).double().numpy()
+    values, _, residuals = eigsh(operator, 3, "LA", seed=0)
+    true = np.linalg.eigvalsh((A + A.T) / 2)
+    # products are rounded to eight bits; residuals say so
+    np.testing.assert_allclose(values, true[-3:], atol=1e-2 * np.abs(true).max())
+    assert 1e-5 * np.abs(true).max() < residuals.max() < 2e-2 * np.abs(true).max()
+
+
 def test_single_precision_operator():
     operator = CASES["hessian"].build(problems.make("float32-mlp"))
     pairs = eigsh(operator, 3, "LA", seed=0)
