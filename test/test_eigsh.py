@@ -120,6 +120,18 @@ def test_no_more_products_than_scipy_on_a_network(case: str, which: str):
     assert pairs.num_products <= A.count
 
 
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+@pytest.mark.parametrize("problem", ["bfloat16-mlp", "bfloat16-cnn"])
+def test_half_precision_operator(case: str, problem: str):
+    operator = CASES[case].build(problems.make(problem))
+    A = (operator @ torch.eye(operator.shape[0])).double().numpy()
+    values, _, residuals = eigsh(operator, 3, "LA", seed=0)
+    true = np.linalg.eigvalsh((A + A.T) / 2)
+    # products are rounded to eight bits; residuals say so
+    np.testing.assert_allclose(values, true[-3:], atol=1e-2 * np.abs(true).max())
+    assert 1e-5 * np.abs(true).max() < residuals.max() < 2e-2 * np.abs(true).max()
+
+
 def test_single_precision_operator():
     operator = CASES["hessian"].build(problems.make("float32-mlp"))
     pairs = eigsh(operator, 3, "LA", seed=0)
@@ -171,6 +183,17 @@ def test_multiple_eigenvalues_are_all_found(seed: int):
     # the zeros of a singular matrix, of which a Krylov space contains one
     A = np.diag(np.r_[np.zeros(500), np.arange(1, 30)])
     np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "copies, gap, which, k", [(2, 1e-3, "SA", 3), (5, 0.01, "SA", 6), (5, 0.01, "BE", 7)]
+)
+def test_multiple_eigenvalues_close_to_others(copies: int, gap: float, which: str, k: int):
+    rest = np.linspace(gap, 1, 200 - copies)
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((200, 200)))[0]
+    A = (basis * np.r_[np.zeros(copies), rest]) @ basis.T
+    for seed in range(5):
+        check(A, eigsh(A, k, which, seed=seed), k, which, 1e-13)
 
 
 def test_without_convergence():

@@ -361,6 +361,42 @@ def test_neumann_diverges(scale: float, num_terms: int, check_nan: bool):
 # --- the traditional setters, errors, dot-tests
 
 
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_matrix_that_is_not_symmetric(inverse: type):
+    A = np.diag([2.0, 3, 4]) + np.diag([0.1, 0.1], 1)
+    with pytest.raises(ValueError, match="not symmetric"):
+        inverse(A) @ np.ones((3, 2))
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_columns_of_start(inverse: type):
+    A, B, x0 = np.eye(3), np.ones((3, 3)), np.ones((3, 2))
+    with pytest.raises(ValueError, match="x0 has 2 columns for 3 right-hand sides"):
+        inverse(A).solve(B, x0=x0)
+    with pytest.raises(ValueError, match="damping must be finite"):
+        inverse(A, damping=float("nan"))
+
+
+def test_neumann_notices_small_negative_eigenvalues():
+    with pytest.raises(ConvergenceError, match="diverges"):
+        NeumannInverseLinearOperator(np.diag([1, -1e-3]), check_nan=False) @ np.array([1, 1e-3])
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_neumann_overflows(check_nan: bool):
+    A = torch.eye(3) * 1e30
+    with pytest.raises(ConvergenceError, match="diverges"):
+        NeumannInverseLinearOperator(A, check_nan=check_nan) @ torch.ones(3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_least_squares_solved_exactly(scale: float):
+    b = np.random.default_rng(0).standard_normal((5, 20))
+    inverse = LSMRInverseLinearOperator(scale * np.eye(5))
+    np.testing.assert_allclose(inverse @ b, b / scale, rtol=1e-12)
+    assert (inverse.matvec_with_info(b).istop == 1).all()
+
+
 def test_traditional_names():
     A, B = system("multiple")
     inverse = CG(A)

@@ -1,5 +1,7 @@
 """Any operator and any matrix as one kind of thing, and seeds."""
 
+import pickle
+
 import numpy as np
 import problems
 import pytest
@@ -39,6 +41,14 @@ def test_multiplies(kind: str, dtype: type):
         A.write(X), torch.Tensor if "tensor" in kind or "grad" in kind else np.ndarray
     )
     assert kind == "only-matvec" or A.dtype == torch.from_numpy(DENSE.astype(dtype)).dtype
+
+
+@pytest.mark.parametrize("kind", ["numpy", "tensor", "sparse-tensor", "csr", "coo-array", "scipy"])
+def test_pickles(kind: str):
+    A = pickle.loads(pickle.dumps(Matrix(KINDS[kind](DENSE))))
+    X, Y = torch.randn(7, 3, dtype=A.dtype), torch.randn(5, 2, dtype=A.dtype)
+    torch.testing.assert_close(A @ X, torch.from_numpy(DENSE) @ X)
+    torch.testing.assert_close(A.adjoint_matmul(Y), torch.from_numpy(DENSE).T @ Y)
 
 
 def test_operators_of_the_package_stay_tensors():

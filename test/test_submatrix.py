@@ -77,6 +77,13 @@ def test_matrices_that_are_not_square(case: str):
         assert error(matrix(S), expected[rows][:, positions(A, A.domain.names[:1])]) <= 1e-9
 
 
+def test_integers_of_numpy():
+    picked = SubmatrixLinearOperator(
+        np.arange(12.0).reshape(3, 4), list(np.arange(2)), [np.int64(3)]
+    )
+    assert (picked @ np.eye(1)).tolist() == [[3.0], [7.0]]
+
+
 def test_mixed_and_nested():
     A, H = build(), dense("hessian", PROBLEM)
     a, _, c, d = A.space.names

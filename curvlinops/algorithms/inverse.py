@@ -1,6 +1,7 @@
 """What inverses by Krylov methods share: goals, true residuals, and failures."""
 
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.border import read
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
+
+#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
+_ASYMMETRY = 1e-3
 
 
 class Solution(NamedTuple):
@@ -45,6 +49,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         damping: Multiple of the identity that is added to ``A``.
         x0: Start of the iteration for every right-hand side, ``[D]``. Default: zero.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
+
+    Raises:
+        ValueError: If an argument is out of its range, or products show that the matrix is not
+            symmetric.
     """
 
     def __init__(
@@ -65,8 +73,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, self_adjoint=True)
         self._preconditioner = self._read_preconditioner(preconditioner)
         self._set(rtol, atol, maxiter, x0)
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
         self._limit = 100 * torch.finfo(self.torch_dtype).eps
         self.damping = float(damping)
+        if not isfinite(self.damping):
+            raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
 
@@ -125,7 +136,28 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _multiply(self, rows: Tensor) -> Tensor:
         out = (self._matrix @ rows.T).T.contiguous()
+        if not self._matrix.operator.self_adjoint:
+            self._check_symmetric(rows, out)
         return out.add_(rows, alpha=self.damping) if self.damping else out
+
+    def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
+        """Check ``<x, A y> = <A x, y>`` for the last two products, which costs none."""
+        size = norms(rows)
+        largest = (norms(products) / size.where(size > 0, 1.0)).max()
+        if self._last is not None:
+            old_rows, old_products, before = self._last
+            largest = largest.maximum(before)
+        if self._last is not None and old_rows.shape == rows.shape:
+            difference = dots(old_rows, products) - dots(old_products, rows)
+            rounding = _ASYMMETRY * largest * norms(old_rows) * size
+            tiny = torch.finfo(rows.dtype).tiny  # inner products underflow
+            if bool((difference.abs() > rounding.clamp(min=tiny)).any()):
+                raise ValueError(
+                    f"The matrix is not symmetric, which {type(self).__name__} needs. Use "
+                    "LSMRInverseLinearOperator, or the symmetric part (A + A.T) / 2 if that is "
+                    "meant."
+                )
+        self._last = rows.clone(), products.clone(), largest
 
     def _precondition(self, rows: Tensor) -> Tensor:
         if self._preconditioner is None:
@@ -140,8 +172,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
+        self._last = None
         goal = (self.rtol * norms(B)).clamp(min=self.atol)
-        X = torch.zeros_like(B) if x0 is None else x0.expand_as(B).clone()
+        X = torch.zeros_like(B) if x0 is None else _expand(x0, B)
         R = B if x0 is None else B - self._multiply(X)
         residuals = norms(R)
         iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
@@ -165,7 +198,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             trying = torch.zeros_like(trying)
             # what does not even halve has come as far as rounding allows
             trying[chosen] = (found > goal[chosen]) & (found < before / 2)
-        converged = residuals <= goal
+        converged, self._last = residuals <= goal, None
         self._report(converged, residuals, norms(B), iterations)
         return X, residuals, iterations, converged
 
@@ -200,6 +233,15 @@ class Systems:
             return
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name)[going])
+
+
+def _expand(x0: Tensor, B: Tensor) -> Tensor:
+    if len(x0) not in (1, len(B)):
+        raise ValueError(
+            f"x0 has {len(x0)} columns for {len(B)} right-hand sides. Pass one for all, or one for "
+            "each."
+        )
+    return x0.expand_as(B).clone()
 
 
 def norms(rows: Tensor) -> Tensor:

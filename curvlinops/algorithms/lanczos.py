@@ -93,26 +93,36 @@ class LanczosSearch:
             fresh = random_rows(1, self.matrix, self.generator)
             self.space.lock(ritz.vectors[:, wanted], fresh)
             return False
-        return self._nothing_missing(ritz, wanted)
+        return self._nothing_missing(ritz, wanted, float(slack.max()))
 
-    def _nothing_missing(self, ritz: RitzPairs, wanted: Tensor) -> bool:
+    def _nothing_missing(self, ritz: RitzPairs, wanted: Tensor, slack: float) -> bool:
         """Return whether a fresh random start would by now have shown a missing eigenvalue.
 
         The start contains about ``1/sqrt(D)`` of a missing eigenvector. j products amplify it, in
         comparison with eigenvectors of an interval of eigenvalues, by ``cosh(j arccosh(rho))``,
-        where rho is the missing eigenvalue's distance from the center in units of the radius.
+        where rho is the missing eigenvalue's distance from the center in units of the radius. Where
+        that takes many products, a third of those so far must do, unless there are copies already.
         """
         products, dim = self.matrix.num_products - self.locked_at, self.matrix.shape[0]
         rest = torch.ones_like(ritz.values, dtype=torch.bool)
         rest[wanted] = False
-        if products < 3 or not bool(rest.any()):
+        if products < _FEW or not bool(rest.any()):
             return False
         low = float((ritz.values - ritz.coupling)[rest].min())
         high = float((ritz.values + ritz.coupling)[rest].max())
-        distance = float((ritz.values[wanted] - (low + high) / 2).abs().min())
-        # distances may be tiny, and what is that close cannot be told apart anyway
-        ratio = max(2 * distance / max(high - low, 1e-30), 1.6)
-        return products * acosh(ratio) >= log(2 * dim**0.5)
+        values = ritz.values[wanted]
+        # one more copy of the least wanted eigenvalue would not change any value
+        outer = _outer(values, self.which, slack)
+        copies = bool(((values.diff() <= slack) & outer[1:] & outer[:-1]).any())
+        growth = log(2 * dim**0.5)
+        enough = growth / acosh(1.6)
+        if bool(outer.any()):
+            distance = float((values[outer] - (low + high) / 2).abs().min())
+            # distances may be tiny, and what is that close cannot be told apart anyway
+            ratio = max(2 * distance / max(high - low, 1e-30), 1 + 1e-12)
+            affordable = dim if copies else max(enough, self.locked_at / 3)
+            enough = min(growth / acosh(ratio), affordable)
+        return products >= enough
 
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
         return (self.tol * ritz.values[chosen].abs()).clamp(min=self._rounding())
@@ -137,8 +147,9 @@ class LanczosSearch:
         self.space.restart(ritz.vectors[:, order[:keep]])
 
     def _check_symmetric(self, noise: Tensor) -> None:
-        # what locking drops looks like asymmetry
-        if self.locked is None and float(noise.max()) > _ASYMMETRY * self.space.norm:
+        # what locking drops looks like asymmetry, and so does rounding of half precision
+        suspicious = self.locked is None and not self.matrix.operator.self_adjoint
+        if suspicious and float(noise.max()) > _ASYMMETRY * self.space.norm:
             raise ValueError(
                 f"The matrix is not symmetric: its products differ from those of its transpose by "
                 f"about {float(noise.max()) / self.space.norm:.1e} of its norm."
@@ -194,3 +205,12 @@ def _order(values: Tensor, which: str) -> Tensor:
     if which == "LM":
         return values.abs().argsort(descending=True)
     return torch.stack([up.flip(0), up], dim=1).flatten()[: len(values)]
+
+
+def _outer(values: Tensor, which: str, slack: float) -> Tensor:
+    """Return which of ascending values are more wanted than others of their end."""
+    if which == "LM":
+        return values.abs() > values.abs().min() + slack
+    split = {"SA": len(values), "LA": 0, "BE": len(values) // 2}[which]
+    low, high = values[:split], values[split:]
+    return torch.cat([low < low[-1:] - slack, high > high[:1] + slack])

@@ -148,8 +148,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
             (s.itn >= self.maxiter, 7.0),
             (s.conda() >= self.conlim, 3.0),
             (least, 2.0),
+            (s.normar == 0, 2.0),
             (solved, 1.0),
-            (s.normar == 0, torch.where(s.itn == 0, 0.0, 2.0).to(s.normar)),
+            ((s.normar == 0) & (s.itn == 0), 0.0),
         ]
         stop = torch.full_like(s.normar, -1.0)
         for condition, reason in reasons:

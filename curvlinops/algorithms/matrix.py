@@ -1,6 +1,7 @@
 """Any operator and any matrix, read as one kind of thing."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,9 +149,8 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
         raise TypeError(f"The matrix must be real, got {A.dtype}.")
     narrow = A.is_floating_point() and A.dtype != torch.float64
     A = A.detach().to(torch.float32 if narrow else torch.float64)
-    return ForeignLinearOperator(
-        tuple(A.shape), A.dtype, A.device, lambda X: A @ X, lambda X: A.T @ X
-    )
+    products = (partial(torch.matmul, matrix) for matrix in (A, A.T))
+    return ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
 
 
 def _wrap_scipy(A: Any) -> TorchLinearOperator:
@@ -160,17 +160,13 @@ def _wrap_scipy(A: Any) -> TorchLinearOperator:
     narrow = np.issubdtype(dtype, np.floating) and dtype.itemsize < 8
     torch_dtype = torch.float32 if narrow else torch.float64
 
-    def through_numpy(operator: Any) -> Product:
-        def multiply(X: Tensor) -> Tensor:
-            out = np.asarray(operator @ X.cpu().numpy())
-            if np.iscomplexobj(out):
-                raise TypeError("A product with the matrix is complex; it must be real.")
-            return torch.from_numpy(np.array(out)).to(X.device, torch_dtype)
+    products = (partial(_through_numpy, A, adjoint, torch_dtype) for adjoint in (False, True))
+    return ForeignLinearOperator(A.shape, torch_dtype, torch.device("cpu"), *products)
 
-        return multiply
 
-    def adjoint(X: Tensor) -> Tensor:  # not every operator has one
-        return through_numpy(A.T)(X)
-
-    cpu = torch.device("cpu")
-    return ForeignLinearOperator(A.shape, torch_dtype, cpu, through_numpy(A), adjoint)
+def _through_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Tensor:
+    # not every operator has a transpose
+    out = np.asarray((A.T if adjoint else A) @ X.cpu().numpy())
+    if np.iscomplexobj(out):
+        raise TypeError("A product with the matrix is complex; it must be real.")
+    return torch.from_numpy(np.array(out)).to(X.device, dtype)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceError
@@ -29,7 +30,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     Raises:
         ConvergenceError: If the series diverges: a term is not finite, or the last one is larger
-            than the first.
+            than the first, or than the one before.
     """
 
     def __init__(
@@ -81,20 +82,28 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
         term = total = self.scale * rows
-        first = last = norms(term)
+        first = before = last = norms(term)
         for k in range(1, self.num_terms + 1):
-            term = term - self.scale * step(term)
+            try:
+                product = step(term)
+            except ValueError as error:
+                if bool((norms(term) > first).any()):
+                    self._diverge(k, error)  # terms grow until a product overflows
+                raise
+            term = term - self.scale * product
             total = total + term
-            if self.check_nan or k == self.num_terms:
-                last = norms(term)
+            if self.check_nan or k >= self.num_terms - 1:
+                before, last = last, norms(term)
                 if not bool(last.isfinite().all()):
                     self._diverge(k)
-        if bool((last > first).any()):
+        # terms without curvature remain as they are, up to rounding
+        growing = last > before * (1 + 100 * torch.finfo(term.dtype).eps)
+        if bool((growing | (last > first)).any()):
             self._diverge(self.num_terms)
         return total
 
-    def _diverge(self, k: int) -> None:
+    def _diverge(self, k: int, cause: Exception | None = None) -> None:
         raise ConvergenceError(
             f"The Neumann series diverges (term {k} of {self.num_terms}). Choose a scale below two "
             f"over the largest eigenvalue (it is {self.scale}), and a positive definite matrix."
-        )
+        ) from cause

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,6 +122,7 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     values = idxs.tolist() if hasattr(idxs, "tolist") else list(idxs)
     if not isinstance(values, list) or not values:
         raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
+    values = [int(value) if isinstance(value, np.integer) else value for value in values]
     kinds = {type(value) for value in values}
     if kinds == {str}:
         _check_names(space, values, what)
