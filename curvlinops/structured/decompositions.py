@@ -127,11 +127,11 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return inverses, and for which matrices they exist."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     done = info == 0
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    # a failed decomposition has no inverse, on which cholesky_inverse would raise
-    factor = torch.where(done[:, None, None], factor, eye)
+    if not bool(done.all()):
+        # a failed decomposition has no inverse, on which cholesky_inverse would raise
+        factor[~done] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     out = torch.cholesky_inverse(factor)
-    return out, done & out.isfinite().flatten(1).all(1)
+    return out, done & out.sum((1, 2)).isfinite()
 
 
 def _inverts(matrix: Tensor, inverse: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _inverts(matrix: Tensor, inverse: Tensor) -> Tensor:
 
 def _is_regular(matrix: Tensor, inverse: Tensor) -> Tensor:
     """Return which matrices are far from singular ones, judged by their condition numbers."""
-    condition = matrix.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
+    condition = torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(inverse)
     return matrix.shape[-1] * torch.finfo(matrix.dtype).eps * condition < 1
 
 

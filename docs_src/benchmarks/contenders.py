@@ -23,7 +23,7 @@ FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
 ROWS, NORMS = "Gradients of samples", "Norms of gradients"
 HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
-KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC"
+KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
 KFAC_VECTOR, KFAC_INVERSE = "KFAC-vector", "KFAC inverse"
 EIGENPAIRS, EIGENPAIRS_SCIPY = "GGN, ten eigenpairs", "GGN, ten eigenpairs by scipy"
 
@@ -82,7 +82,6 @@ def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor
         return K.compute_kronecker_factors
 
     K = curvlinops.KFACLinearOperator(*arguments, **options)
-    E = curvlinops.EKFACLinearOperator(*arguments, **options)
     damped = {"damping": 1e-3}
     quantities = {
         KFAC: factors(),
@@ -93,7 +92,7 @@ def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor
     if arguments[3][0][1].ndim == 1:  # one term for each sample
         quantities |= {
             KFAC_TYPE2: factors(fisher_type="type-2"),
-            EKFAC: E.compute_kronecker_factors,
+            EKFAC: lambda: curvlinops.EKFACLinearOperator(*arguments, **options) @ v,
         }
     return quantities
 
