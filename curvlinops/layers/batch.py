@@ -12,8 +12,18 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
+from curvlinops.layers.check import disagreeing, probe, weighted_probe
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.layout import TOLERANCES, Along, Layout, Scattered, detect, guess, weights
+from curvlinops.layers.layout import (
+    TOLERANCES,
+    Along,
+    Layout,
+    Scattered,
+    detect,
+    guess,
+    sketch,
+    weights,
+)
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
 
@@ -89,7 +99,6 @@ class RecordedBatch:
                 or float((self.output.detach() - before).norm()) > tolerance
             ):
                 raise ValueError("The model returns something else then.")
-        self._probe = self._random()
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
         self._chunks = in_chunks(self._pull, ANY_NUMBER)
@@ -97,11 +106,11 @@ class RecordedBatch:
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
-        connected = set(graph_nodes(self.output))
+        self._nodes = set(graph_nodes(self.output))
         for ((_, index), place), recorded in self._capture.uses.items():
             found = origins(recorded.tensor, by_id)
             key = Key(index, place, recorded.call, tuple(found))
-            if recorded.edge.node in connected:
+            if recorded.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
             else:
                 self.unconnected.add(key)
@@ -123,7 +132,7 @@ class RecordedBatch:
     @property
     def depends_on_data(self) -> bool:
         """Whether the order of rows may be another one on the next batch."""
-        return any(node.name().startswith(_DATA_DEPENDENT) for node in graph_nodes(self.output))
+        return any(node.name().startswith(_DATA_DEPENDENT) for node in self._nodes)
 
     def names_of(self, key: Key) -> list[str]:
         """Return the parameters that enter a use."""
@@ -134,7 +143,7 @@ class RecordedBatch:
         if self._capture.differentiates:
             return self.names
         own = {id(self._leaves[name]): name for name in self.names}
-        found = (id(getattr(node, "variable", None)) for node in graph_nodes(self.output))
+        found = (id(getattr(node, "variable", None)) for node in self._nodes)
         overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
         names = {own[i] for i in found if i in own}
         return sorted(names.union(*(self.names_of(key) for key in overwritten)))
@@ -182,12 +191,12 @@ class RecordedBatch:
 
     def detect(self, keys: list[Key]) -> None:
         """Find the layouts of some uses, by a random vector with and without weights."""
-        r = weights(self.num_samples, self._probe)
-        scaled = self._probe * r.reshape(-1, *(1,) * (self.output.ndim - 1))
-        plain, weighted = self.gradients(self._probe[None]), self.gradients(scaled[None])
+        output = self.output.detach()
+        r = weights(self.num_samples, output)
+        plain = self._sketches(keys, probe(output))
+        weighted = self._sketches(keys, weighted_probe(output))
         for key in keys:
-            use = self.uses[key].use
-            g, h = use.split(plain[key])[0], use.split(weighted[key])[0]
+            use, g, h = self.uses[key].use, plain[key], weighted[key]
             if not bool(g.any()):
                 self.guessed.add(key)
                 layout = guess(use.lead, self.num_samples)
@@ -198,40 +207,29 @@ class RecordedBatch:
             if layout is not None:
                 self.layouts[key] = layout
 
+    def _sketches(self, keys: list[Key], u: Tensor) -> dict[Key, Tensor]:
+        """Return the rows of the gradients at some uses' outputs, in short."""
+        gradients, uses = self.gradients(u[None]), self.uses
+        rows = {key: uses[key].use.split(gradients.pop(key))[0] for key in keys}
+        return {key: sketch(rows.pop(key), len(uses[key].use.lead)) for key in keys}
+
     @property
     def _tolerance(self) -> float:
         """The relative error of the least precise of the layers."""
         dtypes = {recorded.dtype for recorded in self.uses.values()} | {self.output.dtype}
         return max(TOLERANCES.get(dtype, 0.15) for dtype in dtypes)
 
-    def check(self) -> list[str]:
-        """Return the parameters whose gradients do not add up to autograd's."""
-        r, leaves = weights(self.num_samples, self._probe), self._bound.leaves()
-        scope = self._bound.scope(leaves, "gradient")
-        with scope.active():
-            output = self._bound.output(scope)
-            scaled = self._probe * r.reshape(-1, *(1,) * (output.ndim - 1))
-            truth = pull({"": output}, {"": scaled}, leaves, retain=False)
-        found = self._weighted_sums(r)
-        summands = self._weighted_sums(r, absolute=True)
-        wrong, tolerance = [], self._tolerance
-        # of what adds up to about zero, rounding errors are left
-        noise = max(0.01 * tolerance, 2 * torch.finfo(self.output.dtype).eps)
-        for name in self._known(found):
-            zero = torch.zeros_like(leaves[name])
-            expected = zero if truth[name] is None else truth[name]
-            own = found.get(name, zero).to(expected.device)
-            size = float(expected.double().norm()) + torch.finfo(torch.float32).tiny
-            error = float((own.double() - expected.double()).norm())
-            total = float(summands.get(name, zero).double().norm())
-            if not error <= tolerance * size + noise * total + 1e-12:
-                wrong.append(name)
-        return wrong
+    def check(self, truth: Mapping[str, Tensor]) -> list[str]:
+        """Return the parameters whose gradients do not add up to ``autograd_sums``."""
+        r = weights(self.num_samples, self.output)
+        own, summands = self._weighted_sums(r), self._weighted_sums(r, absolute=True)
+        eps = torch.finfo(self.output.dtype).eps
+        return disagreeing(self._known(own), own, summands, truth, self._tolerance, eps)
 
     def _weighted_sums(self, r: Tensor, absolute: bool = False) -> dict[str, Tensor]:
         """Return sums of samples' gradients, weighted by ``r``; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        for part in self.parts(self._probe[None], absolute=absolute):
+        for part in self.parts(probe(self.output.detach())[None], absolute=absolute):
             share = part.form.weighted_sum(r)[0]
             sums[part.name] = sums[part.name] + share if part.name in sums else share
         return sums
@@ -285,8 +283,3 @@ class RecordedBatch:
                 zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
         return {name: add(found[name]) for name in self._known(found)}
-
-    def _random(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        random = torch.randn(self.output.shape, generator=generator, dtype=torch.float64)
-        return random.to(self.output.device, self.output.dtype)

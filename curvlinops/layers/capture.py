@@ -102,7 +102,7 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DIFFERENTIATING:
             self.differentiates = True
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors(args, kwargs)
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or _transformed():
             return func(*args, **kwargs)
@@ -169,7 +169,7 @@ class Capture(TorchFunctionMode):
 
     def _meets_others(self, args: tuple, kwargs: dict) -> bool:
         """Return whether a call's constants depend on parameters."""
-        others = (x for x in _tensors((args, kwargs)) if id(x) not in self._tracked)
+        others = (x for x in _tensors(args, kwargs) if id(x) not in self._tracked)
         return any(x.requires_grad for x in others)
 
     def _follow(self, out: Any) -> Any:
@@ -190,15 +190,16 @@ def _covers(view: Tensor, base: Tensor) -> bool:
     return same and base.requires_grad and base.dtype == view.dtype
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
+def _tensors(*trees: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif isinstance(tree, list | tuple):
+            found += _tensors(*tree)
+        elif isinstance(tree, dict):
+            found += _tensors(*tree.values())
+    return found
 
 
 def _transformed() -> bool:

@@ -18,6 +18,10 @@ from torch import Tensor
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
+#: How many numbers of each row are compared.
+_SKETCHED = 4
+
+
 class Layout(Protocol):
     """Sorts rows by samples."""
 
@@ -121,13 +125,28 @@ def weights(num_samples: int, like: Tensor) -> Tensor:
     return (1 + order.to(like) / num_samples).to(like.device)
 
 
+def sketch(rows: Tensor, num_lead: int) -> Tensor:
+    """Return what ``detect`` needs of rows ``[*lead, *features]``: ``[*lead, F]``, F small.
+
+    These are random combinations of the features: one row is a multiple of another one if these
+    are. In half precision, in which they might cancel, they are the features themselves.
+    """
+    width = prod(rows.shape[num_lead:])
+    rows = rows.reshape(*rows.shape[:num_lead], width)
+    if width <= _SKETCHED or rows.dtype.itemsize < 4:
+        return rows
+    generator = torch.Generator().manual_seed(width)
+    mix = torch.randn(width, _SKETCHED, generator=generator) / _SKETCHED**0.5
+    return rows @ mix.to(rows)
+
+
 def detect(
     plain: Tensor, weighted: Tensor, num_lead: int, r: Tensor, tolerance: float
 ) -> Layout | None:
     """Find the layout that explains a layer's output gradients.
 
     Args:
-        plain: Gradient of the sum of the samples' losses, ``[*lead, *features]``.
+        plain: Gradient of the sum of the samples' losses, ``[*lead, *features]``, or its sketch.
         weighted: Gradient of the sum weighted by ``r``.
         num_lead: Number of leading axes.
         r: The weights, ``[N]``.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
-from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import Key, Part, RecordedBatch
 from curvlinops.layers.capture import Call, Change
+from curvlinops.layers.check import autograd_sums, check_independent
 from curvlinops.layers.forms import BYTES, Direct, Form
-from curvlinops.layers.layout import TOLERANCES, Along
+from curvlinops.layers.layout import Along
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -53,6 +53,8 @@ class SampleBackward:
         names = [name for name in bound.leaves() if name not in self.fallbacks]
         if not names:
             return SampleGradients(bound, None)
+        # on the first batch while no other graph is in memory
+        truth = None if self._checked else autograd_sums(bound)
         try:
             batch = RecordedBatch(bound, names, self._changes)
         except Exception:
@@ -67,7 +69,8 @@ class SampleBackward:
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh or not self._checked:
-            self._refuse(batch.check(), "its rule does not agree with autograd")
+            truth = truth or autograd_sums(bound)
+            self._refuse(batch.check(truth), "its rule does not agree with autograd")
             self._checked |= fresh
         if len(self.fallbacks) > before:
             # the calls are numbered anew
@@ -140,41 +143,6 @@ class SampleBackward:
                 )
 
 
-def check_independent(bound: BoundModel, output: Tensor) -> None:
-    """Refuse a model whose output for a sample depends on the other samples of the batch.
-
-    Raises:
-        ValueError: If the first sample alone has another output. Nothing is said of inputs that
-            cannot be cut.
-    """
-    num_samples = len(output)
-
-    def first(leaf: Any) -> Any:
-        cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
-        return leaf[:1] if cut else leaf
-
-    X, y = map_leaves((bound.batch.X, None), first)
-    alone = bound.on(Batch(bound.batch.index, X, y))
-    scope = alone.scope(alone.leaves(), "gradient")
-    try:
-        with scope.active():
-            found = alone.output(scope)[0].detach()
-    except Exception as error:
-        _LOGGER.info("Whether samples interact could not be checked: %s", error)
-        return
-    expected = output[0].detach()
-    if found.shape != expected.shape:
-        return
-    tolerance = 0.1 * TOLERANCES.get(output.dtype, 0.15)
-    if float((found - expected).double().norm()) > tolerance * float(
-        output.detach().double().norm()
-    ):
-        raise ValueError(
-            "The model's output for a sample depends on the other samples of its batch, so that "
-            "gradients of single samples are not defined. Let the model treat samples one by one."
-        )
-
-
 class SampleGradients:
     """Gradients of the samples of a batch.
 
@@ -197,7 +165,7 @@ class SampleGradients:
     def vectors_at_once(self) -> int:
         """How many vectors should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(2 * BYTES // max(size, 1), 1)
+        return max(BYTES // max(size, 1), 1)
 
     def parts(self, u: Tensor) -> Iterator[Part]:
         """Yield the gradients of layers' uses of parameters, one by one.

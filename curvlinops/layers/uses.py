@@ -7,7 +7,9 @@ returns a ``Use`` for each argument that may be a parameter, and register it wit
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -61,18 +63,25 @@ class Rule:
     def __init__(self, uses: Callable[..., Mapping[str | int, Use | None]]):
         self._uses = uses
         self._signature = inspect.signature(uses)
+        self._names = list(self._signature.parameters)
+        by_position = [
+            parameter.default is parameter.empty
+            for parameter in self._signature.parameters.values()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        #: How many arguments fit without a look at the signature.
+        self._fitting = range(sum(by_position), len(by_position) + 1)
 
     def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
         """Return the uses by position, or name if passed by name; none if the call is unknown."""
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return {}
-        uses = self._uses(*bound.args, **bound.kwargs)
-        order = list(self._signature.parameters)
+        if kwargs or len(args) not in self._fitting:
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError:
+                return {}
         return {
-            name if isinstance(name, int) or name in kwargs else order.index(name): use
-            for name, use in uses.items()
+            name if isinstance(name, int) or name in kwargs else self._names.index(name): use
+            for name, use in self._uses(*args, **kwargs).items()
             if use is not None
         }
 
@@ -113,44 +122,77 @@ def contraction(
     Returns:
         The use, or ``None`` if an axis is repeated, or ``w`` is summed on its own.
     """
-    X, W, out = set(x_labels), set(w_labels), set(out_labels)
-    if any(len(set(axes)) < len(axes) for axes in (x_labels, w_labels, out_labels)):
+    axes = _Axes.of(tuple(x_labels), tuple(w_labels), tuple(out_labels))
+    if axes is None:
         return None
-    if W - X - out:
-        return None
-    groups = [axis for axis in w_labels if axis in X and axis in out]
-    inner = [axis for axis in w_labels if axis in X and axis not in out]
-    outer = [axis for axis in w_labels if axis not in X]
-    lead = [axis for axis in out_labels if axis in X and axis not in W]
     lengths = dict(zip(w_labels, w_shape, strict=True))
-    order = [*groups, *outer, *inner]
+    num_groups, num_inner, num_outer = (
+        prod(lengths[axis] for axis in some) for some in (axes.groups, axes.inner, axes.outer)
+    )
     # without an axis that numbers them, there is one row, of one sample
-    only = () if lead else (1,)
+    only = () if axes.lead else (1,)
+    num_lead = len(axes.lead)
 
     def rows(g: Tensor) -> Tensor:
-        places = [1 + list(out_labels).index(axis) for axis in (*lead, *groups, *outer)]
-        g = split(g).permute(0, *places)
-        shape = *g.shape[: 1 + len(lead)], *only
-        return g.reshape(*shape, _length(groups, lengths), _length(outer, lengths))
+        g = split(g).permute(0, *axes.of_rows)
+        return g.reshape(*g.shape[: 1 + num_lead], *only, num_groups, num_outer)
 
     def inputs() -> Tensor:
         value = x() if callable(x) else x
-        alone = [i for i, axis in enumerate(x_labels) if axis not in W | out]
-        value = value.sum(alone) if alone else value
-        rest = [axis for axis in x_labels if axis in W | out]
-        value = value.permute([rest.index(axis) for axis in (*lead, *groups, *inner)])
-        shape = *value.shape[: len(lead)], *only
-        return value.reshape(*shape, _length(groups, lengths), _length(inner, lengths))
-
-    arrangement = Arrangement.of(
-        [lengths[axis] for axis in order], [order.index(axis) for axis in w_labels]
-    )
+        value = value.sum(axes.alone) if axes.alone else value
+        value = value.permute(axes.of_inputs)
+        return value.reshape(*value.shape[:num_lead], *only, num_groups, num_inner)
 
     def form(g: Tensor, sort: Sort) -> Form:
+        order = [*axes.groups, *axes.outer, *axes.inner]
+        arrangement = Arrangement.of([lengths[axis] for axis in order], axes.of_entries)
         return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
     extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
-    return Use((*(extent[axis] for axis in lead), *only), rows, form)
+    return Use((*(extent[axis] for axis in axes.lead), *only), rows, form)
+
+
+class _Axes(NamedTuple):
+    """What the axes of a contraction are for.
+
+    Attributes:
+        lead: Labels of those that number rows.
+        groups: Labels of those that all have.
+        outer: Labels of the argument's that the other factor lacks.
+        inner: Labels of those that are summed.
+        alone: Places of the other factor's that only it has.
+        of_rows: Places of lead, groups and outer in the output, behind one more axis.
+        of_inputs: Places of lead, groups and inner in the other factor, without ``alone``.
+        of_entries: Places of the argument's axes among groups, outer and inner.
+    """
+
+    lead: tuple[Hashable, ...]
+    groups: tuple[Hashable, ...]
+    outer: tuple[Hashable, ...]
+    inner: tuple[Hashable, ...]
+    alone: tuple[int, ...]
+    of_rows: tuple[int, ...]
+    of_inputs: tuple[int, ...]
+    of_entries: tuple[int, ...]
+
+    @classmethod
+    @lru_cache(maxsize=256)  # the same layers come again with each batch
+    def of(cls, x: tuple, w: tuple, out: tuple) -> "_Axes | None":
+        """Sort labels; ``None`` if one is repeated, or ``w`` is summed on its own."""
+        if any(len(set(axes)) < len(axes) for axes in (x, w, out)) or {*w} - {*x} - {*out}:
+            return None
+        groups = tuple(axis for axis in w if axis in x and axis in out)
+        inner = tuple(axis for axis in w if axis in x and axis not in out)
+        outer = tuple(axis for axis in w if axis not in x)
+        lead = tuple(axis for axis in out if axis in x and axis not in w)
+        rest, order = [axis for axis in x if axis in w or axis in out], (*groups, *outer, *inner)
+        return cls(
+            *(lead, groups, outer, inner),
+            alone=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
+            of_rows=tuple(1 + out.index(axis) for axis in (*lead, *groups, *outer)),
+            of_inputs=tuple(rest.index(axis) for axis in (*lead, *groups, *inner)),
+            of_entries=tuple(order.index(axis) for axis in w),
+        )
 
 
 def broadcast(
@@ -185,7 +227,3 @@ def broadcast(
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
     return replace(broadcast(shape, output, scale, aligned), shift=scale)
-
-
-def _length(axes: Sequence[Hashable], lengths: dict[Hashable, int]) -> int:
-    return prod(lengths[axis] for axis in axes)

@@ -183,11 +183,6 @@ class Estimator:
             )
 
     def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
-        for number, own in by_block(sums.blocks, parts).items():
-            for kind in sums.blocks[number].kinds:
-                alike = [part for part in own if kind_of(part) == kind]
-                if alike:
-                    self._add_product(sums, (number, kind), alike, with_inputs)
         numbers = {
             block.names[0]: number
             for number, block in enumerate(sums.blocks)
@@ -195,8 +190,17 @@ class Estimator:
         }
         by_name: dict[str, list[Form]] = {}
         for part in parts:
-            by_name.setdefault(part.name, []).append(part.form)
-        groups = [([name], add(by_name[name])) for name in numbers if name in by_name]
+            if part.name in numbers:
+                by_name.setdefault(part.name, []).append(part.form)
+        found = by_block(sums.blocks, parts)
+        parts.clear()  # what was added is not kept in memory
+        for number in list(found):
+            own = found.pop(number)
+            for kind in sums.blocks[number].kinds:
+                alike = [part for part in own if kind_of(part) == kind]
+                if alike:
+                    self._add_product(sums, (number, kind), alike, with_inputs)
+        groups = [([name], add(forms)) for name, forms in by_name.items()]
         for names, form in [*groups, *rest]:
             for some in form.parts():
                 rows = split(names, form.rows(some).flatten(0, 1), self._space)

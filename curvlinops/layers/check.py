@@ -1,0 +1,116 @@
+"""Checks on the first batch: of what the rules find, and of whether samples are independent.
+
+Gradients of samples have to add up to autograd's. Sums in which every sample has another weight
+also show gradients that were assigned to the wrong sample.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.data import Batch, map_leaves
+from curvlinops.layers.layout import TOLERANCES, weights
+
+_LOGGER = logging.getLogger("curvlinops")
+
+Tensors = Mapping[str, Tensor]
+
+
+def probe(output: Tensor) -> Tensor:
+    """Return random numbers in an output's shape, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return random.to(output.device, output.dtype)
+
+
+def weighted_probe(output: Tensor) -> Tensor:
+    """Return the same, times the samples' weights."""
+    u = probe(output)
+    return u * weights(len(output), u).reshape(-1, *(1,) * (output.ndim - 1))
+
+
+def autograd_sums(bound: BoundModel) -> dict[str, Tensor]:
+    """Return autograd's gradients of ``<weighted_probe, output>``, in a forward pass of its own."""
+    leaves = bound.leaves()
+    scope = bound.scope(leaves, "gradient")
+    with scope.active():
+        output = bound.output(scope)
+        found = pull({"": output}, {"": weighted_probe(output.detach())}, leaves, retain=False)
+    return {
+        name: torch.zeros_like(leaf) if found[name] is None else found[name]
+        for name, leaf in leaves.items()
+    }
+
+
+def disagreeing(
+    names: Iterable[str],
+    own: Tensors,
+    summands: Tensors,
+    truth: Tensors,
+    tolerance: float,
+    eps: float,
+) -> list[str]:
+    """Return the parameters for which two sums differ.
+
+    Args:
+        names: The parameters to compare.
+        own: The rules' sums; what is not there is zero.
+        summands: The sums of the absolute values of all that ``own`` is made of.
+        truth: Autograd's sums.
+        tolerance: The relative error of gradients.
+        eps: That of the output's dtype.
+    """
+    # of what adds up to about zero, rounding errors are left
+    noise = max(0.01 * tolerance, 2 * eps)
+    wrong = []
+    for name in names:
+        zero = torch.zeros_like(truth[name])
+        size = _norm(truth[name]) + torch.finfo(torch.float32).tiny
+        error = _norm(own.get(name, zero).to(zero.device) - truth[name])
+        total = _norm(summands.get(name, zero))
+        if not error <= tolerance * size + noise * total + 1e-12:
+            wrong.append(name)
+    return wrong
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def check_independent(bound: BoundModel, output: Tensor) -> None:
+    """Refuse a model whose output for a sample depends on the other samples of the batch.
+
+    Raises:
+        ValueError: If the first sample alone has another output. Nothing is said of inputs that
+            cannot be cut.
+    """
+    num_samples = len(output)
+
+    def first(leaf: Any) -> Any:
+        cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
+        return leaf[:1] if cut else leaf
+
+    X, y = map_leaves((bound.batch.X, None), first)
+    alone = bound.on(Batch(bound.batch.index, X, y))
+    scope = alone.scope(alone.leaves(), "gradient")
+    try:
+        with scope.active():
+            found = alone.output(scope)[0].detach()
+    except Exception as error:
+        _LOGGER.info("Whether samples interact could not be checked: %s", error)
+        return
+    expected = output[0].detach()
+    if found.shape != expected.shape:
+        return
+    tolerance = 0.1 * TOLERANCES.get(output.dtype, 0.15)
+    if float((found - expected).double().norm()) > tolerance * float(
+        output.detach().double().norm()
+    ):
+        raise ValueError(
+            "The model's output for a sample depends on the other samples of its batch, so that "
+            "gradients of single samples are not defined. Let the model treat samples one by one."
+        )
