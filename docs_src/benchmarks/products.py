@@ -146,8 +146,7 @@ def table(results: dict) -> str:
 def _cell(row: dict | None) -> str:
     if row is None:
         return ""
-    memory = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:.0f} MiB"
-    return f"{row['ratio']:.2f}{memory}"
+    return f"{row['ratio']:.2f}, {row['bytes'] / 2**20:.0f} MiB"
 
 
 def main() -> None:

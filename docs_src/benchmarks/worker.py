@@ -3,8 +3,8 @@
     worker.py CONTENDER PROBLEM COLUMNS DEVICE
 
 Prints the names of its quantities, then for each line that names one (or `gradient`) the seconds
-that it took; for `memory NAME` its peak memory in bytes above what was allocated before (only
-meaningful in a process that did nothing else); for `flops NAME` its number of floating-point
+that it took; for `memory NAME` its peak memory in bytes above what was allocated before (that of
+first calls in a process that did nothing else); for `flops NAME` its number of floating-point
 operations in matrix products and convolutions. All answers are JSON.
 """
 
@@ -12,12 +12,14 @@ import json
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
 from contenders import CONTENDERS, gradient
 from problems import make
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
@@ -36,14 +38,40 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - before
 
 
-def resident(field: str) -> int:
-    """Return a field of Linux's own account of this process, in bytes."""
-    with open("/proc/self/status") as status:
-        (line,) = [line for line in status if line.startswith(field)]
-    return 1024 * int(line.split()[1])
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still alive.
+
+    What the GPU's allocator counts, for a CPU: the process's own memory also depends on what was
+    imported, and on what the C library gives back to the system.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and count what it made."""
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in _strided((args, kwargs))}
+        for storage in {x.untyped_storage() for x in _strided(out)} - given:
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
 
 
-def peak_memory(run: Callable[[], object], device: str) -> int | None:
+def _strided(tree: object) -> list[torch.Tensor]:
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in tensors if x.layout is torch.strided]
+
+
+def peak_memory(run: Callable[[], object], device: str) -> int:
     """Return how much two calls need at most, in addition to what is there before."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -51,14 +79,9 @@ def peak_memory(run: Callable[[], object], device: str) -> int | None:
         run(), run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    try:
-        with open("/proc/self/clear_refs", "w") as clear:
-            clear.write("5")  # resets the peak
-        before = resident("VmRSS")
-    except OSError:
-        return None  # not Linux
-    run(), run()
-    return resident("VmHWM") - before
+    with LiveBytes() as live:
+        run(), run()
+    return live.peak
 
 
 class Counter(TorchDispatchMode):
