@@ -31,7 +31,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     eigenvalues replaced by the diagonal of the exact block in this basis,
     ``c * sum (Q_B^T G Q_A)^2``, with G the matrices of single samples' gradients. No other
     eigenvalues are closer to the exact block in the Frobenius norm; the trace is exact. Costs a
-    second pass over the data.
+    second pass over the data. In the reduce setting, all but the trace depends on which basis the
+    eigendecomposition returns for null spaces of the factors, where gradients do not vanish.
 
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.

@@ -13,7 +13,7 @@ from curvlinops.layers.forms import Place
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 from curvlinops.operators.kronecker.usage import Usage
 
-#: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
+#: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
 
 
@@ -173,14 +173,14 @@ def _disjoint(places: Sequence[Place | None]) -> bool:
 
 
 def _written(name: str, space: ParameterSpace, options: Options) -> Block:
-    """Return the block of a parameter that is added, or multiplied elementwise."""
+    """Return the block of a parameter that is in no matrix product with data."""
     lengths = [length for length in space.shapes[name] if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
         return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
-    reason = "used elementwise: its exact block"
+    reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
     return Block((name,), "dense", groups=groups, reason=reason)
