@@ -7,15 +7,18 @@ from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.patches import pad, view_patches
-from curvlinops.layers.shifts import add_by_shifts
+from curvlinops.layers.shifts import (
+    ShiftedProducts,
+    add_second_moment,
+    mirror,
+    symmetric_step,
+)
 from curvlinops.layers.window import Window
 
 #: How many numbers are copied at once: patches, and shifted inputs.
 _UNFOLDED, _SHIFTED = 2**20, 2**22
 #: Of how many positions at least, for their products to take longer than adding them up.
 _POSITIONS = 1024
-#: Of the lengths of patches from which computing only one half of a symmetric product pays.
-_SYMMETRIC = 512
 
 
 def input_covariance(x: Tensor, window: Window) -> Tensor:
@@ -37,17 +40,16 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
     window.check(x)
     x, width = wide(x), x.shape[1] * prod(window.kernel_size)
     if shifts_are_cheaper(x.shape, window):
-        shifted = x.shape[1] * (1 + prod(2 * k - 1 for k in window.kernel_size[1:]))
-        return covariance_by_shifts(x, window, max(_SHIFTED // shifted, _POSITIONS))
+        unfolded = width // window.kernel_size[0]
+        return covariance_by_shifts(x, window, max(_SHIFTED // unfolded, _POSITIONS))
     return covariance_by_patches(x, window, max(_UNFOLDED // width, _POSITIONS))
 
 
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     """Return whether ``covariance_by_shifts`` takes less time than ``covariance_by_patches``.
 
-    Counted are multiplications, with what takes the time of some: copying a number (64), adding
-    to an entry of the result and moving it (100, and 500 with the blocks of all shifts), and
-    matrix products of few channels (1.5); with fewer than 8 they are none at all.
+    Counted are multiplications, with what takes the time of some: copying a number (64), moving
+    an entry of the result (100, and 300 with the products around the core), and all calls.
 
     Measured times in ms (Intel Xeon with AVX-512, one thread, float32, padding by half a kernel),
     next to those of ``unfold`` and ``X @ X.T``:
@@ -55,17 +57,17 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     =================================== ======= ======== =======
     input, kernel                       unfold  patches  shifts
     =================================== ======= ======== =======
-    [32, 64, 56, 56], 3 x 3             727     361      187 *
-    [32, 128, 28, 28], 3 x 3            585     349      199 *
-    [32, 256, 14, 14], 3 x 3            521     325      259 *
-    [16, 512, 7, 7], 3 x 3              274     270 *    392
-    [32, 8, 32, 32], 3 x 3              10.4    6.3      5.2 *
-    [32, 128, 8, 8], 3 x 3              43      32       28 *
-    [32, 128, 4, 4], 3 x 3              11.0    10.8 *   18.3
-    [8, 32, 28, 28], 5 x 5              66      43       24 *
-    [2, 64, 28, 28], 7 x 7              242     199      200 *
-    [32, 64, 28, 28], 3 x 3, 4 groups   117     45       49 *
-    [4, 96, 56, 56], 7 x 7, 96 groups   354     151 *    175
+    [32, 64, 56, 56], 3 x 3             1153    508      269 *
+    [32, 128, 28, 28], 3 x 3            1008    453      240 *
+    [32, 256, 14, 14], 3 x 3            938     603      308 *
+    [16, 512, 7, 7], 3 x 3              522     498 *    508
+    [64, 3, 32, 32], 3 x 3              7.8     6.5      4.5 *
+    [32, 128, 8, 8], 3 x 3              51      43       34 *
+    [32, 128, 4, 4], 3 x 3              15.3    15.9 *   18.5
+    [8, 32, 28, 28], 5 x 5              88      64       36 *
+    [2, 64, 28, 28], 7 x 7              472     335      236 *
+    [32, 64, 28, 28], 3 x 3, 4 groups   224     75       40 *
+    [4, 96, 56, 56], 7 x 7, 96 groups   605     235      65 *
     =================================== ======= ======== =======
 
     The star marks what this function chooses.
@@ -74,42 +76,32 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
         shape: The input's, ``[N, C, *I]``.
         window: Which patches.
     """
-    samples, channels = shape[0], shape[1] // window.groups
-    reaches = [window.reach(axis, 1) - 1 for axis in range(len(window.size))]
-    enough = all(s >= reach for s, reach in zip(window.size, reaches, strict=True))
-    kernel = prod(window.kernel_size)
-    if not enough or max(window.stride) > 1 or kernel == 1 or channels < 8:
+    kernel, reach = window.kernel_size[0], window.reach(0, 1) - 1
+    if kernel == 1 or window.stride[0] > 1 or window.size[0] < reach:
         return False
-    width = channels * kernel
-    seen = samples * prod(s + reach for s, reach in zip(window.size, reaches, strict=True))
-    offsets = prod(2 * k - 1 for k in window.kernel_size) // 2 + 1
-    copies = 1 + prod(2 * k - 1 for k in window.kernel_size[1:])
-    by_shifts = seen * channels * (1.5 * offsets * channels + 64 * copies) + 500 * width**2
-    share = 0.6 if width >= _SYMMETRIC else 1.0
-    by_patches = samples * prod(window.size) * width * (share * width + 64) + 100 * width**2
-    return by_shifts < by_patches
+    rows = shape[1] // window.groups * prod(window.kernel_size[1:])
+    width, positions = rows * kernel, shape[0] * prod(window.size)
+    seen = positions // window.size[0] * (window.size[0] + reach)
+    by_shifts = seen * rows * (kernel * rows + 64) + 300 * width**2
+    share = 0.6 if symmetric_step(width) < width else 1.0
+    by_patches = positions * width * (share * width + 64) + 100 * width**2
+    return window.groups * by_shifts + 10**6 * kernel**2 < window.groups * by_patches
 
 
 def covariance_by_shifts(x: Tensor, window: Window, positions: int) -> Tensor:
-    """Return ``input_covariance`` by products of the input with its own shifts.
+    """Return ``input_covariance`` by products of the input with its shifts along the first axis.
 
     Args:
-        x: Input ``[N, C, *I]``, of stride 1.
-        window: Which patches; at least ``dilation * (K - 1)`` along each axis.
+        x: Input ``[N, C, *I]``.
+        window: Which patches; along the first axis of stride 1, at least ``dilation * (K - 1)``.
         positions: About how many positions of the output at once.
     """
-    groups, kernel = window.groups, window.kernel_size
-    channels, places = x.shape[1] // groups, prod(kernel)
-    # places in the kernel first: blocks of channels are contiguous
-    total = x.new_zeros(groups, *kernel, channels, *kernel, channels)
+    sums = ShiftedProducts(x, window)
     # with fewer, all would be borders
-    least = 4 * window.dilation[0] * (kernel[0] - 1)
+    least = 4 * window.dilation[0] * (window.kernel_size[0] - 1)
     for piece, part in _pieces(x, window, positions, least):
-        add_by_shifts(total, piece, part)
-    matrix = total.view(groups, places * channels, places * channels)
-    _mirror(matrix, channels)
-    blocks = matrix.view(groups, places, channels, places, channels)
-    return blocks.permute(0, 2, 1, 4, 3).reshape(matrix.shape)
+        sums.add(piece, part)
+    return sums.matrix()
 
 
 def covariance_by_patches(x: Tensor, window: Window, positions: int) -> Tensor:
@@ -123,26 +115,13 @@ def covariance_by_patches(x: Tensor, window: Window, positions: int) -> Tensor:
     dims, groups = len(window.size), window.groups
     width = x.shape[1] // groups * prod(window.kernel_size)
     matrix = x.new_zeros(groups, width, width)
-    step = -(-width // 4) if width >= _SYMMETRIC else width
     for piece, part in _pieces(x, window, positions, 1):
         # [G, d, N O]: positions last in memory, for long runs to copy
         view = view_patches(piece, part).movedim(0, 1 + dims)
         patches = view.reshape(groups, width, piece.shape[0] * prod(part.size))
-        for start in range(0, width, step):
-            rows = slice(start, start + step)
-            matrix[:, rows, start:].baddbmm_(patches[:, rows], patches[:, start:].mT)
-    _mirror(matrix, step)
+        add_second_moment(matrix, patches)
+    mirror(matrix, symmetric_step(width))
     return matrix
-
-
-def _mirror(matrix: Tensor, step: int) -> None:
-    """Complete symmetric matrices ``[G, d, d]`` of which blocks of rows are known from there on."""
-    for start in range(0, matrix.shape[1], step):
-        rows, rest = slice(start, start + step), slice(start + step, None)
-        block = matrix[:, rows, rows]
-        # products of a matrix with its own transpose are symmetric up to rounding only
-        block.copy_(block.triu() + block.triu(1).mT)
-        matrix[:, rest, rows] = matrix[:, rows, rest].mT
 
 
 def _pieces(

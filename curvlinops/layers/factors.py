@@ -102,7 +102,26 @@ def gradient_factor(parts: Sequence[Part], reduce: bool, diagonal: bool) -> Tens
     gradients = [_gradients(part.form) for part in parts]
     if reduce:
         return moment(total(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
-    return total(moment(g.flatten(0, 2), diagonal) for g in gradients)
+    return total(_expanded_gradients(g, diagonal) for g in gradients)
+
+
+def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
+    """Return the sum of outer products of ``[V, N, S, G, O]``, or its diagonal.
+
+    Positions of convolutions are last in memory. Products of rows as they lie there take down to
+    half the time of those of copies, with several groups down to a tenth.
+    """
+    positions, groups, outputs = g.shape[2:]
+    if diagonal or outputs == 1:
+        squares = g.square().sum((0, 1, 2))
+        return squares if diagonal else squares.unsqueeze(2)
+    if groups > 1:
+        rows = g.permute(3, 4, 0, 1, 2).reshape(groups, outputs, -1)
+        return rows @ rows.mT
+    if g.stride(2) == 1 and positions > outputs:
+        rows = g.squeeze(3).mT.flatten(0, 1)
+        return (rows @ rows.mT).sum(0, keepdim=True)
+    return moment(g.flatten(0, 2), diagonal=False)
 
 
 def _gradients(form: Form) -> Tensor:

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.data import Batches
+from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
-from curvlinops.operators.kronecker.estimate import Sums
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
 from curvlinops.operators.kronecker.options import (
     Fallback,
@@ -29,7 +28,7 @@ from curvlinops.operators.kronecker.report import (
     check_pairs,
     report,
 )
-from curvlinops.operators.kronecker.storage import pack, read, unpack, write
+from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.operators.structured import StructuredDataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -128,15 +127,15 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         Raises:
             ValueError: If ``decay`` is not between zero and one.
-            RuntimeError: If layers use parameters in ways that the data before did not show.
+            RuntimeError: If a parameter is used in ways that do not go together with those before.
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._computed()
-        more = Sums(sums.blocks, num_batches=sums.num_batches)
+        more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
         self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
         more.num_batches -= sums.num_batches
-        self._sums = sums.scaled(decay).plus(more)
+        self._sums = sums.scaled(decay).plus(more, self._passes.plan)
         self._forget()
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -146,15 +145,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         depends on the operators' seeds, which may differ.
 
         Raises:
-            ValueError: If the other one is of another kind, or has other parameters or options.
+            ValueError: If the other one has another class, loss, parameters, or options.
+            RuntimeError: If parameters are used in ways that do not go together.
         """
-        alike = type(other) is type(self) and self._options == replace(
-            other._options, seed=self._options.seed
-        )
-        if not alike:
-            raise ValueError("Only operators of one class with equal options can be merged.")
+        if type(other) is not type(self):
+            raise ValueError("Only operators of one class can be merged.")
         self.space.check_compatible(other.space)
-        self._sums = self._computed().plus(other._computed())
+        storage.check_equal("other operator", other._fingerprint(), self._fingerprint())
+        self._sums = self._computed().plus(other._computed(), self._passes.plan)
         self._forget()
 
     def _computed(self) -> Sums:
@@ -218,15 +216,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         They are sums, so that more data can be added after loading.
         """
-        return pack(self._computed(), self.space, self._options)
+        return storage.pack(self._computed(), self._fingerprint())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the factors by saved ones.
 
         Raises:
-            ValueError: If these are of other parameters or options.
+            ValueError: If these are of other parameters, options, or another loss.
         """
-        self._load(*unpack(state, self.space, self._options))
+        self._load(*storage.unpack(state, self._fingerprint(), self.space, self._options))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return storage.fingerprint(self.space, self._options, self.risk.loss)
 
     def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
         """Replace the sums; a subclass also what it has added to the state."""
@@ -244,7 +245,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def save(self, path: str | Path) -> None:
         """Write the factors to a safetensors file."""
-        write(self.state_dict(), path)
+        storage.write(self.state_dict(), path)
 
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
@@ -252,7 +253,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters or options, or the file has none.
         """
-        self.load_state_dict(read(path))
+        self.load_state_dict(storage.read(path))
 
     # --- the structured matrix
 

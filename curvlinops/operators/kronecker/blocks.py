@@ -8,9 +8,9 @@ from torch import Tensor
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.operators.kronecker.entries import Entries
-from curvlinops.operators.kronecker.estimate import Sums
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
@@ -67,9 +67,7 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
     for number, block in enumerate(sums.blocks):
         products = []
         for kind in block.kinds:
-            factors = sums.products.get((number, kind))
-            if factors is None:  # planned, but not on this data
-                continue
+            factors = sums.products[number, kind]
             # no input at all: zeros; with decay, counts are below one, too
             count = factors.count.masked_fill(factors.count == 0, 1.0)
             inputs = _factor(factors.inputs / count.to(factors.inputs))

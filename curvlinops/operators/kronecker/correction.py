@@ -38,6 +38,10 @@ class Basis:
         )
         return Basis(self.kind, *moved, self.bias)
 
+    def turned(self, kind: Kind) -> "Basis":
+        """Return the basis of the transposed matrices, which are of another kind."""
+        return Basis(kind, self.inputs, self.outputs, self.bias)
+
     def second_moment(self, parts: Sequence[Part]) -> Tensor:
         """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``.
 

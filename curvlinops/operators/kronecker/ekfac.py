@@ -8,13 +8,16 @@ from torch import Tensor
 
 from curvlinops.core.data import Batches
 from curvlinops.core.risk import BatchRisk
+from curvlinops.layers.factors import relation
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases
-from curvlinops.operators.kronecker.estimate import Sums, by_block
+from curvlinops.operators.kronecker.estimate import by_block
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
+from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, unit
@@ -28,7 +31,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     eigenvalues replaced by the diagonal of the exact block in this basis,
     ``c * sum (Q_B^T G Q_A)^2``, with G the matrices of single samples' gradients. No other
     eigenvalues are closer to the exact block in the Frobenius norm; the trace is exact. Costs a
-    second pass over the data.
+    second pass over the data. In the reduce setting, all but the trace depends on which basis the
+    eigendecomposition returns for null spaces of the factors, where gradients do not vanish.
 
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.
@@ -61,9 +65,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         super().update(batch, decay)
         batches = Batches([batch], self.risk.batches.batch_size_fn)
         after, self._sums = self._sums, before  # should the second pass fail
-        more = self._correct(after, self._bases, batches, before.num_batches)
-        old = {number: decay * moment for number, moment in self._moments.items()}
-        self._replace(after, self._bases, _added(old, more))
+        found, old = self._adopted(after)
+        more = self._correct(after, found, batches, before.num_batches)
+        self._replace(after, found, _added({n: decay * x for n, x in old.items()}, more))
 
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data once more.
@@ -78,15 +82,35 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         after, self._sums = self._sums, before  # should a further pass fail
         found, moments = bases(self._factors(after)), {}
         for operator in (self, other):
-            moments = _added(moments, operator._correct(operator._sums, found, None))
+            more = operator._correct(operator._sums, found, None, blocks=after.blocks)
+            moments = _added(moments, more)
         self._replace(after, found, moments)
+
+    def _adopted(self, after: Sums) -> tuple[dict[int, Basis], dict[int, Tensor]]:
+        """Return bases and moments for the blocks of more data, with new bases for new blocks."""
+        factors = self._factors(after)
+        numbers = successors(self._sums.blocks, after.blocks, after.uses)
+        found, moments = {}, {}
+        for old, basis in self._bases.items():
+            number, moment = numbers[old], self._moments[old]
+            kind = after.blocks[number].kinds[0]
+            turned = relation(kind, basis.kind) == "transposed"
+            found[number] = basis.turned(kind) if turned else basis
+            moments[number] = moment.mT if turned else moment
+        new = [BlockFactors(f.block) if n in found else f for n, f in enumerate(factors)]
+        return found | bases(new), moments
 
     def _replace(self, sums: Sums, found: dict[int, Basis], moments: dict[int, Tensor]) -> None:
         self._sums, self._bases, self._moments = sums, found, moments
         self._forget()
 
     def _correct(
-        self, sums: Sums, found: dict[int, Basis], batches: Batches | None, first: int = 0
+        self,
+        sums: Sums,
+        found: dict[int, Basis],
+        batches: Batches | None,
+        first: int = 0,
+        blocks: list[Block] | None = None,
     ) -> dict[int, Tensor]:
         """Return batches' second moments in some eigenbases.
 
@@ -95,18 +119,20 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             found: The eigenbases.
             batches: The batches; ``None`` for all data.
             first: The number of the first one.
+            blocks: The blocks that have these bases; by default those of the sums.
 
         Raises:
             ValueError: If these are the operator's data, but not those of the sums.
         """
         moments: dict[int, Tensor] = {}
         terms: Tensor | float = 0.0
+        blocks = sums.blocks if blocks is None else blocks
 
         def add(bound: BatchRisk, samples: SampleGradients) -> None:
             nonlocal moments, terms
             terms = terms + bound.terms(samples.output)
             for u in self._passes.vectors(bound, samples):
-                for number, parts in by_block(sums.blocks, samples.parts(u)).items():
+                for number, parts in by_block(blocks, samples.parts(u)).items():
                     moment = found[number].second_moment(parts).to(self.torch_dtype)
                     moments = _added(moments, {number: moment})
 

@@ -9,8 +9,11 @@ from curvlinops.core.data import Batch, Batches
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.operators.kronecker.estimate import ChangedError, Estimator, Sums
+from curvlinops.operators.kronecker.estimate import Estimator
 from curvlinops.operators.kronecker.options import Options
+from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.sums import ChangedError, Sums
+from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.kronecker.vectors import backpropagated
 
 #: Calls a function on each batch of the operator's data, or of others.
@@ -39,13 +42,19 @@ class Passes:
         self._samples = SampleBackward(self._name, trusting=True)
         self._estimator = Estimator(self._space, self._options)
 
+    def plan(self, uses: Uses) -> list[Block]:
+        """Choose the structure of all blocks."""
+        return self._estimator.plan(uses)
+
     def sum_over_all(self, run: Run) -> Sums:
         """Return the sums over all data."""
+        sums = Sums()
         while True:
-            sums = Sums()
             try:
                 self.add(run, sums, None)
-            except ChangedError:  # once more, with other structure
+            except ChangedError as error:  # once more, with other structure
+                sums = Sums()
+                sums.adopt(error.uses, self.plan(error.uses))
                 continue
             if sums.blocks is None:
                 raise ValueError("The data has no sample.")

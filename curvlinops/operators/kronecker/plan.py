@@ -1,52 +1,20 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from curvlinops.core.space import ParameterSpace
-from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.layers.forms import Place
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
+from curvlinops.operators.kronecker.usage import Usage
 
-#: Up to this size, parameters with several axes that are used elementwise have a block as a whole.
+#: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
-
-
-class Partner(NamedTuple):
-    """The bias that is added to a product with a weight; seen from the bias, the weight.
-
-    Attributes:
-        name: The parameter.
-        place: The part of it, ``None`` for all.
-        scale: By what the bias is multiplied before.
-    """
-
-    name: str
-    place: Place | None
-    scale: float
-
-
-class Usage(NamedTuple):
-    """How a layer uses a parameter.
-
-    Attributes:
-        place: The part of it, ``None`` for all.
-        kind: The Kronecker product, ``None`` if there is none.
-        partner: What belongs to the same product.
-        mapped: Whether the layer uses a function of the parameter.
-        product: Whether the layer multiplies with it, or with this function, as with a matrix.
-    """
-
-    place: Place | None
-    kind: Kind | None
-    partner: Partner | None = None
-    mapped: bool = False
-    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,50 +43,8 @@ class Block:
     reason: str = ""
 
 
-def usages(parts: Iterable[Part]) -> dict[str, set[Usage]]:
-    """Return how a batch's layers use the parameters."""
-    parts = list(parts)
-    biases, weights = {}, {}
-    for part in parts:
-        if part.shift is not None and not part.elsewhere:
-            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
-    for part in parts:
-        bias = biases.get(_call(part))
-        if bias is not None and part.shift is None:
-            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
-    found: dict[str, set[Usage]] = {}
-    for part in parts:
-        partners = biases if part.shift is None else weights
-        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
-        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
-        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
-        found.setdefault(part.name, set()).add(usage)
-    return found
-
-
-def _call(part: Part) -> tuple[Callable, int]:
-    """Return what is equal for the arguments of one call only."""
-    return part.key.call, part.key.index
-
-
-def place_of(part: Part) -> Place | None:
-    """Return which part of its parameter a layer uses, ``None`` if all."""
-    return part.form.place if isinstance(part.form, Within) else None
-
-
-def kind_of(part: Part) -> Kind | None:
-    """Return the kind of the Kronecker product that a use makes."""
-    form = part.form.form if isinstance(part.form, Within) else part.form
-    return Kind.of(form, part.shift is not None)
-
-
-def _innermost(form: Form) -> Form:
-    """Return the gradients with respect to what the layer uses."""
-    return form.form if isinstance(form, Mapped | Within) else form
-
-
 def plan(
-    used: Mapping[str, set[Usage]],
+    used: Mapping[str, AbstractSet[Usage]],
     unknown: Mapping[str, str],
     space: ParameterSpace,
     options: Options,
@@ -160,7 +86,7 @@ def _check_without_gradients(blocks: Iterable[Block]) -> None:
             )
 
 
-def _pairs(used: Mapping[str, set[Usage]], space: ParameterSpace) -> dict[str, str]:
+def _pairs(used: Mapping[str, AbstractSet[Usage]], space: ParameterSpace) -> dict[str, str]:
     """Return the weights that are always used together with one bias, and the bias."""
     pairs = {}
     for name, usages in used.items():
@@ -189,7 +115,7 @@ def _fits(usage: Usage, space: ParameterSpace) -> bool:
 
 
 def _with_twins(
-    blocks: list[Block], used: Mapping[str, set[Usage]], pairs: Mapping[str, str]
+    blocks: list[Block], used: Mapping[str, AbstractSet[Usage]], pairs: Mapping[str, str]
 ) -> list[Block]:
     """Let biases' blocks refer to those of the weights with the same output gradients."""
     numbers = {
@@ -207,7 +133,7 @@ def _with_twins(
 
 
 def _known(
-    name: str, usages: set[Usage], bias: str | None, space: ParameterSpace, options: Options
+    name: str, usages: AbstractSet[Usage], bias: str | None, space: ParameterSpace, options: Options
 ) -> list[Block]:
     if not any(usage.product for usage in usages):
         return [_written(name, space, options)]
@@ -221,7 +147,9 @@ def _known(
         reason = "layers use it in ways that do not go together"
         return [_fallback(name, reason, space, options)]
     blocks = []
-    for place, own in by_place.items():
+    # in the same order whatever was seen first
+    for place in sorted(by_place, key=repr):
+        own = by_place[place]
         kinds = tuple(sorted({usage.kind for usage in own}, key=lambda k: (k.lookup, repr(k))))
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
@@ -245,14 +173,14 @@ def _disjoint(places: Sequence[Place | None]) -> bool:
 
 
 def _written(name: str, space: ParameterSpace, options: Options) -> Block:
-    """Return the block of a parameter that is added, or multiplied elementwise."""
+    """Return the block of a parameter that is in no matrix product with data."""
     lengths = [length for length in space.shapes[name] if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
         return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
-    reason = "used elementwise: its exact block"
+    reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
     return Block((name,), "dense", groups=groups, reason=reason)

@@ -1,5 +1,6 @@
 """Sums over data as plain tensors and metadata, to be saved and loaded."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +15,26 @@ from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import Place
 from curvlinops.layers.outer import Arrangement
-from curvlinops.operators.kronecker.estimate import Factors, Sums
+from curvlinops.losses import Loss
+from curvlinops.operators.kronecker.estimate import stays_whole
 from curvlinops.operators.kronecker.options import Options
-from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.plan import plan
+from curvlinops.operators.kronecker.sums import Factors, Sums
+from curvlinops.operators.kronecker.usage import Partner, Usage, Uses
 
-FORMAT = 1
+#: Of what is saved. It is raised when older files cannot be read any more.
+FORMAT = 2
+
+#: Options that choose the structure of blocks. They may differ where they make no difference.
+STRUCTURAL = ("max_factor_size", "fallback")
 
 
-def pack(sums: Sums, space: ParameterSpace, options: Options) -> dict[str, Any]:
+def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
     """Return sums as tensors by name, and metadata in one string.
 
     Args:
         sums: The sums.
-        space: The parameters.
-        options: The options with which they were computed.
+        own: The fingerprint of what computed them.
     """
     tensors: dict[str, Tensor] = {"terms": torch.as_tensor(sums.terms, dtype=torch.float64)}
     for (number, kind), factors in sums.products.items():
@@ -40,49 +47,86 @@ def pack(sums: Sums, space: ParameterSpace, options: Options) -> dict[str, Any]:
         tensors[f"{number}.matrix"] = matrix
     metadata = {
         "format": FORMAT,
-        "fingerprint": fingerprint(space, options),
+        "fingerprint": own,
         "num_batches": sums.num_batches,
-        "blocks": [_block_to_json(block) for block in sums.blocks],
+        "uses": {
+            name: sorted((_usage_to_json(usage) for usage in usages), key=repr)
+            for name, usages in sums.uses.known.items()
+        },
+        "unknown": sums.uses.unknown,
     }
     return {"metadata": json.dumps(metadata), **tensors}
 
 
 def unpack(
-    state: Mapping[str, Any], space: ParameterSpace, options: Options
+    state: Mapping[str, Any],
+    own: dict[str, Any],
+    space: ParameterSpace,
+    options: Options,
 ) -> tuple[Sums, dict[str, Tensor]]:
     """Return sums, and all other tensors.
 
     Args:
         state: What ``pack`` returned, perhaps with more tensors.
-        space: The parameters, which must be the same.
-        options: The options, which must be the same.
+        own: The fingerprint of what loads them.
+        space: Its parameters.
+        options: Its options.
 
     Raises:
-        ValueError: If the state is not of this kind, or of other parameters or options.
+        ValueError: If the state is not of this kind, or of other parameters, options or loss.
     """
     if "metadata" not in state:
         raise ValueError("This is not the state of a Kronecker-factored operator: no metadata.")
     metadata = json.loads(state["metadata"])
     if metadata.get("format") != FORMAT:
         raise ValueError(f"Unknown format {metadata.get('format')!r} of the saved state.")
-    _compare(metadata["fingerprint"], fingerprint(space, options))
-    blocks = [_block_from_json(block) for block in metadata["blocks"]]
-    sums = Sums(blocks, num_batches=metadata["num_batches"])
-    tensors = {
-        name: value.to(space.device) for name, value in state.items() if isinstance(value, Tensor)
-    }
+    theirs = metadata["fingerprint"]
+    check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
+    known = {n: frozenset(map(_usage_from_json, u)) for n, u in metadata["uses"].items()}
+    sums = Sums(Uses(known, metadata["unknown"]), num_batches=metadata["num_batches"])
+    tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
     sums.terms = tensors.pop("terms")
+    try:
+        sums.blocks = plan(sums.uses.known, sums.uses.unknown, space, options)
+        _take(sums, tensors, options)
+    except (NotImplementedError, KeyError) as error:
+        raise ValueError(
+            f"The saved state was computed with {_structural(theirs)}, under which blocks have "
+            f"another structure than under this operator's {_structural(own)}."
+        ) from error
+    return sums, tensors
+
+
+def _take(sums: Sums, tensors: dict[str, Tensor], options: Options) -> None:
+    """Move tensors to the sums of blocks.
+
+    Raises:
+        KeyError: If a block has no such sums.
+    """
+
+    def take(name: str, num_axes: int, groups: int | None = None) -> Tensor:
+        found = tensors.pop(name)
+        if found.ndim != num_axes or (groups is not None and len(found) != groups):
+            raise KeyError(name)
+        return found.clone()
+
     for number, block in enumerate(sums.blocks):
         for place, kind in enumerate(block.kinds):
             prefix = f"{number}.{place}"
-            if f"{prefix}.inputs" in tensors:
-                names = ("inputs", "count", "gradients")
-                parts = (tensors.pop(f"{prefix}.{name}", None) for name in names)
-                copies = (None if part is None else part.clone() for part in parts)
-                sums.products[number, kind] = Factors(*copies)
-        if f"{number}.matrix" in tensors:
-            sums.matrices[number] = tensors.pop(f"{number}.matrix").clone()
-    return sums, tensors
+            axes = [3 if whole else 2 for whole in stays_whole(block, kind, options)]
+            sums.products[number, kind] = Factors(
+                take(f"{prefix}.inputs", axes[0]),
+                take(f"{prefix}.count", 0),
+                None if block.twin is not None else take(f"{prefix}.gradients", axes[1]),
+            )
+        if block.structure in ("dense", "diagonal"):
+            sums.matrices[number] = take(
+                f"{number}.matrix", 3 if block.structure == "dense" else 2, block.groups
+            )
+
+
+def _structural(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={found.get(name)!r}" for name in STRUCTURAL)
 
 
 def write(state: Mapping[str, Any], path: str | Path) -> None:
@@ -108,62 +152,79 @@ def read(path: str | Path) -> dict[str, Any]:
     raise ValueError(f"{path} is not the state of a Kronecker-factored operator.")
 
 
-def fingerprint(space: ParameterSpace, options: Options) -> dict[str, Any]:
-    """Return what must be equal for a state to be used."""
+def fingerprint(space: ParameterSpace, options: Options, loss: Loss) -> dict[str, Any]:
+    """Return what must be equal for sums to have the same meaning."""
     return {
-        "parameters": {name: list(shape) for name, shape in space.shapes.items()},
+        "parameters": [[name, list(shape)] for name, shape in space.shapes.items()],
         "dtype": str(space.dtype),
+        "loss": _identity(loss),
         "fisher_type": str(options.fisher_type),
         "exact": options.exact,
         "reduced": sorted(options.reduced),
         "separate_weight_and_bias": not options.joint,
+        "max_factor_size": options.max_factor_size,
+        "fallback": str(options.fallback),
     }
 
 
-def _compare(saved: dict[str, Any], own: dict[str, Any]) -> None:
+def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
+    """Check that sums of others have the same meaning as one's own.
+
+    Args:
+        what: What the others are, in messages.
+        found: Their fingerprint.
+        own: One's own.
+
+    Raises:
+        ValueError: If they differ, naming the first difference.
+    """
     for key, value in own.items():
-        if saved.get(key) != value or (isinstance(value, dict) and list(saved[key]) != list(value)):
+        if found.get(key) != value:
             raise ValueError(
-                f"The saved state has another {key}: {saved.get(key)}, this operator {value}."
+                f"The {what} has another {key}: {found.get(key)}, this operator {value}."
             )
 
 
-def _block_to_json(block: Block) -> dict[str, Any]:
-    return {
-        "names": block.names,
-        "structure": block.structure,
-        "kinds": [
-            [k.groups, k.outputs, k.inputs, k.arrangement.stages, k.lookup, k.shift]
-            for k in block.kinds
-        ],
-        "places": block.places,
-        "scale": block.scale,
-        "groups": block.groups,
-        "twin": block.twin,
-        "reason": block.reason,
-    }
+def _identity(loss: Loss) -> dict[str, Any]:
+    """Return a loss's name and reduction, and the options of those that PyTorch has."""
+    found: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}
+    if type(loss.module).__module__.startswith("torch.nn."):
+        options = vars(loss.module) | loss.module.state_dict()
+        for name, value in options.items():
+            if isinstance(value, Tensor):
+                found[name] = _digest(value)
+            elif isinstance(value, bool | int | float) and name != "training":
+                found[name] = value
+    return found
 
 
-def _block_from_json(found: dict[str, Any]) -> Block:
-    kinds = [
-        Kind(*sizes, Arrangement(_as_tuples(stages)), *flags)
-        for *sizes, stages, lookup, shift in found["kinds"]
-        for flags in [(lookup, shift)]
-    ]
-    places = [
-        None if place is None else Place(place[0], tuple(place[1]), tuple(place[2]))
-        for place in found["places"]
-    ]
-    return Block(
-        tuple(found["names"]),
-        found["structure"],
-        tuple(kinds),
-        tuple(places),
-        found["scale"],
-        found["groups"],
-        found["twin"],
-        found["reason"],
-    )
+def _digest(tensor: Tensor) -> str:
+    """Return what is equal for equal tensors only."""
+    values = tensor.detach().cpu().double().contiguous().numpy()
+    return f"{list(tensor.shape)} {hashlib.sha256(values.tobytes()).hexdigest()[:16]}"
+
+
+def _usage_to_json(usage: Usage) -> list[Any]:
+    kind = usage.kind and _kind_to_json(usage.kind)
+    return [usage.place, kind, usage.partner, usage.mapped, usage.product]
+
+
+def _kind_to_json(k: Kind) -> list[Any]:
+    return [k.groups, k.outputs, k.inputs, k.arrangement.stages, k.lookup, k.shift]
+
+
+def _usage_from_json(found: list[Any]) -> Usage:
+    place, kind, partner, mapped, product = found
+    if kind is not None:
+        *sizes, stages, lookup, shift = kind
+        kind = Kind(*sizes, Arrangement(_as_tuples(stages)), lookup, shift)
+    if partner is not None:
+        partner = Partner(partner[0], _place_from_json(partner[1]), partner[2])
+    return Usage(_place_from_json(place), kind, partner, mapped, product)
+
+
+def _place_from_json(found: list[Any] | None) -> Place | None:
+    return None if found is None else Place(*_as_tuples(found))
 
 
 def _as_tuples(value: Any) -> Any:

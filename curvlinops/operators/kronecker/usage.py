@@ -1,0 +1,108 @@
+"""How layers use parameters, as far as the data shows."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from curvlinops.layers.batch import Part
+from curvlinops.layers.factors import Kind
+from curvlinops.layers.forms import Form, Mapped, Place, Within
+
+
+class Partner(NamedTuple):
+    """The bias that is added to a product with a weight; seen from the bias, the weight.
+
+    Attributes:
+        name: The parameter.
+        place: The part of it, ``None`` for all.
+        scale: By what the bias is multiplied before.
+    """
+
+    name: str
+    place: Place | None
+    scale: float
+
+
+class Usage(NamedTuple):
+    """How a layer uses a parameter.
+
+    Attributes:
+        place: The part of it, ``None`` for all.
+        kind: The Kronecker product, ``None`` if there is none.
+        partner: What belongs to the same product.
+        mapped: Whether the layer uses a function of the parameter.
+        product: Whether the layer multiplies with it, or with this function, as with a matrix.
+    """
+
+    place: Place | None
+    kind: Kind | None
+    partner: Partner | None = None
+    mapped: bool = False
+    product: bool = False
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What some data shows of all parameters.
+
+    Attributes:
+        known: How layers use them; those that none uses are missing.
+        unknown: Those whose uses are not known, and why.
+    """
+
+    known: Mapping[str, frozenset[Usage]]
+    unknown: Mapping[str, str]
+
+    @classmethod
+    def of(cls, parts: Iterable[Part], unknown: Mapping[str, str]) -> "Uses":
+        """Return what a batch shows."""
+        return cls(usages(parts), dict(unknown))
+
+    def union(self, other: "Uses") -> "Uses":
+        """Return what both data show."""
+        names = [*self.known, *(name for name in other.known if name not in self.known)]
+        none: frozenset[Usage] = frozenset()
+        known = {n: self.known.get(n, none) | other.known.get(n, none) for n in names}
+        return Uses(known, {**other.unknown, **self.unknown})
+
+
+def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
+    """Return how a batch's layers use the parameters."""
+    parts = list(parts)
+    biases, weights = {}, {}
+    for part in parts:
+        if part.shift is not None and not part.elsewhere:
+            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
+    for part in parts:
+        bias = biases.get(_call(part))
+        if bias is not None and part.shift is None:
+            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
+    found: dict[str, set[Usage]] = {}
+    for part in parts:
+        partners = biases if part.shift is None else weights
+        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
+        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
+        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
+        found.setdefault(part.name, set()).add(usage)
+    return {name: frozenset(own) for name, own in found.items()}
+
+
+def _call(part: Part) -> tuple[Callable, int]:
+    """Return what is equal for the arguments of one call only."""
+    return part.key.call, part.key.index
+
+
+def place_of(part: Part) -> Place | None:
+    """Return which part of its parameter a layer uses, ``None`` if all."""
+    return part.form.place if isinstance(part.form, Within) else None
+
+
+def kind_of(part: Part) -> Kind | None:
+    """Return the kind of the Kronecker product that a use makes."""
+    form = part.form.form if isinstance(part.form, Within) else part.form
+    return Kind.of(form, part.shift is not None)
+
+
+def _innermost(form: Form) -> Form:
+    """Return the gradients with respect to what the layer uses."""
+    return form.form if isinstance(form, Mapped | Within) else form

@@ -1,0 +1,219 @@
+"""KFAC and EKFAC of architectures whose layers see samples in unusual ways."""
+
+from collections.abc import Callable
+from typing import Any
+
+import kfac_reference
+import pytest
+import torch
+from contract import error, matrix
+from problems import Problem
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from curvlinops import EKFACLinearOperator, KFACLinearOperator
+
+
+class Parts(nn.Module):
+    """Named layers, and a function of these and the input.
+
+    Args:
+        run: The function.
+        **parts: Modules, and values of parameters.
+    """
+
+    def __init__(self, run: Callable[["Parts", Tensor], Tensor], **parts: Any):
+        super().__init__()
+        self._run = run
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(self, x)
+
+
+def experts(m: Parts, x: Tensor) -> Tensor:
+    """Each token goes to one expert, and is scaled by its gate."""
+    h = x.flatten(0, 1)
+    scale, choice = m.gate(h).softmax(1).max(1)
+    for i, expert in enumerate(m.experts):
+        own = (choice == i).nonzero()[:, 0]
+        if len(own):
+            h = h.index_add(0, own, scale[own, None] * expert(h[own]))
+    return m.head(h.unflatten(0, x.shape[:2]).mean(1))
+
+
+def gathered_experts(m: Parts, x: Tensor) -> Tensor:
+    """The same with one tensor of all experts' weights, of which each sample takes one."""
+    choice = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    return m.head(torch.tanh(torch.einsum("nd,ndo->no", x, m.weight[choice])))
+
+
+def two_towers(m: Parts, x: Tensor) -> Tensor:
+    """One encoder for twice as many rows."""
+    one, two = torch.tanh(m.encoder(torch.cat(x.unbind(1)))).chunk(2)
+    return m.head(one, two)
+
+
+def convnext(m: Parts, x: Tensor) -> Tensor:
+    x = m.stem(x)
+    h = m.scale * m.out(F.gelu(m.wide(m.norm(m.depthwise(x).permute(0, 2, 3, 1)))))
+    return m.head((x + h.permute(0, 3, 1, 2)).mean((2, 3)))
+
+
+def squeeze_excite(m: Parts, x: Tensor) -> Tensor:
+    x = F.relu6(m.depthwise(F.hardswish(m.norm(m.expand(x)))))
+    gate = F.hardsigmoid(m.excite(F.relu(m.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+    return m.head((x * gate).mean((2, 3)))
+
+
+def vision_transformer(m: Parts, x: Tensor) -> Tensor:
+    """A class token and positions in front of the patches."""
+    h = m.patch(x).flatten(2).mT
+    h = torch.cat([m.token.expand(len(h), -1, -1), h], 1) + m.positions
+    q, k, v = m.qkv(m.norm(h)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return m.head((h + m.out(attended))[:, 0])
+
+
+def hypernetwork(m: Parts, x: Tensor) -> Tensor:
+    """A layer makes the weight of another one, for each sample."""
+    weight = m.make(x[:, :2]).unflatten(1, (2, 3))
+    return m.head(torch.tanh(torch.bmm(weight, m.base(x[:, 2:]).unsqueeze(2)).squeeze(2)))
+
+
+def dynamic_convolution(m: Parts, x: Tensor) -> Tensor:
+    """All samples' own filters in one call, as groups."""
+    filters = m.make(x.mean((2, 3))).reshape(-1, 2, 2, 2)
+    h = F.conv2d(x.flatten(0, 1).unsqueeze(0), filters, groups=len(x))
+    return m.head(torch.tanh(h).reshape(len(x), 2, -1).mean(2))
+
+
+def message_passing(m: Parts, x: Tensor) -> Tensor:
+    """A graph on four nodes for each sample, all in one list of edges."""
+    edges = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+    start, end = (edges.unsqueeze(1) + 4 * torch.arange(len(x))[:, None]).flatten(1)
+    h = x.flatten(0, 1)
+    messages = torch.tanh(m.message(torch.cat([h[start], h[end]], 1)))
+    received = h.new_zeros(len(h), 4).index_add(0, end, messages)
+    return m.head(torch.tanh(m.update(torch.cat([h, received], 1))).unflatten(0, (-1, 4)).sum(1))
+
+
+def ragged(m: Parts, x: Tensor) -> Tensor:
+    """Some tokens are dropped, the others in one list."""
+    kept = x[..., 0] > 0
+    sample = torch.arange(len(x))[:, None].expand(x.shape[:2])[kept]
+    return m.head(x.new_zeros(len(x), 4).index_add(0, sample, torch.tanh(m.layer(x[kept]))))
+
+
+def mixer(m: Parts, x: Tensor) -> Tensor:
+    x = x + torch.tanh(m.tokens(x.mT)).mT
+    return m.head((x + torch.tanh(m.channels(x))).mean(1))
+
+
+def film(m: Parts, x: Tensor) -> Tensor:
+    scale, shift = m.modulate(x.mean(2)).chunk(2, 1)
+    return m.head((m.filter(x) * scale.unsqueeze(2) + shift.unsqueeze(2)).relu().amax(2))
+
+
+def equilibrium(m: Parts, x: Tensor) -> Tensor:
+    """One layer, many times."""
+    z = torch.zeros_like(x)
+    for _ in range(4):
+        z = torch.tanh(m.layer(z) + x)
+    return m.head(z)
+
+
+L, C2 = nn.Linear, nn.Conv2d
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "experts": (
+        lambda: Parts(
+            experts, gate=L(3, 3), experts=nn.ModuleList([L(3, 3) for _ in range(3)]), head=L(3, 2)
+        ),
+        (3, 3),
+    ),
+    "two-towers": (
+        lambda: Parts(two_towers, encoder=L(3, 4), head=nn.Bilinear(4, 4, 2)), (2, 3)
+    ),
+    "convnext": (
+        lambda: Parts(
+            convnext, stem=C2(2, 4, 2, 2), depthwise=C2(4, 4, 7, padding=3, groups=4),
+            norm=nn.LayerNorm(4), wide=L(4, 6), out=L(6, 4), scale=torch.rand(4), head=L(4, 3),
+        ),
+        (2, 6, 6),
+    ),
+    "squeeze-excite": (
+        lambda: Parts(
+            squeeze_excite, expand=C2(2, 4, 1, bias=False), norm=nn.BatchNorm2d(4).eval(),
+            depthwise=C2(4, 4, 3, 2, 1, groups=4, bias=False), squeeze=C2(4, 2, 1),
+            excite=C2(2, 4, 1), head=L(4, 2),
+        ),
+        (2, 5, 5),
+    ),
+    "vision-transformer": (
+        lambda: Parts(
+            vision_transformer, patch=C2(2, 4, 2, 2), token=torch.randn(1, 1, 4),
+            positions=torch.randn(1, 5, 4), norm=nn.LayerNorm(4), qkv=L(4, 12), out=L(4, 4),
+            head=L(4, 3),
+        ),
+        (2, 4, 4),
+    ),
+    "hypernetwork": (
+        lambda: Parts(hypernetwork, make=L(2, 6), base=L(3, 3), head=L(2, 2)), (5,)
+    ),
+    "dynamic-convolution": (
+        lambda: Parts(dynamic_convolution, make=L(2, 16), head=L(2, 2)), (2, 3, 3)
+    ),
+    "message-passing": (
+        lambda: Parts(message_passing, message=L(6, 4), update=L(7, 3), head=L(3, 2)), (4, 3)
+    ),
+    "ragged": (lambda: Parts(ragged, layer=L(3, 4), head=L(4, 2)), (4, 3)),
+    "mixer": (lambda: Parts(mixer, tokens=L(3, 3), channels=L(4, 4), head=L(4, 2)), (3, 4)),
+    "film": (
+        lambda: Parts(film, filter=nn.Conv1d(2, 3, 1), modulate=L(2, 6), head=L(3, 2)), (2, 4)
+    ),
+    "equilibrium": (lambda: Parts(equilibrium, layer=L(4, 4), head=L(4, 2)), (4,)),
+}  # fmt: skip
+
+
+def make(name: str) -> Problem:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model = build().double()
+    X = [torch.randn(n, *shape).double() for n in (4, 3)]
+    data = [(x, torch.randint(model(x).shape[1], (len(x),))) for x in X]
+    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_architectures(name: str):
+    p = make(name)
+    arguments = (p.model, p.loss, p.params, p.data)
+    for fisher, reduce, joint in [("type-2", False, True), ("empirical", True, False)]:
+        options = {
+            "fisher_type": fisher,
+            "kfac_approx": "reduce" if reduce else "expand",
+            "separate_weight_and_bias": not joint,
+            "check_deterministic": False,
+        }
+        expected = kfac_reference.kfac(p, fisher, reduce=reduce, joint=joint)
+        assert error(matrix(KFACLinearOperator(*arguments, **options)), expected) <= 1e-9
+        exact = kfac_reference.kfac(p, fisher, corrected=True).trace()
+        corrected = EKFACLinearOperator(*arguments, **options)
+        assert error(corrected.trace(), exact) <= 1e-9
+
+
+def test_gathered_weights():
+    """A tensor of matrices of which each sample takes one is a table of matrices."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 4, 3)
+    model = Parts(gathered_experts, weight=weight, head=nn.Linear(3, 2)).double()
+    x, y = torch.randn(8, 4).double(), torch.randint(2, (8,))
+    params = {"weight": model.weight}
+    operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(x, y)])
+    (block,) = operator.blocks()
+    assert block.factors == ((1, 12, 12), (1, 3))
+    choice = (x[:, :2] > 0).sum(1)
+    frequency = torch.bincount(choice, minlength=3) / 8
+    shares = operator.diagonal().reshape(3, 12).sum(1) / operator.trace()
+    assert error(shares, frequency.double()) <= 1e-12
