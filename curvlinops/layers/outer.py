@@ -123,7 +123,7 @@ class Outer(Form):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
         total: Tensor | float = 0.0
-        for part in self.parts(4 * self.num_inputs):  # and copies in the order of the product
+        for part in self.parts(16 * self.num_inputs):  # and copies in the order of the product
             g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
             total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
         return self._arranged(total.unsqueeze(1))[:, 0]

@@ -113,7 +113,7 @@ def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> T
     out, done = _cholesky_inverse(matrix)
     done &= _inverts(matrix, out) if retry_double_precision else done
     if not bool(done.all()) and retry_double_precision:
-        double = matrix[~done].double()
+        double = (matrix if not bool(done.any()) else matrix[~done]).double()
         wide, success = _cholesky_inverse(double)
         out[~done] = wide.to(matrix.dtype)
         # rounding may turn a zero eigenvalue into a positive one
@@ -130,7 +130,7 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(done.all()):
         # a failed decomposition has no inverse, on which cholesky_inverse would raise
         factor[~done] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    out = torch.cholesky_inverse(factor)
+    out = torch.cholesky_inverse(factor, out=factor)
     return out, done & out.sum((1, 2)).isfinite()
 
 
