@@ -31,7 +31,17 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     """
 
     def __init__(self, A: Any, row_idxs: Any, col_idxs: Any):
-        A = as_operator(A)
+        self._original = as_operator(A)
+        self.set_submatrix(row_idxs, col_idxs)
+
+    def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
+        """Choose other rows and columns of ``A``.
+
+        Args:
+            row_idxs: Which rows, see above.
+            col_idxs: Which columns.
+        """
+        A = self._original
         self._rows = _select(A.codomain, row_idxs, "row_idxs")
         self._columns = _select(A.domain, col_idxs, "col_idxs")
         if isinstance(A, SubmatrixLinearOperator):
