@@ -42,13 +42,12 @@ class SubmatrixLinearOperator(TorchLinearOperator):
             col_idxs: Which columns.
         """
         A = self._original
-        self._rows = _select(A.codomain, row_idxs, "row_idxs")
-        self._columns = _select(A.domain, col_idxs, "col_idxs")
+        rows = _select(A.codomain, row_idxs, "row_idxs")
+        columns = _select(A.domain, col_idxs, "col_idxs")
         if isinstance(A, SubmatrixLinearOperator):
-            self._rows = self._rows.of_selection(A._rows)
-            self._columns = self._columns.of_selection(A._columns)
+            rows, columns = rows.of_selection(A._rows), columns.of_selection(A._columns)
             A = A.operator
-        self.operator = A
+        self.operator, self._rows, self._columns = A, rows, columns
         symmetric = A.self_adjoint and self._rows.equals(self._columns)
         super().__init__(self._columns.space, self._rows.space, symmetric)
 
