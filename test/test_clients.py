@@ -108,7 +108,7 @@ PRODUCTS = {
         lambda: sla.expm_multiply(H, x, traceA=np.trace(h)),
         scipy.linalg.expm(h) @ x,
     ),
-    "onenormest": (lambda: sla.onenormest(H), np.abs(h).sum(0).max()),
+    "onenormest": (lambda: sla.onenormest(H, t=D), np.abs(h).sum(0).max()),
     "lsqr": (
         lambda: sla.lsqr(J, j @ x, atol=1e-8, btol=1e-8, iter_lim=500)[0],
         np.linalg.pinv(j, rcond=1e-5) @ j @ x,
