@@ -574,8 +574,8 @@ def test_gauss_newton_of_a_linear_loss_warns():
         ({"block_sizes": [4, 0]}, "positive integers"),
         ({"block_sizes": []}, r"add up to the number of parameters, 4; got \[\]"),
         ({"block_sizes": 4}, "positive integers.*got 4"),
-        ({"chunk_size": 0}, "chunk_size must be a positive integer"),
-        ({"chunk_size": 1.5}, "chunk_size must be a positive integer"),
+        ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
+        ({"chunk_size": 1.5}, "chunk_size must be an integer >= 1"),
         ({"cache": "always"}, r"cache must be 'auto', .*got 'always'"),
         ({"cache": -1}, "number of bytes, got -1"),
         ({"cache": True}, "number of bytes, got True"),
@@ -586,7 +586,7 @@ def test_gauss_newton_of_a_linear_loss_warns():
         ({"kind": GGNLinearOperator, "mc_samples": 1.5}, "integer >= 0, got 1.5"),
         ({"kind": GGNLinearOperator, "mc_samples": True}, "integer >= 0, got True"),
         ({"kind": FisherMCLinearOperator, "mc_samples": 0}, "mc_samples must be an integer >= 1"),
-        ({"kind": FisherMCLinearOperator, "seed": -1}, "seed must be a non-negative integer"),
+        ({"kind": FisherMCLinearOperator, "seed": -1}, "seed must be an integer >= 0"),
     ],
 )
 def test_options(options: dict, match: str):

@@ -313,7 +313,7 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
     ("hutchpp", {"num_matvecs": 3, "return_error": True}, ValueError, ">= 6, got 3"),
     ("xtrace", {"num_matvecs": 2, "return_error": True}, ValueError, ">= 4, got 2"),
     ("trace", {"distribution": "cauchy"}, ValueError, "distribution must be one of"),
-    ("xnystrace", {"distribution": "normal"}, ValueError, "distribution must be one of"),
+    ("xnystrace", {"distribution": "uniform"}, ValueError, "distribution must be one of"),
     *((name, {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")
       for name in ("diag", "xdiag") for rtol in (0, -1.0, 1.0, 3)),
     ("trace", {"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),

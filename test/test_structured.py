@@ -655,7 +655,8 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: eigh_batched([A, A / 0], ["one", "two"]), ValueError, "two contains NaN"),
         (lambda: Kron(A) + Diag(b), ValueError, "cannot be added"),
         (lambda: Kron(A) @ Diag(b), ValueError, "cannot be multiplied"),
-        (lambda: Kron(A) @ (b,), ValueError, "list of 1 tensors"),
+        (lambda: Kron(A) @ (b[:-1],), ValueError, "Vector has shape"),
+        (lambda: Kron(A) @ (b, b), ValueError, "list of 2 tensors"),
     ],
 )
 def test_errors(expression, error, match):

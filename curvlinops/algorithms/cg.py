@@ -1,6 +1,6 @@
 """The inverse of a positive definite matrix by conjugate gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,15 @@ from curvlinops.algorithms.inverse import (
 )
 from curvlinops.core.border import read
 
+#: How other libraries call the options.
+_NAMES = {
+    "M": "preconditioner",
+    "tol": "rtol",
+    "tolerance": "rtol",
+    "max_iter": "maxiter",
+    "initial_guess": "x0",
+}
+
 
 class CGInverseLinearOperator(KrylovInverseLinearOperator):
     """The inverse of a symmetric positive definite matrix by conjugate gradients.
@@ -30,32 +39,36 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner``, ``rtol=1e-5``, ``atol=0``, ``maxiter``, ``damping=0``,
-            ``x0``, ``on_failure="warn"``.
+            ``x0``, ``on_failure="warn"``; also under the names of SciPy (``M``, ``tol``) and of
+            GPyTorch (``tolerance``, ``max_iter``, ``initial_guess``), whose ``eps`` must be zero,
+            and whose ``max_tridiag_iter`` says nothing here.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
+        TypeError: If an option is unknown, or given under two names.
     """
 
-    def set_cg_hyperparameters(
-        self,
-        x0: Any = None,
-        maxiter: int | None = None,
-        M: Any = None,
-        tol: float = 1e-5,
-        atol: float | None = None,
-    ) -> None:
-        """Set options after construction, under their traditional names.
+    def __init__(self, A: Any, **options: Any):
+        super().__init__(A, **_renamed(options))
+
+    def set_cg_hyperparameters(self, x0: Any = None, **options: Any) -> None:
+        """Set options after construction; those that are not given have their defaults.
 
         Args:
             x0: Start of the iteration.
-            maxiter: Largest number of iterations.
-            M: Preconditioner.
-            tol: Relative tolerance.
-            atol: Absolute tolerance.
+            **options: ``preconditioner``, ``rtol``, ``atol`` and ``maxiter``, under any name of
+                theirs.
         """
-        self._preconditioner = self._read_preconditioner(M)
-        self._set(tol, 0.0 if atol is None else atol, maxiter, x0)
+        found = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None}
+        unknown = (given := _renamed(options)).keys() - found.keys()
+        if unknown:
+            raise TypeError(f"Options {sorted(unknown)} cannot be set; those are {sorted(found)}.")
+        found |= given
+        preconditioner = self._read_preconditioner(found["preconditioner"])
+        atol = 0.0 if found["atol"] is None else found["atol"]
+        self._set(found["rtol"], atol, found["maxiter"], x0)
+        self._preconditioner = preconditioner
 
     def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
@@ -197,3 +210,16 @@ def _ratio(s: _Family, alpha: Tensor, shifts: Tensor) -> Tensor:
     alpha, before, beta = alpha[:, None], s.alpha[:, None], s.beta[:, None]
     numerator = before * s.zeta_old
     return numerator / (numerator * (1 + alpha * shifts) + alpha * beta * (s.zeta_old - s.zeta))
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under their names in this package."""
+    options = dict(options)
+    # which iterations record their tridiagonal matrix: none does here
+    options.pop("max_tridiag_iter", None)
+    if options.pop("eps", 0) != 0:
+        raise ValueError("Nothing is added to the matrix but damping: omit eps, or choose eps=0.")
+    renamed = {_NAMES.get(name, name): value for name, value in options.items()}
+    if len(renamed) < len(options):
+        raise TypeError(f"Options {sorted(options)} name the same twice: {sorted(renamed)}.")
+    return renamed

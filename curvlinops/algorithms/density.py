@@ -126,7 +126,7 @@ class Axis:
 
         Ends that coincide, compared with ``unit``, are moved apart.
         """
-        check_count("num_points", num_points, 2)
+        num_points = check_count("num_points", num_points, 2)
         if not kappa > 1:
             raise ValueError(f"kappa must be larger than one, got {kappa!r}.")
         if not margin >= 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.border import read
+from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -106,10 +107,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             raise ValueError(
                 f"rtol and atol must not be negative, and not both zero; got {rtol}, {atol}."
             )
-        if maxiter is not None and (type(maxiter) is not int or maxiter < 1):
-            raise ValueError(f"maxiter must be a positive integer, got {maxiter!r}.")
+        self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
         self.rtol, self.atol = rtol, atol
-        self.maxiter = 10 * self.shape[0] if maxiter is None else maxiter
         self._x0 = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
 
     # --- products

@@ -11,6 +11,7 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Systems, norms, scaled
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.core.border import read
+from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -92,10 +93,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Set the options of the constructor again."""
         if not (atol >= 0 and btol >= 0 and conlim > 0):
             raise ValueError("atol and btol must not be negative, and conlim must be positive.")
-        if maxiter is not None and (type(maxiter) is not int or maxiter < 1):
-            raise ValueError(f"maxiter must be a positive integer, got {maxiter!r}.")
+        maxiter = 10 * min(self.shape) if maxiter is None else maxiter
+        self.maxiter = check_count("maxiter", maxiter)
         self.damp, self.atol, self.btol, self.conlim = abs(damp), atol, btol, conlim
-        self.maxiter = 10 * min(self.shape) if maxiter is None else maxiter
 
     def matvec_with_info(self, x: Any) -> LSMRSolution:
         """Solve for right-hand sides, and return all that is known about the solutions."""

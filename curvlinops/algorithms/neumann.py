@@ -8,6 +8,7 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import ConvergenceError
 from curvlinops.algorithms.inverse import norms
 from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -49,10 +50,15 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             self._preconditioner = Matrix(preconditioner, square=True)
             operator.domain.check_compatible(self._preconditioner.operator.domain)
             symmetric = symmetric and self._preconditioner.operator.self_adjoint
-        if type(num_terms) is not int or num_terms < 0:
-            raise ValueError(f"num_terms must be a non-negative integer, got {num_terms!r}.")
-        self.num_terms, self.scale, self.check_nan = num_terms, float(scale), check_nan
         super().__init__(operator.codomain, operator.domain, symmetric)
+        self.set_neumann_hyperparameters(num_terms, scale, check_nan)
+
+    def set_neumann_hyperparameters(
+        self, num_terms: int = 100, scale: float = 1.0, check_nan: bool = True
+    ) -> None:
+        """Set the options of the constructor again."""
+        self.num_terms = check_count("num_terms", num_terms, at_least=0)
+        self.scale, self.check_nan = float(scale), check_nan
 
     def _apply(self, columns: Columns) -> Columns:
         rows = self._precondition(self.domain.join(columns), adjoint=False)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.counts import check_count
 from curvlinops.core.seeds import read_generator
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -16,7 +16,7 @@ _BLOCK = 64 * 2**20
 #: Samples before an error is believed: that of two or three may be small by chance.
 _FEWEST = 8
 
-DISTRIBUTIONS = ("rademacher", "gaussian", "sphere")
+DISTRIBUTIONS = ("rademacher", "gaussian", "normal", "sphere")
 
 
 class Estimate(NamedTuple):
@@ -36,8 +36,8 @@ class Probes:
 
     Args:
         matrix: What they are multiplied with.
-        distribution: ``"rademacher"`` (entries are signs), ``"gaussian"`` (standard normal), or
-            ``"sphere"`` (uniform on the sphere of radius ``sqrt(D)``).
+        distribution: ``"rademacher"`` (entries are signs), ``"gaussian"`` or ``"normal"``
+            (standard normal), or ``"sphere"`` (uniform on the sphere of radius ``sqrt(D)``).
         chunk_size: How many are multiplied at once. Default: as many as need 64 MiB.
         seed: Seeds the generator.
         generator: Where random numbers come from.
@@ -152,13 +152,6 @@ class Goal:
         if not self.return_error:
             return matrix.write(estimate)[()]
         return Estimate(matrix.write(estimate)[()], matrix.write(error)[()])
-
-
-def check_count(name: str, value: Any, at_least: int = 1) -> int:
-    """Return a number that must be an integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
-        raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}.")
-    return int(value)
 
 
 def check_split(num_matvecs: Any, parts: int, dim: int, goal: Goal) -> int:

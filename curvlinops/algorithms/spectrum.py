@@ -66,7 +66,7 @@ class LanczosApproximateSpectrumCached:
         return_error: bool = False,
     ) -> Any:
         """Return grid and density; see ``lanczos_approximate_spectrum``."""
-        check_count("num_repeats", num_repeats, 1 + return_error)
+        num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         rules = self._runs.take(num_repeats)
         ends = self._runs.ends(rules)
         unit = max(abs(end) for end in ends) or 1.0
@@ -119,7 +119,7 @@ class LanczosApproximateLogSpectrumCached:
         """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
         if not epsilon > 0:
             raise ValueError(f"epsilon must be positive, got {epsilon!r}.")
-        check_count("num_repeats", num_repeats, 1 + return_error)
+        num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         rules = self._runs.take(num_repeats)
         shifted = rules.nodes.abs() + epsilon
         low, high = (None if end is None else end + epsilon for end in self._runs.known)

@@ -31,14 +31,23 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     """
 
     def __init__(self, A: Any, row_idxs: Any, col_idxs: Any):
-        A = as_operator(A)
-        self._rows = _select(A.codomain, row_idxs, "row_idxs")
-        self._columns = _select(A.domain, col_idxs, "col_idxs")
+        self._original = as_operator(A)
+        self.set_submatrix(row_idxs, col_idxs)
+
+    def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
+        """Choose other rows and columns of ``A``.
+
+        Args:
+            row_idxs: Which rows, see above.
+            col_idxs: Which columns.
+        """
+        A = self._original
+        rows = _select(A.codomain, row_idxs, "row_idxs")
+        columns = _select(A.domain, col_idxs, "col_idxs")
         if isinstance(A, SubmatrixLinearOperator):
-            self._rows = self._rows.of_selection(A._rows)
-            self._columns = self._columns.of_selection(A._columns)
+            rows, columns = rows.of_selection(A._rows), columns.of_selection(A._columns)
             A = A.operator
-        self.operator = A
+        self.operator, self._rows, self._columns = A, rows, columns
         symmetric = A.self_adjoint and self._rows.equals(self._columns)
         super().__init__(self._columns.space, self._rows.space, symmetric)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from curvlinops.core.columns import not_finite
@@ -41,6 +42,17 @@ def check_shapes(fit: bool, first: tuple, second: tuple, verb: str) -> None:
         raise ValueError(f"Operators of shapes {first} and {second} cannot be {verb}.")
 
 
+def cast(operator: LinearOperator, dtype: Any) -> LinearOperator:
+    """Return an operator as a scipy operator whose products are numpy arrays of a given dtype."""
+    dtype = np.dtype(dtype)
+
+    def through(multiply: Callable) -> Callable:
+        return lambda x: multiply(np.asarray(x)).astype(dtype)
+
+    forward, backward = through(operator.dot), through(operator.H.dot)
+    return LinearOperator(operator.shape, forward, backward, forward, dtype, backward)
+
+
 def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
     """Read one or several vectors.
 
@@ -61,10 +73,10 @@ def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
     elif isinstance(x, Tensor):
         columns, write = _read_tensor(x, space)
     elif isinstance(x, Mapping):
-        columns, write = _read_structure(dict(x), space, lambda values: values)
+        _check_names(dict(x), space)
+        columns, write = _read_structure(dict(x), space, named=True)
     elif isinstance(x, list | tuple):
-        named = _name_list(x, space)
-        columns, write = _read_structure(named, space, lambda values: list(values.values()))
+        columns, write = _read_structure(_name_list(x, space), space, named=False)
     else:
         raise TypeError(
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
@@ -110,17 +122,17 @@ def _split(x: Tensor, space: ParameterSpace) -> Columns:
 
 
 def _read_structure(
-    values: dict[str, Tensor], space: ParameterSpace, pack: Callable[[dict[str, Tensor]], Any]
+    values: dict[str, Tensor], space: ParameterSpace, named: bool
 ) -> tuple[Columns, Writer]:
-    _check_names(values, space)
     single = all(values[name].shape == shape for name, shape in space.shapes.items())
     columns = {}
     for name, shape in space.shapes.items():
         value = values[name]
         if not single and tuple(value.shape[:-1]) != shape:
+            where = f" for parameter '{name}'" if name else ""
             raise ValueError(
-                f"Vector for parameter '{name}' has shape {list(value.shape)}, expected "
-                f"{list(shape)} or {[*shape, 'K']}, the same for all parameters."
+                f"Vector{where} has shape {list(value.shape)}, expected {list(shape)} or "
+                f"{[*shape, 'K']}, the same for all parameters."
             )
         columns[name] = _adopt(value.unsqueeze(0) if single else value.movedim(-1, 0), space)
     if len({column.shape[0] for column in columns.values()}) > 1:
@@ -129,23 +141,20 @@ def _read_structure(
     _check_finite(columns)
 
     def write(out: Columns, codomain: ParameterSpace) -> Any:
-        if codomain.is_flat:
+        if named and codomain.is_flat:
             joined = codomain.join(out)
             return joined[0] if single else joined.T
-        return pack({n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names})
+        parts = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
+        return parts if named else list(parts.values())
 
     return columns, write
 
 
 def _name_list(values: list[Tensor] | tuple[Tensor, ...], space: ParameterSpace) -> dict:
-    if space.is_flat or len(values) != len(space.names):
+    if len(values) != len(space.names):
+        each = "" if space.is_flat else f", one for each of the parameters {space.names}"
         raise ValueError(
-            f"Got a list of {len(values)} tensors as vector, expected "
-            + (
-                f"one flat vector of length {space.dim}."
-                if space.is_flat
-                else f"{len(space.names)}, one for each of the parameters {space.names}."
-            )
+            f"Got a list of {len(values)} tensors as vector, expected {len(space.names)}{each}."
         )
     return dict(zip(space.names, values, strict=True))
 
@@ -177,7 +186,8 @@ def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
 def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
     if x.is_complex():
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
-    x = x.detach().to(space.device, space.dtype)
+    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+    x = x.to(space.device, space.dtype)
     return x.clone() if x.is_inference() else x
 
 

@@ -110,3 +110,12 @@ def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)
+
+
+def apart(columns: Columns, others: Columns) -> Columns:
+    """Return columns, copied where they have memory in common with others."""
+    taken = {column.untyped_storage().data_ptr() for column in others.values()}
+    return {
+        name: column.clone() if column.untyped_storage().data_ptr() in taken else column
+        for name, column in columns.items()
+    }

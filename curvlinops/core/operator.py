@@ -7,8 +7,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.border import check_shapes, is_ours, is_scalar, read
-from curvlinops.core.columns import multiple, total
+from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar, read
+from curvlinops.core.columns import apart, multiple, total
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -70,9 +70,13 @@ class TorchLinearOperator(LinearOperator):
         """The dtype of products, as a torch dtype."""
         return self.domain.dtype
 
-    def to_scipy(self) -> "TorchLinearOperator":
-        """Return the operator itself, which is a scipy LinearOperator."""
-        return self
+    def to_scipy(self, dtype: Any = None) -> LinearOperator:
+        """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts."""
+        return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
+        raise TypeError("An operator is no array: use A @ x, A @ np.eye(...), aslinearoperator(x).")
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
@@ -81,11 +85,7 @@ class TorchLinearOperator(LinearOperator):
         with torch.inference_mode(False):  # autograd refuses tensors made in it
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-            taken = {column.untyped_storage().data_ptr() for column in columns.values()}
-            out = {  # never the caller's memory
-                name: column.clone() if column.untyped_storage().data_ptr() in taken else column
-                for name, column in out.items()
-            }
+            out = apart(out, columns)  # never the caller's memory
         return write(out, codomain)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:

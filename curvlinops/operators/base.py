@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
 from curvlinops.core.columns import not_finite
+from curvlinops.core.counts import check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -98,8 +99,7 @@ class DataLinearOperator(TorchLinearOperator):
     ):
         check_cache(cache, autodiff)
         _check_option("autodiff", autodiff, ("auto", "forward", "reverse"))
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}.")
+        chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         model = wrap_model(model_func, params)
         self._loss_arguments = (loss_func, reduction)
         loss = self._wrap_loss(loss_func, reduction)
@@ -198,7 +198,7 @@ class DataLinearOperator(TorchLinearOperator):
             if self._kept.start(self._dependencies(), self.risk.space.device):
                 self._reconsider()
 
-        self.risk.run(step, "product", start, batches)
+        self.risk.run(step, "matmat", start, batches)
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""

@@ -31,8 +31,8 @@ class GGNLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = mc_samples, seed
-        check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        self.mc_samples, self.seed = checked
         if self.risk.loss.is_linear:
             warnings.warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
@@ -70,8 +70,8 @@ class FisherMCLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = mc_samples, seed
-        check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
+        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
+        self.mc_samples, self.seed = checked
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))

@@ -36,8 +36,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = mc_samples, seed
-        check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+        self.mc_samples, self.seed = checked
         self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     def _reconsider(self) -> None:

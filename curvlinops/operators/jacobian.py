@@ -54,12 +54,17 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _num_rows(self, output: Tensor) -> int:
         return output.numel()
 
+    def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
+        return tuple(output.shape)
+
 
 class JacobianLinearOperator(OutputsLinearOperator):
     """The Jacobian of the model's outputs with respect to the parameters.
 
     Of shape ``[N*C, D]``: rows are the entries of the outputs, flattened row-major, batch by batch
-    in the order of the data. Targets are not used.
+    in the order of the data. Targets are not used. A list of tensors, one for each parameter, gives
+    a list of one tensor of the outputs' shape, ``[N, ..., C]`` (``[N*C]`` where batches' outputs
+    have unequal shapes); a dictionary gives the flat vector.
 
     For arguments, attributes and errors see ``DataLinearOperator``; there is no ``loss_func``, and
     there are no blocks.

@@ -1,6 +1,7 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable
+from math import prod
 
 from torch import Tensor
 
@@ -36,6 +37,10 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the number of a batch's rows."""
         raise NotImplementedError
 
+    def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
+        """Return the shape that a batch's rows have in lists of tensors, samples first."""
+        return (self._num_rows(output),)
+
     #: Whether only some rows are wanted, which requires that batches stay where they are.
     _selective = False
 
@@ -54,14 +59,19 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
-        self._lengths: list[int] = []
+        shapes: list[tuple[int, ...]] = []
 
         def step(bound: BatchRisk) -> None:
-            self._lengths.append(self._num_rows(self.risk.forward(bound)))
+            shapes.append(self._rows_shape(self.risk.forward(bound)))
 
         self.risk.run(step, "count_rows")
+        self._lengths = [prod(shape) for shape in shapes]
+        alike = len({shape[1:] for shape in shapes}) == 1
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         space = self.risk.space
-        return ParameterSpace.flat(sum(self._lengths), space.dtype, space.device)
+        return ParameterSpace(
+            {"": shape if alike else (sum(self._lengths),)}, space.dtype, space.device
+        )
 
     def _expected(self, bound: BatchRisk, start: int) -> slice | None:
         """Return where the rows of a batch are if nothing has changed since construction."""
@@ -112,10 +122,11 @@ class RowsLinearOperator(DataLinearOperator):
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
+        flat_out = rows.join(out)
 
         def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
             part = self._prepare(bound, num_columns)(columns)
-            return part.shape[1], lambda place: out[""][:, place].copy_(part)
+            return part.shape[1], lambda place: flat_out[:, place].copy_(part)
 
         self._place_rows(rows.dim, compute)
         self._check_finite(out, rows)
@@ -123,7 +134,7 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _pull(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply row vectors by the transpose."""
-        U = columns[""]
+        U = rows.join(columns)
         out = self.risk.space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from curvlinops.core.counts import check_count
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss
@@ -12,8 +13,8 @@ from curvlinops.losses import Loss
 
 def check_sampling(
     loss: Loss, mc_samples: int, seed: int, at_least: int, required: bool = True
-) -> None:
-    """Check the arguments of an operator that samples.
+) -> tuple[int, int]:
+    """Check the arguments of an operator that samples; return ``mc_samples`` and ``seed``.
 
     Args:
         loss: The loss.
@@ -22,12 +23,11 @@ def check_sampling(
         at_least: How many there must be.
         required: Whether samples are drawn from the loss's likelihood.
     """
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
-    if type(mc_samples) is not int or mc_samples < at_least:
-        raise ValueError(f"mc_samples must be an integer >= {at_least}, got {mc_samples!r}.")
+    seed = check_count("seed", seed, at_least=0)
+    mc_samples = check_count("mc_samples", mc_samples, at_least)
     if mc_samples and required and not loss.can_sample:
         loss.refuse_sampling()
+    return mc_samples, seed
 
 
 def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.counts import check_count
 from curvlinops.core.data import Batches
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
@@ -83,30 +84,23 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         super().__init__(*args, **kwargs)
         self._options = Options(
             check_choice(FisherType, "fisher_type", fisher_type),
-            mc_samples,
-            seed,
+            check_count("mc_samples", mc_samples),
+            check_count("seed", seed, at_least=0),
             exact,
             reduced_parameters(kfac_approx, self.space.names),
             not separate_weight_and_bias,
             check_choice(Fallback, "fallback", fallback),
-            max_factor_size,
+            check_count("max_factor_size", max_factor_size, at_least=0),
         )
         self._options.check(self.risk.loss)
-        if num_per_example_loss_terms is not None and (
-            type(num_per_example_loss_terms) is not int or num_per_example_loss_terms < 1
-        ):
-            raise ValueError(
-                "num_per_example_loss_terms must be a positive integer, got "
-                f"{num_per_example_loss_terms!r}."
-            )
+        terms = num_per_example_loss_terms
+        terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
         if len(self._blocks) > 1:
             raise ValueError(
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
-        self._passes = Passes(
-            type(self).__name__, self.space, self._options, num_per_example_loss_terms
-        )
+        self._passes = Passes(type(self).__name__, self.space, self._options, terms)
         self._sums: Sums | None = None
         self._forget()
 

@@ -82,10 +82,6 @@ class Options:
             )
         if self.exact and fisher is not FisherType.TYPE2:
             raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")
-        if type(self.max_factor_size) is not int or self.max_factor_size < 0:
-            raise ValueError(
-                f"max_factor_size must be a non-negative integer, got {self.max_factor_size!r}."
-            )
 
 
 def check_choice(kind: type[Enum], name: str, value: object) -> Enum:

@@ -1,0 +1,283 @@
+"""Published programs: the names and kinds of arguments that they use, in every calling style."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.sparse.linalg as sla
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor, nn
+
+from curvlinops import (
+    CGInverseLinearOperator,
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    IdentityLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    LSMRInverseLinearOperator,
+    NeumannInverseLinearOperator,
+    SubmatrixLinearOperator,
+    TransposedJacobianLinearOperator,
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_approximate_spectrum,
+    xtrace,
+)
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+PARAMS = list(MODEL.parameters())
+DATA = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (5, 2)]
+H = HessianLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
+G = GGNLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
+J = JacobianLinearOperator(MODEL, PARAMS, DATA)
+D, ROWS = H.shape[0], J.shape[0]
+
+
+def dense(model: nn.Module, params: list[Tensor], data: list) -> np.ndarray:
+    """Return the Hessian of the mean squared error, in double precision."""
+    twin = copy.deepcopy(model).double()
+    names = [name for name, p in model.named_parameters() if any(p is q for q in params)]
+    X, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
+    chosen = [dict(twin.named_parameters())[name] for name in names]
+    gradient = torch.autograd.grad(nn.MSELoss()(twin(X), y), chosen, create_graph=True)
+    rows = [
+        torch.autograd.grad(g, chosen, retain_graph=True, materialize_grads=True)
+        for part in gradient
+        for g in part.flatten()
+    ]
+    return torch.stack([torch.cat([r.flatten() for r in row]) for row in rows]).numpy()
+
+
+h = dense(MODEL, PARAMS, DATA)
+j = np.concatenate(
+    [
+        p.flatten(1).numpy()
+        for p in torch.func.jacrev(
+            lambda p: torch.func.functional_call(MODEL, p, (torch.cat([X for X, _ in DATA]),))
+        )({n: p.detach() for n, p in MODEL.named_parameters()}).values()
+        for p in [p.flatten(0, 1)]
+    ],
+    axis=1,
+)
+RNG = np.random.default_rng(0)
+x, X, a = RNG.standard_normal(D), RNG.standard_normal((D, 3)), RNG.standard_normal((D, D))
+A = sla.aslinearoperator(a)
+LARGEST = np.sort(sorted(np.linalg.eigvalsh(h), key=abs)[-3:])
+M = G + 0.1 * IdentityLinearOperator(G.space)
+
+
+PRODUCTS = {
+    "float64": (lambda: H @ x, h @ x),
+    "float16": (lambda: H @ x.astype(np.float16), h @ x.astype(np.float16)),
+    "int8": (lambda: H @ np.arange(D, dtype=np.int8), h @ np.arange(D)),
+    "one column": (lambda: H @ x[:, None], h @ x[:, None]),
+    "no column": (lambda: H @ X[:, :0], h @ X[:, :0]),
+    "broadcast": (lambda: H @ np.broadcast_to(x[:, None], (D, 3)), h @ np.stack([x] * 3, axis=1)),
+    "np.matrix": (lambda: H @ np.matrix(x).T, h @ x[:, None]),
+    "numbers": (lambda: H @ list(x), h @ x),
+    "sparse tensor": (lambda: H @ torch.from_numpy(X).to_sparse(), h @ X),
+    "half tensor": (lambda: H @ torch.from_numpy(x).half(), h @ x.astype(np.float16)),
+    "expanded tensor": (lambda: H @ torch.ones(()).expand(D), h @ np.ones(D)),
+    "from the left": (lambda: X.T @ H, X.T @ h),
+    "tensor from the left": (lambda: torch.from_numpy(X).T @ H, X.T @ h),
+    "call": (lambda: H(x), h @ x),
+    "cast": (lambda: H.to_scipy(np.float64) @ x, h @ x),
+    "cast columns": (lambda: H.to_scipy(dtype=np.float64) @ X, h @ X),
+    "cast adjoint": (lambda: J.to_scipy(dtype=np.float64).T @ np.ones(ROWS), j.T @ np.ones(ROWS)),
+    "their sum": (lambda: (A + H) @ x, (a + h) @ x),
+    "our sum": (lambda: (H - A) @ x, (h - a) @ x),
+    "their product": (lambda: (A @ H).T @ x, h @ a.T @ x),
+    "sparse": (lambda: (sla.aslinearoperator(csr_array(a)) @ H) @ x, a @ h @ x),
+    "Jacobian": (lambda: J @ X, j @ X),
+    "eigsh": (lambda: sla.eigsh(H, k=3, which="LM")[0], LARGEST),
+    "eigsh, cast": (lambda: sla.eigsh(H.to_scipy(np.float64), k=3)[0], LARGEST),
+    "eigs": (lambda: np.sort(sla.eigs(H, k=3)[0].real), LARGEST),
+    "svds": (lambda: np.sort(sla.svds(J, k=3)[1]), np.sort(np.linalg.svd(j)[1])[-3:]),
+    "lobpcg": (lambda: sla.lobpcg(H, X, tol=1e-5, maxiter=300)[0][0], np.linalg.eigvalsh(h)[-1]),
+    "expm_multiply": (
+        lambda: sla.expm_multiply(H, x, traceA=np.trace(h)),
+        scipy.linalg.expm(h) @ x,
+    ),
+    "onenormest": (lambda: sla.onenormest(H, t=D), np.abs(h).sum(0).max()),
+    "lsqr": (
+        lambda: sla.lsqr(J, j @ x, atol=1e-8, btol=1e-8, iter_lim=500)[0],
+        np.linalg.pinv(j, rcond=1e-5) @ j @ x,
+    ),
+    "pickle": (lambda: pickle.loads(pickle.dumps(H)) @ x, h @ x),
+    "copy": (lambda: copy.deepcopy(H) @ x, h @ x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str):
+    compute, expected = PRODUCTS[name]
+    found = np.asarray(compute())
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(h).max())
+
+
+def test_threads():
+    with ThreadPoolExecutor(4) as pool:
+        for product in pool.map(lambda _: H @ X, range(8)):
+            np.testing.assert_allclose(product, h @ X, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ["cg", "gmres", "minres", "bicgstab", "lgmres"])
+def test_solvers(solver: str):
+    matrix = M.to_scipy(np.float64)
+    found, info = getattr(sla, solver)(matrix, x, rtol=1e-6, maxiter=2000)
+    assert info == 0
+    np.testing.assert_allclose(M @ found, x, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [(), (3,), (0,)])
+def test_lists_for_outputs(columns: tuple[int, ...]):
+    """In lists, a Jacobian's product has the shape of the outputs."""
+    v = [torch.randn(*p.shape, *columns) for p in PARAMS]
+    flat = torch.cat([part.reshape(p.numel(), *columns) for part, p in zip(v, PARAMS, strict=True)])
+    (found,) = J @ v
+    expected = (torch.from_numpy(j) @ flat).reshape(ROWS // 2, 2, *columns)
+    torch.testing.assert_close(found, expected)
+    u = torch.randn(ROWS // 2, 2, *columns)
+    transposed = TransposedJacobianLinearOperator(MODEL, PARAMS, DATA)
+    for operator in (J.T, transposed):
+        back = operator @ [u]
+        assert [part.shape for part in back] == [part.shape for part in v]
+        joined = torch.cat(
+            [part.reshape(p.numel(), *columns) for part, p in zip(back, PARAMS, strict=True)]
+        )
+        torch.testing.assert_close(joined, torch.from_numpy(j).T @ u.reshape(ROWS, *columns))
+
+
+def test_lists_for_outputs_of_unequal_shape():
+    model = nn.Linear(4, 2)
+    data = [(torch.randn(2, n, 4), None) for n in (3, 1)]
+    operator = JacobianLinearOperator(model, list(model.parameters()), data)
+    (found,) = operator @ [torch.ones_like(p) for p in model.parameters()]
+    torch.testing.assert_close(found, operator @ torch.ones(10))
+    assert found.shape == (16,)
+
+
+def test_lists_of_plain_vectors():
+    part = SubmatrixLinearOperator(H, [2, 0, 5], [1, 3])
+    (found,) = part @ [torch.ones(2)]
+    torch.testing.assert_close(found, part @ torch.ones(2))
+    (found,) = part.T @ [torch.ones(3, 4)]
+    torch.testing.assert_close(found, part.T @ torch.ones(3, 4))
+
+
+def test_set_submatrix():
+    part = SubmatrixLinearOperator(H, [0, 1], [2])
+    part.set_submatrix([3, 1], [0, 2, 5])
+    np.testing.assert_allclose(part @ np.eye(3), h[[3, 1]][:, [0, 2, 5]], atol=1e-6)
+    with pytest.raises(ValueError, match="col_idxs"):
+        part.set_submatrix([4], [D])
+    np.testing.assert_allclose(part @ np.eye(3), h[[3, 1]][:, [0, 2, 5]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tol": 1e-6},
+        {"tolerance": 1e-6, "eps": 0, "max_iter": 500, "max_tridiag_iter": 500},
+        {"rtol": 1e-6, "maxiter": np.int64(500)},
+        {"rtol": 1e-6, "initial_guess": torch.ones(D)},
+        {"tol": 1e-6, "M": IdentityLinearOperator(M.space), "atol": 0.0},
+    ],
+    ids=str,
+)
+def test_names_of_options(options: dict):
+    np.testing.assert_allclose(M @ (CGInverseLinearOperator(M, **options) @ x), x, atol=1e-4)
+
+
+def test_setters():
+    inverse = CGInverseLinearOperator(M, rtol=0.5)
+    inverse.set_cg_hyperparameters(tol=1e-6, maxiter=500, M=np.eye(D), atol=None)
+    np.testing.assert_allclose(M @ (inverse @ x), x, atol=1e-4)
+    inverse.set_cg_hyperparameters(np.asarray(inverse @ x))
+    assert inverse.rtol == 1e-5 and inverse.solve(x).iterations[0] <= 1
+    neumann = NeumannInverseLinearOperator(torch.eye(3) / 2, num_terms=1)
+    neumann.set_neumann_hyperparameters(num_terms=60, scale=1.0, check_nan=False)
+    np.testing.assert_allclose(neumann @ np.ones(3), 2 * np.ones(3), rtol=1e-5)
+    least = LSMRInverseLinearOperator(torch.eye(3))
+    least.set_lsmr_hyperparameters(damp=1.0, maxiter=np.int64(20))
+    np.testing.assert_allclose(least @ np.ones(3), np.ones(3) / 2, rtol=1e-5)
+
+
+def test_progress_bars_count_products(capsys: pytest.CaptureFixture):
+    counted = HessianLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA, progressbar=True)
+    capsys.readouterr()
+    counted @ x
+    assert "matmat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "estimate", [hutchinson_trace, hutchinson_diag, hutchinson_squared_fro, hutchpp_trace, xtrace]
+)
+def test_estimators(estimate):
+    """Normal vectors, and integers of any library."""
+    matrix = torch.from_numpy(h @ h)
+    expected = estimate(matrix, 6, "gaussian", seed=0)
+    for count in (np.int64(6), torch.tensor(6)):
+        torch.testing.assert_close(estimate(matrix, count, distribution="normal", seed=0), expected)
+
+
+@pytest.mark.parametrize("count", [2.0, True, "2", None])
+def test_counts_that_are_none(count):
+    with pytest.raises(ValueError, match="num_matvecs must be an integer"):
+        hutchinson_trace(H, count)
+
+
+@pytest.mark.parametrize(
+    "kind", [GGNLinearOperator, GGNDiagonalLinearOperator, KFACLinearOperator, EKFACLinearOperator]
+)
+def test_integers_of_numpy(kind: type):
+    shared = (MODEL, nn.MSELoss(), PARAMS, DATA)
+    expected = kind(*shared, mc_samples=3, seed=5) @ x
+    found = kind(*shared, mc_samples=np.int64(3), seed=np.int32(5)) @ x
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_densities_of_numpy_integers():
+    grid, density = lanczos_approximate_spectrum(
+        H, np.int64(4), num_points=np.int64(50), num_repeats=torch.tensor(2), seed=0
+    )
+    assert grid.shape == density.shape == (50,)
+
+
+@pytest.mark.parametrize(
+    "use, error, match",
+    [
+        (lambda: np.dot(H, x), TypeError, "no array"),
+        (lambda: x.dot(H), TypeError, "no array"),
+        (lambda: np.asarray(H), TypeError, "no array"),
+        (lambda: np.matmul(H, x), TypeError, "ufunc"),
+        (lambda: csr_array(a) @ H, TypeError, "aslinearoperator"),
+        (lambda: H @ csr_array(a), TypeError, "aslinearoperator"),
+        (lambda: H @ (x + 1j), TypeError, "complex"),
+        (lambda: H @ x.astype(object), TypeError, "numbers"),
+        (lambda: J.T @ [torch.ones(ROWS)], ValueError, r"shape \[14\], expected \[7, 2\]"),
+        (lambda: CGInverseLinearOperator(M, eps=1e-3), ValueError, "eps=0"),
+        (lambda: CGInverseLinearOperator(M, tol=0.1, rtol=0.1), TypeError, "twice"),
+        (lambda: CGInverseLinearOperator(M, callback=print), TypeError, "callback"),
+        (
+            lambda: CGInverseLinearOperator(M).set_cg_hyperparameters(callback=print),
+            TypeError,
+            "callback",
+        ),
+    ],
+)
+def test_errors(use, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        use()
