@@ -15,7 +15,7 @@ from problems import Problem
 from torch import Tensor, nn
 
 import curvlinops.operators.kronecker.vectors as vectors_room
-from curvlinops import FisherType, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
 LAYERS = [
@@ -547,3 +547,57 @@ def test_settings_by_module():
 
 def test_enumerations_are_strings():
     assert FisherType.MC == "mc" and str(FisherType("type-2")) == "type-2"
+
+
+class _Attention(nn.Module):
+    """Positions interact; the output's rows are those of all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attend(x, x, x)[0]).flatten(0, 1)
+
+
+class _Perceptron(nn.Module):
+    """Positions do not interact."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).flatten(0, 1)
+
+
+class _Unflattened(nn.Module):
+    def __init__(self, flat: nn.Module):
+        super().__init__()
+        self.flat = flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flat(x).unflatten(0, x.shape[:2]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("options", [{"exact": True}, {"exact": False}], ids=str)
+def test_rows_of_the_output_may_be_tokens(operator: type, approx: str, options: dict):
+    model, loss = _Attention(), nn.CrossEntropyLoss()  # in float32, with many rows
+    data = [(torch.randn(n, 6, 8), torch.randint(3, (n, 6))) for n in (40, 7)]
+    options = {"fisher_type": "type-2", "kfac_approx": approx, **options}
+    params = list(model.parameters())
+    flat = operator(model, loss, params, [(X, y.flatten()) for X, y in data], **options)
+    expected = operator(_Unflattened(model), loss, params, data, **options)
+    assert error(flat.diagonal(), expected.diagonal()) <= 1e-5
+
+
+@pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
+def test_rows_of_the_output_may_be_independent_tokens(operator: type):
+    model, loss = _Perceptron(), nn.MSELoss()
+    data = [(torch.randn(40, 6, 8), torch.randn(240, 3))]
+    params, options = list(model.parameters()), {"fisher_type": "type-2"}
+    tokens = [(data[0][0].flatten(0, 1).unsqueeze(1), data[0][1])]
+    flat, expected = (operator(model, loss, params, d, **options) for d in (data, tokens))
+    assert error(flat.diagonal(), expected.diagonal()) <= 1e-5

@@ -30,6 +30,7 @@ class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
+    num_samples: int
     graph_bytes: int
 
     def leaves(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
-from curvlinops.layers.check import disagreeing, probe, weighted_probe
+from curvlinops.layers.check import by_samples, disagreeing, probe, weighted_probe
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import (
     TOLERANCES,
@@ -26,62 +26,40 @@ from curvlinops.layers.layout import (
 )
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
+from curvlinops.layers.parts import Key, Part
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
 
 
-class Key(NamedTuple):
-    """Identifies a use from one batch to the next.
-
-    Attributes:
-        index: How often the function was called before with a parameter.
-        place: The argument.
-        call: The function.
-        names: The parameters.
-    """
-
-    index: int
-    place: int | str
-    call: Callable
-    names: tuple[str, ...]
-
-
-class Part(NamedTuple):
-    """The gradients that a use contributes to a parameter.
-
-    Attributes:
-        key: The use.
-        name: The parameter.
-        form: The gradients.
-        rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
-            samples have as many.
-        shift: See ``Use``.
-        elsewhere: See ``Use``.
-    """
-
-    key: Key
-    name: str
-    form: Form
-    rows: Tensor | None
-    shift: float | None
-    elsewhere: bool
-
-
 class RecordedBatch:
     """One captured forward pass.
 
+    Args:
+        bound: The model on a batch.
+        names: The parameters.
+        changes: What to do about some calls.
+        num_samples: How many samples there are, each with as many neighboring rows of the output;
+            by default each row is one.
+
     Attributes:
         names: The parameters.
-        output: The model's output.
+        output: The model's output, with samples along the first axis.
         uses: What was recorded.
         layouts: Which rows belong to which sample.
         unconnected: Uses on which the output does not depend.
         guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
     """
 
-    def __init__(self, bound: BoundModel, names: list[str], changes: Mapping[Call, Change]):
+    def __init__(
+        self,
+        bound: BoundModel,
+        names: list[str],
+        changes: Mapping[Call, Change],
+        num_samples: int | None = None,
+    ):
         self.names = names
+        self._num_samples = num_samples
         self._bound = bound
         self._leaves = bound.leaves()
         self._scope = bound.scope(self._leaves, "gradient")
@@ -117,7 +95,12 @@ class RecordedBatch:
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
-            return self._bound.output(self._scope)
+            return by_samples(self._bound.output(self._scope), self._num_samples)
+
+    @property
+    def model_output(self) -> Tensor:
+        """The output as the model returns it."""
+        return self.output if self._num_samples is None else self.output.flatten(0, 1)
 
     @property
     def num_samples(self) -> int:
@@ -165,6 +148,7 @@ class RecordedBatch:
 
     def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
+        u = u.reshape(len(u), *self.output.shape)
         if len(u) == 0:
             return {key: u.new_zeros(0, *recorded.shape) for key, recorded in self.uses.items()}
         edges = {key: recorded.edge for key, recorded in self.uses.items()}

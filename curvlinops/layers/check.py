@@ -33,12 +33,31 @@ def weighted_probe(output: Tensor) -> Tensor:
     return u * weights(len(output), u).reshape(-1, *(1,) * (output.ndim - 1))
 
 
-def autograd_sums(bound: BoundModel) -> dict[str, Tensor]:
-    """Return autograd's gradients of ``<weighted_probe, output>``, in a forward pass of its own."""
+def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
+    """Give samples an axis of their own in front of their rows; ``None`` if each row is one."""
+    return output if num_samples is None else output.unflatten(0, (num_samples, -1))
+
+
+def has_parts(bound: BoundModel, output: Tensor) -> bool:
+    """Return whether a batch has fewer samples than its output has rows, as many for each."""
+    try:
+        num_samples = bound.num_samples
+    except ValueError:  # not evident
+        return False
+    return 0 < num_samples < len(output) and len(output) % num_samples == 0
+
+
+def autograd_sums(bound: BoundModel, num_samples: int | None = None) -> dict[str, Tensor]:
+    """Return autograd's gradients of ``<weighted_probe, output>``, in a forward pass of its own.
+
+    Args:
+        bound: The model on a batch.
+        num_samples: See ``RecordedBatch``.
+    """
     leaves = bound.leaves()
     scope = bound.scope(leaves, "gradient")
     with scope.active():
-        output = bound.output(scope)
+        output = by_samples(bound.output(scope), num_samples)
         found = pull({"": output}, {"": weighted_probe(output.detach())}, leaves, retain=False)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
@@ -112,5 +131,7 @@ def check_independent(bound: BoundModel, output: Tensor) -> None:
     ):
         raise ValueError(
             "The model's output for a sample depends on the other samples of its batch, so that "
-            "gradients of single samples are not defined. Let the model treat samples one by one."
+            "gradients of single samples are not defined. Let the model treat samples one by one; "
+            "if rows of its output are parts of samples, such as tokens, give samples an axis in "
+            "front of them."
         )

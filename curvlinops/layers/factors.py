@@ -13,11 +13,11 @@ from functools import reduce as fold
 import torch
 from torch import Tensor
 
-from curvlinops.layers.batch import Part
 from curvlinops.layers.convolution import Patches
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
+from curvlinops.layers.parts import Part
 
 #: From this size and number of rows on, computing half of a symmetric product, and copying it to
 #: the other half, takes up to a third less time; with fewer rows the copy alone takes longer.

@@ -46,23 +46,26 @@ class Along:
     """Samples lie along one axis, alone or merged with an axis of positions.
 
     Attributes:
-        axis: Which of the leading axes.
+        axis: Which of the leading axes; ``None`` for all of them, merged to one (an output whose
+            rows are the tokens of all sequences).
         kind: ``"alone"``; ``"outer"``, where position is the faster index; or ``"inner"``.
     """
 
-    axis: int
+    axis: int | None
     kind: str
 
     def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
         """Return whether the axis exists and can be divided among the samples."""
-        if self.axis >= len(lead):
+        if self.axis is not None and self.axis >= len(lead):
             return False
-        length = lead[self.axis]
+        length = prod(lead) if self.axis is None else lead[self.axis]
         return length == num_samples if self.kind == "alone" else length % num_samples == 0
 
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Move samples to the front, all else behind."""
-        axis = start + self.axis
+        if self.axis is None:
+            x, num_lead = x.flatten(start, start + num_lead - 1), 1
+        axis = start + (self.axis or 0)
         if self.kind == "inner":
             x = x.unflatten(axis, (-1, num_samples)).movedim(axis + 1, start)
         else:
@@ -199,3 +202,7 @@ def _regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
             layout = Along(axis, kind)
             if layout.fits(lead, num_samples):
                 yield layout
+    for kind in ("alone", "outer") if len(lead) > 1 else ():
+        layout = Along(None, kind)
+        if layout.fits(lead, num_samples):
+            yield layout

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.batch import Key, Part, RecordedBatch
+from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, check_independent
+from curvlinops.layers.check import autograd_sums, check_independent, has_parts
 from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import Along
+from curvlinops.layers.parts import Key, Part
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -35,13 +36,22 @@ class SampleBackward:
         trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
             batch only, which saves two backward passes on the others.
         independent: Whether samples that interact are refused.
+        grouping: Whether the rows of the output may be parts of the batch's samples, such as
+            tokens, if they are not independent.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(self, name: str, trusting: bool = False, independent: bool = True):
+    def __init__(
+        self,
+        name: str,
+        trusting: bool = False,
+        independent: bool = True,
+        grouping: bool = False,
+    ):
         self.name = name
+        self._grouping, self._grouped = grouping, False
         self.fallbacks: dict[str, str] = {}
         self._trusting, self._independent = trusting, independent
         self._layouts: dict[Any, Along] = {}
@@ -54,22 +64,25 @@ class SampleBackward:
         if not names:
             return SampleGradients(bound, None)
         # on the first batch while no other graph is in memory
-        truth = None if self._checked else autograd_sums(bound)
+        num_samples = bound.num_samples if self._grouped else None
+        truth = None if self._checked else autograd_sums(bound, num_samples)
         try:
-            batch = RecordedBatch(bound, names, self._changes)
+            batch = RecordedBatch(bound, names, self._changes, num_samples)
         except Exception:
             if not self._changes:
                 raise
             self._changes.clear()  # it was possible on an earlier batch
-            batch = RecordedBatch(bound, names, self._changes)
+            batch = RecordedBatch(bound, names, self._changes, num_samples)
         if batch.num_samples == 0:
             return SampleGradients(bound, None)
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
+        if batch is None:
+            return self.capture(bound)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh or not self._checked:
-            truth = truth or autograd_sums(bound)
+            truth = truth or autograd_sums(bound, num_samples)
             self._refuse(batch.check(truth), "its rule does not agree with autograd")
             self._checked |= fresh
         if len(self.fallbacks) > before:
@@ -81,8 +94,13 @@ class SampleBackward:
 
     # --- layouts
 
-    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch:
-        """Find each use's layout, and the parameters for which that is impossible."""
+    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch | None:
+        """Find each use's layout, and the parameters for which that is impossible.
+
+        Returns:
+            The batch, perhaps another one with changes; ``None`` if samples turn out to have
+            several rows of the output each.
+        """
         if self._trusting and not batch.depends_on_data:
             batch.layouts = {
                 key: layout
@@ -94,6 +112,10 @@ class SampleBackward:
             return batch
         batch.detect(missing)
         lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
+        if lost and self._grouping and not self._grouped and has_parts(bound, batch.output):
+            self._grouped = True
+            self._layouts.clear()
+            return None
         for change in Change:
             changed = self._retry(bound, batch, lost, change)
             if changed is not None:
@@ -123,7 +145,8 @@ class SampleBackward:
         before = dict(self._changes)
         self._changes |= dict.fromkeys(calls, change)
         try:
-            changed = RecordedBatch(bound, batch.names, self._changes)
+            num_samples = bound.num_samples if self._grouped else None
+            changed = RecordedBatch(bound, batch.names, self._changes, num_samples)
             if set(changed.unrecorded()) <= set(batch.unrecorded()):
                 return changed
         except Exception as error:
@@ -148,7 +171,7 @@ class SampleGradients:
 
     Attributes:
         output: The model's output.
-        num_samples: N.
+        num_samples: N; each sample has as many neighboring rows of the output, normally one.
     """
 
     def __init__(self, bound: BoundModel, batch: RecordedBatch | None):
@@ -158,8 +181,8 @@ class SampleGradients:
         if self._rest:
             self._apply, self.output = transposed_jacobian(bound)
         else:
-            self.output = batch.output.detach()
-        self.num_samples = self.output.shape[0]
+            self.output = batch.model_output.detach()
+        self.num_samples = len(self.output) if batch is None else batch.num_samples
 
     @property
     def vectors_at_once(self) -> int:

@@ -37,13 +37,20 @@ def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed:
     return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
 
-def hessian_roots(bound: BatchRisk, output: Tensor) -> Iterator[Tensor]:
+def hessian_roots(
+    bound: BatchRisk, output: Tensor, num_samples: int | None = None
+) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, one position at a time.
 
     Gradients of terms of the same sample are never added up, so that the outer products are
     exact, whether terms interact in the model or not.
+
+    Args:
+        bound: The risk on a batch.
+        output: The model's output.
+        num_samples: How many samples there are; by default each row of the output is one.
     """
-    roots = _roots(bound, output)
+    roots = _roots(bound, output, num_samples)
     for position in range(roots.shape[2]):
         alone = torch.zeros_like(roots)
         alone[:, :, position] = roots[:, :, position]
@@ -51,14 +58,14 @@ def hessian_roots(bound: BatchRisk, output: Tensor) -> Iterator[Tensor]:
 
 
 def signed_hessian_roots(
-    bound: BatchRisk, output: Tensor, num_draws: int, seed: int
+    bound: BatchRisk, output: Tensor, num_draws: int, seed: int, num_samples: int | None = None
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
 
     Terms of the same sample get random signs, so that the products of different terms vanish in
     expectation. With one term per sample nothing is random, and a single draw is exact.
     """
-    roots = _roots(bound, output)
+    roots = _roots(bound, output, num_samples)
     if roots.shape[2] <= 1:
         yield bound.loss.from_terms(roots.flatten(1, 2), output)
         return
@@ -69,8 +76,8 @@ def signed_hessian_roots(
         yield bound.loss.from_terms((roots * signs).flatten(1, 2), output)
 
 
-def _roots(bound: BatchRisk, output: Tensor) -> Tensor:
+def _roots(bound: BatchRisk, output: Tensor, num_samples: int | None) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
     bound.check_loss(output)
     roots = bound.loss.to_terms(bound.loss.hessian_root(output, bound.batch.y))
-    return roots.unflatten(1, (output.shape[0], -1))
+    return roots.unflatten(1, (num_samples or output.shape[0], -1))

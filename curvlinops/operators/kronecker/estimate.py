@@ -6,10 +6,10 @@ from math import prod
 from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
-from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, Within
 from curvlinops.layers.outer import add
+from curvlinops.layers.parts import Part
 from curvlinops.layers.samples import Group, SampleGradients, split
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block, plan

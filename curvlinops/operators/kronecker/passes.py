@@ -39,7 +39,7 @@ class Passes:
 
     def forget(self) -> None:
         """Look anew at how layers use their parameters."""
-        self._samples = SampleBackward(self._name, trusting=True)
+        self._samples = SampleBackward(self._name, trusting=True, grouping=True)
         self._estimator = Estimator(self._space, self._options)
 
     def plan(self, uses: Uses) -> list[Block]:
@@ -94,7 +94,7 @@ class Passes:
 
     def vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
-        for vectors in backpropagated(bound, samples.output, self._options):
+        for vectors in backpropagated(bound, samples.output, samples.num_samples, self._options):
             yield from vectors.split(samples.vectors_at_once)
 
     def _check_terms(self, bound: BatchRisk, samples: SampleGradients) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from curvlinops.layers.batch import Part
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.layers.parts import Part
 
 
 class Partner(NamedTuple):
