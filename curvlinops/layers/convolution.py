@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.covariance import input_covariance
+from curvlinops.layers.filters import FilterGradients, prefers_groups
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import Outer
 from curvlinops.layers.patches import make_patches, patch_sums
@@ -35,9 +36,13 @@ def _convolution(
         return g.unflatten(2, (groups, -1)).flatten(4)
 
     def form(g: Tensor, sort: Sort) -> Form:
-        patches = Patches(wide(sort(x)), window)
         # [V, N, S, G, O, P]: images of one sample, and positions in them
-        return Outer(patches, wide(g).movedim(-1, 3).flatten(2, 3), weight.shape)
+        images, g = wide(sort(x)), wide(g)
+        single = len(g) == 1
+        alone = single and prefers_groups(window, images.shape[1], len(weight), x.device)
+        filters = FilterGradients(images, g, window) if alone else None
+        rows = g.movedim(-1, 3).flatten(2, 3)
+        return Outer(Patches(images, window), rows, weight.shape, matrices=filters)
 
     return {"weight": Use((x.shape[0],), split, form), **_bias(bias, x, window.size, batched)}
 
