@@ -11,14 +11,24 @@ ROOT = Path(__file__).parent.parent
 def test_benchmark_runs(tmp_path: Path):
     script = ROOT / "docs_src" / "benchmarks" / "products.py"
     options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
-    options += ["--rows", "vector", "GGN", "KFAC"]
+    options += ["--rows", "vector", "GGN", "KFAC", "samples"]
     command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
     subprocess.run(command, check=True)
     results = json.loads((tmp_path / "cpu.json").read_text())
     rows = results["problems"]["tiny"]["rows"]
     assert set(rows) >= {"Hessian-vector", "GGN-vector", "Jacobian-vector", "GGN, 2 columns"}
     assert all(cell["ratio"] > 0 for row in rows.values() for cell in row.values())
+    assert {"first", "torch.func", "ExpandedWeights"} <= set(rows["Gradients of samples"])
     assert "| Hessian-vector |" in (tmp_path / "cpu.md").read_text()
+
+
+def test_table_of_filters():
+    script = ROOT / "docs_src" / "benchmarks" / "filters.py"
+    options = ["--layers", "1", "--repeats", "1"]
+    printed = subprocess.run(
+        [sys.executable, str(script), *options], check=True, capture_output=True
+    )
+    assert b"groups" in printed.stdout and b"*" in printed.stdout
 
 
 def test_committed_table_is_complete():

@@ -15,7 +15,7 @@ from test_real_models import resnet, unet, vit
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvlinops import GGNDiagonalLinearOperator, JacobianLinearOperator
+from curvlinops import EFLinearOperator, GGNDiagonalLinearOperator, JacobianLinearOperator
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.outer import Outer
@@ -76,6 +76,10 @@ def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: 
     torch.testing.assert_close(
         operator.T @ u, rows.T @ u, rtol=1e-8, atol=1e-9 * float(rows.norm())
     )
+    # too little memory for rows: from inputs and output gradients
+    E = EFLinearOperator(model, loss, params, data, terms="sample", cache=1)
+    fisher, V = rows.T @ rows, torch.randn(rows.shape[1], 2).double()
+    torch.testing.assert_close(E @ V, fisher @ V, rtol=1e-8, atol=1e-9 * float(fisher.norm()))
     if data[0][1][0].numel() > 200:  # too many for a matrix of all outputs
         return
     J = JacobianLinearOperator(model, params, data)

@@ -1,21 +1,15 @@
 """Gradients that are sums of outer products: those of all matrix products and convolutions."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total, sum_of_squares
-
-
-class Inputs(Protocol):
-    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
-
-    shape: Sequence[int]
-
-    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of
+from curvlinops.layers.products import Products, in_parts
 
 
 @dataclass(frozen=True)
@@ -53,18 +47,6 @@ class Arrangement:
         return x
 
 
-class Selected:
-    """Inputs of some samples, in the given order."""
-
-    def __init__(self, inputs: Inputs, samples: Tensor):
-        self._inputs, self._samples = inputs, samples
-        self.shape = (len(samples), *inputs.shape[1:])
-
-    def __getitem__(self, samples: slice | Tensor) -> Tensor:
-        """Make the inputs of some of them."""
-        return self._inputs[self._samples[samples]]
-
-
 #: The trivial one.
 IN_ORDER = Arrangement()
 
@@ -77,7 +59,6 @@ class Outer(Form):
         g: Output gradients ``[V, N, S, G, O]``.
         shape: The parameter's shape.
         arrangement: Where the entries of the matrices ``[G, O, I]`` are in the parameter.
-        matrices: Computes the matrices of some samples, ``[V, n, G, O, I]``, in a faster way.
     """
 
     def __init__(
@@ -86,9 +67,8 @@ class Outer(Form):
         g: Tensor,
         shape: Sequence[int],
         arrangement: Arrangement = IN_ORDER,
-        matrices: Callable[[slice | Tensor], Tensor] | None = None,
     ):
-        self.x, self.g, self.arrangement, self._matrices = x, g, arrangement, matrices
+        self.x, self.g, self.arrangement = x, g, arrangement
         self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)
         self.num_positions = x.shape[1]
 
@@ -99,9 +79,10 @@ class Outer(Form):
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        if self._matrices is not None:
-            return self._arranged(self._matrices(samples))
-        x, g = self.x[samples], self.g[:, samples]
+        g = self.g[:, samples]
+        if self._skips_inputs:
+            return self._arranged(self.x.matrices(samples, g))
+        x = self.x[samples]
         if x.shape[1] == 1:
             return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
         return self._arranged(torch.einsum("vnsgo,nsgi->vngoi", g, x))
@@ -109,7 +90,7 @@ class Outer(Form):
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, for the only vector, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        indirect = self.arrangement.stages or groups > 1 or self._matrices is not None
+        indirect = self.arrangement.stages or groups > 1 or self._skips_inputs
         if indirect or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
@@ -122,9 +103,9 @@ class Outer(Form):
 
     def select(self, samples: Tensor) -> "Outer":
         """Return the gradients of some samples only."""
-        x, compute = Selected(self.x, samples), self._matrices
-        matrices = None if compute is None else lambda part: compute(samples[part])
-        return Outer(x, self.g[:, samples], self.shape, self.arrangement, matrices)
+        x = self.x
+        x = x.select(samples) if isinstance(x, Shortcut) else Selected(x, samples)
+        return Outer(x, self.g[:, samples], self.shape, self.arrangement)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
@@ -135,10 +116,36 @@ class Outer(Form):
         return self._arranged(total.unsqueeze(1))[:, 0]
 
     @property
+    def _skips_inputs(self) -> bool:
+        return isinstance(self.x, Shortcut) and self.x.is_faster(self.num_vectors, self.g.shape[-1])
+
+    @property
     def num_inputs(self) -> int:
         """The number of a sample's inputs."""
         positions, groups, inputs = self.x.shape[1:]
         return positions * groups * inputs
+
+    def products(self) -> Products | None:
+        """Return products with vectors, two matrix products with all inputs."""
+        if isinstance(self.x, Tensor):
+            times, sums = maps_of(self.x)
+        elif isinstance(self.x, Shortcut):
+            times, sums = self.x.maps()
+        else:
+            return None
+        g, arrangement, shape = self.g[0], self.arrangement, self.shape
+        matrix = (g.shape[2], g.shape[3], self.x.shape[3])
+
+        def multiply(columns: Tensor) -> Tensor:
+            entries = columns.reshape(len(columns), prod(shape)).to(g)
+            matrices = arrangement.undo(entries, 1).reshape(len(columns), *matrix)
+            return torch.einsum("knsgo,nsgo->kn", times(matrices), g)
+
+        def combine(weights: Tensor) -> Tensor:
+            found = sums(g * weights.to(g).reshape(*weights.shape, 1, 1, 1))
+            return arrangement.apply(found.flatten(1), 1).reshape(len(weights), *shape)
+
+        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
@@ -187,11 +194,11 @@ class Outer(Form):
 
     def arranged(self, again: Arrangement, shape: Sequence[int]) -> "Outer":
         """Return the same gradients with their entries permuted once more."""
-        return Outer(self.x, self.g, shape, self.arrangement.then(again), self._matrices)
+        return Outer(self.x, self.g, shape, self.arrangement.then(again))
 
     def reshaped(self, shape: Sequence[int]) -> "Outer":
         """Return the same gradients in another shape."""
-        return Outer(self.x, self.g, shape, self.arrangement, self._matrices)
+        return Outer(self.x, self.g, shape, self.arrangement)
 
     @staticmethod
     def merge(forms: list["Outer"]) -> "Outer":
@@ -204,7 +211,7 @@ class Outer(Form):
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
-            inputs = self.num_inputs if self._matrices is None else 0
+            inputs = 0 if self._skips_inputs else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().parts(size)
 
