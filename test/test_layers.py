@@ -131,6 +131,25 @@ def test_convolutions(
     check(Wrapped(layer), images(dims, 4, length))
 
 
+class Frames(nn.Module):
+    """A convolution of each frame of videos ``[N, T, C, H, W]``."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("filters", [2, 60], ids=["groups", "patches"])
+def test_images_of_a_sample(filters: int):
+    """Whichever way is faster."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, filters, 3, stride=2, padding=(1, 0), dilation=(1, 2), groups=2)
+    check(Wrapped(Frames(layer)), [torch.randn(n, 3, 4, 9, 9) for n in (2, 3)])
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("kernel, dilation", [(2, 1), (3, 2), (4, 1)])
 def test_same_padding(kernel: int, dilation: int):
