@@ -56,7 +56,8 @@ class EFLinearOperator(DataLinearOperator):
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
         if bound.loss.needs_graph:
             return self._keep(bound, self._from_samples_alone, "alone")
-        rows, pairs = ((kind, bound.batch.index) for kind in ("rows", "pairs"))
+        # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
+        rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
         if self._choice is None and self._kept.wants(rows):
             self._choice = self._choose_forms(bound)
         choice = self._choice or []
@@ -64,7 +65,7 @@ class EFLinearOperator(DataLinearOperator):
         if "rows" in choice and self._kept.wants(rows) and self._kept.has_room(rows, size):
             return self._keep(bound, self._from_rows, "rows")
         if "pairs" in choice and self._kept.wants(pairs):
-            return self._keep(bound, self._from_pairs, "pairs")
+            return self._keep(bound, self._from_pairs)
         return super()._prepare(bound, num_products)
 
     def _choose_forms(self, bound: BatchRisk) -> list[str]:
