@@ -21,6 +21,24 @@ def test_benchmark_runs(tmp_path: Path):
     assert "| Hessian-vector |" in (tmp_path / "cpu.md").read_text()
 
 
+def test_expanded_weights():
+    script = ROOT / "docs_src" / "benchmarks" / "worker.py"
+    command = [sys.executable, str(script), "ExpandedWeights", "tiny", "2", "cpu"]
+    asked = b"Gradients of samples\n"
+    printed = subprocess.run(command, input=asked, check=True, capture_output=True).stdout
+    names, seconds = map(json.loads, printed.splitlines())
+    assert names == ["Gradients of samples"] and seconds > 0
+
+
+def test_table_of_filters():
+    script = ROOT / "docs_src" / "benchmarks" / "filters.py"
+    options = ["--layers", "1", "--repeats", "1"]
+    printed = subprocess.run(
+        [sys.executable, str(script), *options], check=True, capture_output=True
+    )
+    assert b"groups" in printed.stdout and b"*" in printed.stdout
+
+
 def test_committed_table_is_complete():
     results = json.loads((ROOT / "docs_src/benchmarks/results/cpu.json").read_text())
     for problem in results["problems"].values():

@@ -15,7 +15,7 @@ from test_real_models import resnet, unet, vit
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvlinops import GGNDiagonalLinearOperator, JacobianLinearOperator
+from curvlinops import EFLinearOperator, GGNDiagonalLinearOperator, JacobianLinearOperator
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.outer import Outer
@@ -76,6 +76,10 @@ def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: 
     torch.testing.assert_close(
         operator.T @ u, rows.T @ u, rtol=1e-8, atol=1e-9 * float(rows.norm())
     )
+    # too little memory for rows: from inputs and output gradients
+    E = EFLinearOperator(model, loss, params, data, terms="sample", cache=1)
+    fisher, V = rows.T @ rows, torch.randn(rows.shape[1], 2).double()
+    torch.testing.assert_close(E @ V, fisher @ V, rtol=1e-8, atol=1e-9 * float(fisher.norm()))
     if data[0][1][0].numel() > 200:  # too many for a matrix of all outputs
         return
     J = JacobianLinearOperator(model, params, data)
@@ -125,6 +129,25 @@ def test_convolutions(
     if empty:
         return
     check(Wrapped(layer), images(dims, 4, length))
+
+
+class Frames(nn.Module):
+    """A convolution of each frame of videos ``[N, T, C, H, W]``."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("filters", [2, 60], ids=["groups", "patches"])
+def test_images_of_a_sample(filters: int):
+    """Whichever way is faster."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, filters, 3, stride=2, padding=(1, 0), dilation=(1, 2), groups=2)
+    check(Wrapped(Frames(layer)), [torch.randn(n, 3, 4, 9, 9) for n in (2, 3)])
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from contract import CASES, dense, error
-from test_contract import MC
+from test_contract import CORE, MC
 from torch import nn
 
 from curvlinops import (
@@ -135,6 +135,15 @@ def test_sampled_diagonal_converges(problem: str):
     # about one in twenty is farther off than two standard errors, none farther than five
     off = (mean - exact).abs() / (deviation + 1e-12 * exact.max())
     assert float((off > 2).double().mean()) <= 0.12 and float(off.max()) <= 5
+
+
+@pytest.mark.parametrize("problem", CORE)
+def test_fisher_without_rows(problem: str):
+    """There is not enough memory to keep the gradients, but for what they are made of."""
+    p, expected = problems.make(problem), dense("fisher-samples", problem)
+    operator = CASES["fisher-samples"].build(p, cache=1)
+    V = torch.randn(len(expected), 2, dtype=torch.float64)
+    assert error(operator @ V, expected @ V) <= p.tolerance
 
 
 @pytest.mark.parametrize("terms", ["term", "sample"])

@@ -7,6 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core import memory
+
 #: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
 Columns = dict[str, Tensor]
 
@@ -98,9 +100,13 @@ class ParameterSpace:
         )
         return flat if same else None
 
+    def empty(self, num_columns: int) -> Tensor:
+        """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
+        return memory.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
+
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
-        return self.split(torch.zeros(num_columns, self.dim, dtype=self.dtype, device=self.device))
+        return self.split(self.empty(num_columns).zero_())
 
     def fill(self, columns: Columns) -> Columns:
         """Return vectors of which only some tensors are given; the others are zero."""

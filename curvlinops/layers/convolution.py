@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.functions import wide
+from curvlinops.layers import filters
 from curvlinops.layers.covariance import input_covariance
 from curvlinops.layers.forms import Form
+from curvlinops.layers.inputs import InputMaps, Shortcut
 from curvlinops.layers.outer import Outer
 from curvlinops.layers.patches import make_patches, patch_sums
 from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
@@ -107,7 +109,7 @@ def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) ->
     return {"bias": shift(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
 
 
-class Patches:
+class Patches(Shortcut):
     """Patches of the samples' images, ``[N, images * positions, groups, channels * kernel]``.
 
     They take much more memory than the images, and are made for some samples at a time.
@@ -127,6 +129,29 @@ class Patches:
         x = self._x[samples]
         patches = make_patches(x.flatten(0, 1), self._window)
         return patches.unflatten(0, x.shape[:2]).flatten(1, 2)
+
+    def select(self, samples: Tensor) -> "Patches":
+        """Return those of some samples."""
+        return Patches(self._x[samples], self._window)
+
+    def is_faster(self, num_vectors: int, num_outputs: int) -> bool:
+        """Return whether a convolution is faster than patches."""
+        few = filters.prefers_groups(self._window, self._x.shape[1], num_outputs)
+        # several vectors share the patches; on GPUs nothing was measured
+        return few and num_vectors == 1 and self._x.device.type == "cpu"
+
+    def matrices(self, samples: slice | Tensor, g: Tensor) -> Tensor:
+        """Return the gradients of the filters, by a convolution for each vector."""
+        x = self._x[samples]
+        return torch.stack([filters.of_samples(x, one, self._window) for one in g])
+
+    def maps(self) -> InputMaps:
+        """Return the convolution with filters, and its adjoint."""
+        images, window = self._x, self._window
+        return (
+            lambda matrices: filters.convolve(images, matrices, window),
+            lambda g: filters.summed(images, g, window),
+        )
 
     def second_moment(self) -> Tensor:
         """Return the sum of outer products of all patches, ``[G, I, I]``."""

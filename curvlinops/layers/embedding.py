@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.functions import wide
-from curvlinops.layers.forms import BYTES, Form
+from curvlinops.layers.forms import Form
+from curvlinops.layers.products import BYTES, Products, in_parts
 from curvlinops.layers.uses import Sort, Use, handles
 
 
@@ -105,6 +106,21 @@ class Lookup(Form):
     def select(self, samples: Tensor) -> "Lookup":
         """Return the gradients of some samples only."""
         return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
+
+    def products(self) -> Products:
+        """Return products with the rows that were looked up, and sums into them."""
+        g, indices, shape, num_rows = self.g[0], self.indices, self.shape, self.num_rows
+
+        def multiply(columns: Tensor) -> Tensor:
+            found = columns.to(g).reshape(len(columns), num_rows, g.shape[-1])[:, indices]
+            return torch.einsum("knsi,nsi->kn", found, g)
+
+        def combine(weights: Tensor) -> Tensor:
+            weighted = (g * weights.to(g).reshape(*weights.shape, 1, 1)).flatten(1, 2)
+            out = g.new_zeros(len(weights), num_rows, g.shape[-1])
+            return out.index_add_(1, indices.flatten(), weighted).reshape(len(out), *shape)
+
+        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""

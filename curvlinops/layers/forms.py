@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Temporary tensors are kept below this size, where a quantity can be computed in parts.
-BYTES = 32 * 2**20
+from curvlinops.layers.products import BYTES, Products
 
 
 class Form(ABC):
@@ -56,6 +55,10 @@ class Form(ABC):
             rows = self.rows(part)
             total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
         return total
+
+    def products(self) -> Products | None:
+        """Return products with vectors, ``None`` if gradients must be written down for them."""
+        return None
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
@@ -107,10 +110,24 @@ class Direct(Form):
         self._compute = compute
         self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
 
+        self._given: Tensor | None = None
+
     @classmethod
     def of(cls, rows: Tensor) -> "Direct":
         """Return gradients ``[V, N, *shape]`` that are there."""
-        return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
+        form = cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
+        form._given = rows
+        return form
+
+    def products(self) -> Products | None:
+        """Return matrix products, if the gradients are there."""
+        if self._given is None:
+            return None
+        rows, shape = _flat(self._given)[0], self.shape
+        return (
+            lambda v: v.reshape(len(v), rows.shape[1]).to(rows) @ rows.T,
+            lambda u: (u.to(rows) @ rows).reshape(len(u), *shape),
+        )
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
@@ -138,6 +155,14 @@ class Total(Form):
     def select(self, samples: Tensor) -> "Total":
         """Return the gradients of some samples only."""
         return Total([form.select(samples) for form in self._forms])
+
+    def products(self) -> Products | None:
+        """Return the sums of the uses' products."""
+        found = [form.products() for form in self._forms]
+        if None in found:
+            return None
+        multiply, combine = zip(*found, strict=True)
+        return lambda v: sum(f(v) for f in multiply), lambda u: sum(f(u) for f in combine)
 
 
 class Mapped(Form):
@@ -216,6 +241,26 @@ class Within(Form):
         rows = part.new_zeros(*part.shape[:2], prod(self.shape))
         rows[:, :, self.place.entries(part.device)] = part
         return rows.reshape(*part.shape[:2], *self.shape)
+
+    def products(self) -> Products | None:
+        """Return the products with the part."""
+        found = self.form.products()
+        if found is None:
+            return None
+        (multiply, combine), entries = found, self.place.entries
+        part, shape = self.form.shape, self.shape
+
+        def restrict(v: Tensor) -> Tensor:
+            own = v.reshape(len(v), prod(shape))[:, entries(v.device)]
+            return multiply(own.reshape(len(v), *part))
+
+        def scatter(u: Tensor) -> Tensor:
+            sums = combine(u).reshape(len(u), prod(part))
+            out = sums.new_zeros(len(u), prod(shape))
+            out[:, entries(u.device)] = sums
+            return out.reshape(len(u), *shape)
+
+        return restrict, scatter
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms: those of the part."""

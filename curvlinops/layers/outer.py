@@ -2,20 +2,14 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total, sum_of_squares
-
-
-class Inputs(Protocol):
-    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
-
-    shape: Sequence[int]
-
-    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of
+from curvlinops.layers.products import Products, in_parts
 
 
 @dataclass(frozen=True)
@@ -53,18 +47,6 @@ class Arrangement:
         return x
 
 
-class Selected:
-    """Inputs of some samples, in the given order."""
-
-    def __init__(self, inputs: Inputs, samples: Tensor):
-        self._inputs, self._samples = inputs, samples
-        self.shape = (len(samples), *inputs.shape[1:])
-
-    def __getitem__(self, samples: slice | Tensor) -> Tensor:
-        """Make the inputs of some of them."""
-        return self._inputs[self._samples[samples]]
-
-
 #: The trivial one.
 IN_ORDER = Arrangement()
 
@@ -97,7 +79,10 @@ class Outer(Form):
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        x, g = self.x[samples], self.g[:, samples]
+        g = self.g[:, samples]
+        if self._skips_inputs:
+            return self._arranged(self.x.matrices(samples, g))
+        x = self.x[samples]
         if x.shape[1] == 1:
             return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
         return self._arranged(torch.einsum("vnsgo,nsgi->vngoi", g, x))
@@ -105,7 +90,8 @@ class Outer(Form):
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, for the only vector, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        if self.arrangement.stages or groups > 1 or out.dtype != self.g.dtype:
+        indirect = self.arrangement.stages or groups > 1 or self._skips_inputs
+        if indirect or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
         x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
@@ -117,7 +103,8 @@ class Outer(Form):
 
     def select(self, samples: Tensor) -> "Outer":
         """Return the gradients of some samples only."""
-        x = Selected(self.x, samples)
+        x = self.x
+        x = x.select(samples) if isinstance(x, Shortcut) else Selected(x, samples)
         return Outer(x, self.g[:, samples], self.shape, self.arrangement)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -129,10 +116,36 @@ class Outer(Form):
         return self._arranged(total.unsqueeze(1))[:, 0]
 
     @property
+    def _skips_inputs(self) -> bool:
+        return isinstance(self.x, Shortcut) and self.x.is_faster(self.num_vectors, self.g.shape[-1])
+
+    @property
     def num_inputs(self) -> int:
         """The number of a sample's inputs."""
         positions, groups, inputs = self.x.shape[1:]
         return positions * groups * inputs
+
+    def products(self) -> Products | None:
+        """Return products with vectors, two matrix products with all inputs."""
+        if isinstance(self.x, Tensor):
+            times, sums = maps_of(self.x)
+        elif isinstance(self.x, Shortcut):
+            times, sums = self.x.maps()
+        else:
+            return None
+        g, arrangement, shape = self.g[0], self.arrangement, self.shape
+        matrix = (g.shape[2], g.shape[3], self.x.shape[3])
+
+        def multiply(columns: Tensor) -> Tensor:
+            entries = columns.reshape(len(columns), prod(shape)).to(g)
+            matrices = arrangement.undo(entries, 1).reshape(len(columns), *matrix)
+            return torch.einsum("knsgo,nsgo->kn", times(matrices), g)
+
+        def combine(weights: Tensor) -> Tensor:
+            found = sums(g * weights.to(g).reshape(*weights.shape, 1, 1, 1))
+            return arrangement.apply(found.flatten(1), 1).reshape(len(weights), *shape)
+
+        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
@@ -198,7 +211,8 @@ class Outer(Form):
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
-            size = self.num_vectors * outputs + self.num_inputs
+            inputs = 0 if self._skips_inputs else self.num_inputs
+            size = self.num_vectors * outputs + inputs
         return super().parts(size)
 
     def _arranged(self, matrices: Tensor) -> Tensor:

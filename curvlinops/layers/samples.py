@@ -247,8 +247,7 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
 def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = None) -> Tensor:
     """Return the gradients of all samples, for the only vector, ``[N, D]``; in ``out`` if given."""
     if out is None:
-        num_samples = groups[0][1].num_samples
-        out = torch.empty(num_samples, space.dim, dtype=space.dtype, device=space.device)
+        out = space.empty(groups[0][1].num_samples)
     for names, form in groups:
         for part in form.parts():
             if len(names) == 1:

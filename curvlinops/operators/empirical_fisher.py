@@ -29,9 +29,9 @@ class EFLinearOperator(DataLinearOperator):
     Args:
         *args: Shared arguments, see ``DataLinearOperator``.
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
-            product. With one gradient per sample, and weights that are used at many positions, the
-            gradients are kept instead of a graph if they fit (see ``cache``): products are then
-            much faster.
+            product. With one gradient per sample, what is kept (see ``cache``) is no graph: the
+            gradients, if weights are used at many positions and they fit, which makes products
+            much faster; else the layers' inputs and output gradients, of which they are made.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
     """
 
@@ -51,34 +51,39 @@ class EFLinearOperator(DataLinearOperator):
     def _forget_choice(self) -> None:
         self._alone = SamplesAlone(type(self).__name__)
         self._samples = SampleBackward(type(self).__name__, self._trusting, False)
-        self._choice: dict[str, bool] = {}
+        self._choice: list[str] | None = None
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
         if bound.loss.needs_graph:
             return self._keep(bound, self._from_samples_alone, "alone")
-        key = ("rows", bound.batch.index)
-        if self._choice.get("rows", True) and self._kept.wants(key):
-            if not self._choice:
-                self._choice["rows"] = self._prefers_rows(bound)
-            size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
-            if self._choice["rows"] and self._kept.has_room(key, size):
-                return self._keep(bound, self._from_rows, "rows")
+        # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
+        rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
+        if self._choice is None and self._kept.wants(rows):
+            self._choice = self._choose_forms(bound)
+        choice = self._choice or []
+        size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
+        if "rows" in choice and self._kept.wants(rows) and self._kept.has_room(rows, size):
+            return self._keep(bound, self._from_rows, "rows")
+        if "pairs" in choice and self._kept.wants(pairs):
+            return self._keep(bound, self._from_pairs)
         return super()._prepare(bound, num_products)
 
-    def _prefers_rows(self, bound: BatchRisk) -> bool:
-        """Return whether a product with the gradients is faster than with a graph.
+    def _choose_forms(self, bound: BatchRisk) -> list[str]:
+        """Return what makes products faster than a graph does, the fastest first.
 
-        It reads N D numbers twice, which takes about as long as eight operations with each of
-        them in a matrix product; the graph's takes four for each position of a weight.
+        The gradients' N D numbers are read twice, which takes about as long as eight operations
+        with each of them in a matrix product. Pairs of inputs and output gradients take four for
+        each position of a weight, a graph as many, and those with the layers in between.
         """
         gradients = self._samples.capture(bound)
         output = gradients.output
         num_terms = bound.loss.to_terms(output.unsqueeze(0)).shape[1]
         if self._samples.fallbacks or (self.terms == "term" and num_terms != len(output)):
-            return False
+            return []
         groups = gradients.backward(self._gradient(bound, output))
         operations = sum(4 * form.num_positions * form.num_entries for _, form in groups)
-        return operations > 16 * self.space.dim
+        pairs = [] if any(form.products() is None for _, form in groups) else ["pairs"]
+        return ["rows", *pairs] if operations > 16 * self.space.dim else pairs
 
     def _gradient(self, bound: BatchRisk, output: Tensor) -> Tensor:
         return bound.loss.gradient(output, bound.batch.y).unsqueeze(0)
@@ -92,6 +97,24 @@ class EFLinearOperator(DataLinearOperator):
         return _sum_of_outer_products(
             {name: rows[:, self.space.slice(name)] for name in self.space.names}, terms
         )
+
+    def _from_pairs(self, bound: BatchRisk) -> Apply:
+        """Prepare products with what the samples' gradients are made of."""
+        gradients = self._samples.capture(bound)
+        terms, products = bound.terms(gradients.output), {}
+        for names, form in gradients.backward(self._gradient(bound, gradients.output)):
+            found = form.products()
+            if found is None:  # unlike on the first batch
+                return self._from_rows(bound)
+            products[names[0]] = found
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            inner = sum(products[name][0](v) for name, v in V.items())
+            for name, product in out.items():
+                product += products[name][1](inner)
+            return terms
+
+        return apply
 
     def _from_samples_alone(self, bound: BatchRisk) -> Apply:
         """Do the same if the loss is no function of the output; each sample is a term."""

@@ -141,7 +141,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         space, num_rows = self.domain, self.shape[0]
-        out = torch.empty(num_rows, space.dim, dtype=space.dtype, device=space.device)
+        out = space.empty(num_rows)
 
         def visit(groups: list[Group], where: Tensor) -> None:
             if not len(where):  # a batch without samples

@@ -1,0 +1,72 @@
+"""What output gradients are multiplied with: inputs that are there, or that can be made."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Inputs(Protocol):
+    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
+
+    shape: Sequence[int]
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+
+
+#: Two functions that are adjoint to each other: from matrices ``[K, G, O, I]`` to their products
+#: with all inputs, ``[K, N, S, G, O]``, and back.
+InputMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+class Shortcut(ABC):
+    """Inputs ``[N, S, G, I]`` that need not be made for some purposes."""
+
+    shape: Sequence[int]
+
+    @abstractmethod
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make the inputs of some samples."""
+
+    @abstractmethod
+    def select(self, samples: Tensor) -> "Shortcut":
+        """Return those of some samples, in the given order."""
+
+    @abstractmethod
+    def is_faster(self, num_vectors: int, num_outputs: int) -> bool:
+        """Return whether sums of outer products are faster by ``matrices`` than with inputs.
+
+        Args:
+            num_vectors: V.
+            num_outputs: O, for each group.
+        """
+
+    @abstractmethod
+    def matrices(self, samples: slice | Tensor, g: Tensor) -> Tensor:
+        """Return sums of outer products with ``[V, n, S, G, O]``, ``[V, n, G, O, I]``."""
+
+    @abstractmethod
+    def maps(self) -> InputMaps:
+        """Return the products with matrices, and their adjoint."""
+
+
+class Selected:
+    """Inputs of some samples, in the given order."""
+
+    def __init__(self, inputs: Inputs, samples: Tensor):
+        self._inputs, self._samples = inputs, samples
+        self.shape = (len(samples), *inputs.shape[1:])
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make the inputs of some of them."""
+        return self._inputs[self._samples[samples]]
+
+
+def maps_of(x: Tensor) -> InputMaps:
+    """Return the products of matrices with inputs that are there, and their adjoint."""
+    return (
+        lambda matrices: torch.einsum("nsgi,kgoi->knsgo", x, matrices),
+        lambda g: torch.einsum("knsgo,nsgi->kgoi", g, x),
+    )

@@ -1,0 +1,74 @@
+"""Times ways to compute single samples' gradients of convolutions, layer by layer, on the CPU.
+
+Products with patches, and one convolution with the samples as groups of channels, in milliseconds.
+A star marks the one that the package takes; see `curvlinops/layers/filters.py`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvlinops.layers import filters
+from curvlinops.layers.patches import make_patches
+from curvlinops.layers.window import Window
+
+#: Samples, input channels, output channels, length of the image; kernel, stride, padding, groups.
+LAYERS = [
+    (64, 3, 32, 32, 3, 1, 1, 1),
+    (64, 32, 64, 16, 3, 1, 1, 1),
+    (64, 64, 128, 8, 3, 1, 1, 1),
+    (16, 3, 64, 112, 7, 2, 3, 1),
+    (16, 64, 64, 56, 3, 1, 1, 1),
+    (16, 64, 128, 56, 3, 2, 1, 1),
+    (16, 128, 128, 28, 3, 1, 1, 1),
+    (16, 256, 256, 14, 3, 1, 1, 1),
+    (16, 512, 512, 7, 3, 1, 1, 1),
+    (16, 64, 256, 28, 1, 1, 0, 1),
+    (16, 96, 96, 28, 7, 1, 3, 96),
+    (16, 128, 128, 28, 3, 1, 1, 4),
+    (16, 16, 16, 32, 5, 1, 2, 1),
+    (32, 3, 96, 32, 4, 4, 0, 1),
+]
+
+
+def ways(layer: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, Callable], str]:
+    """Return the ways for a layer, and which one the package takes."""
+    samples, inputs, outputs, length, kernel, stride, padding, groups = layer
+    x = torch.randn(samples, 1, inputs, length, length, dtype=dtype)
+    weight = torch.randn(outputs, inputs // groups, kernel, kernel, dtype=dtype)
+    z = F.conv2d(x[:, 0], weight, None, stride, padding, 1, groups)
+    window = Window.of(x[:, 0], weight.shape[2:], stride, padding, 1, groups)
+    g = torch.randn_like(z).unflatten(1, (groups, -1)).flatten(3).permute(0, 3, 1, 2)
+
+    def by_patches() -> Tensor:
+        return torch.einsum("nsgo,nsgi->ngoi", g, make_patches(x[:, 0], window))
+
+    found = {"patches": by_patches, "groups": lambda: filters.of_samples(x, g, window)}
+    return found, ("groups" if filters.prefers_groups(window, 1, g.shape[-1]) else "patches")
+
+
+def main() -> None:
+    """Print a line for each layer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=len(LAYERS), help="only the first ones")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
+    args = parser.parse_args()
+    for layer in LAYERS[: args.layers]:
+        found, taken = ways(layer, getattr(torch, args.dtype))
+        best = dict.fromkeys(found, float("inf"))
+        for _ in range(args.repeats + 1):
+            for name, run in found.items():
+                start = time.perf_counter()
+                run()
+                best[name] = min(best[name], time.perf_counter() - start)
+        cells = (f"{name} {1e3 * t:8.2f}{' *'[name == taken]}" for name, t in best.items())
+        print(f"{layer!s:36} {'   '.join(cells)}")
+
+
+if __name__ == "__main__":
+    main()
