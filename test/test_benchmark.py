@@ -11,14 +11,22 @@ ROOT = Path(__file__).parent.parent
 def test_benchmark_runs(tmp_path: Path):
     script = ROOT / "docs_src" / "benchmarks" / "products.py"
     options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
-    options += ["--rows", "vector", "GGN", "KFAC"]
+    options += ["--rows", "vector", "columns", "Hessian, ten", "XNysTrace", "density"]
     command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
     subprocess.run(command, check=True)
     results = json.loads((tmp_path / "cpu.json").read_text())
     rows = results["problems"]["tiny"]["rows"]
     assert set(rows) >= {"Hessian-vector", "GGN-vector", "Jacobian-vector", "GGN, 2 columns"}
     assert all(cell["ratio"] > 0 for row in rows.values() for cell in row.values())
-    assert "| Hessian-vector |" in (tmp_path / "cpu.md").read_text()
+    found = {name: row["repeated"] for name, row in rows.items() if "repeated" in row}
+    for how in ("", ", unconfirmed", " by scipy"):
+        row = found[f"Hessian, ten eigenpairs{how}"]
+        assert 10 <= row["products"] <= 30 and row["error"] <= 1e-2
+    # exact for a matrix of so small a rank
+    assert found["GGN trace, XNysTrace"]["error"] <= 1e-4
+    assert 0 < found["GGN density, 30 Lanczos steps"]["error"] < 0.3
+    page = (tmp_path / "cpu.md").read_text()
+    assert "| Hessian-vector |" in page and "12 products, error" in page
 
 
 def test_committed_table_is_complete():
