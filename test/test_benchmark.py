@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 def test_benchmark_runs(tmp_path: Path):
     script = ROOT / "docs_src" / "benchmarks" / "products.py"
     options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
-    options += ["--rows", "vector", "columns", "Hessian, ten", "XNysTrace", "density"]
+    options += ["--no-memory"]
     command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
     subprocess.run(command, check=True)
     results = json.loads((tmp_path / "cpu.json").read_text())
@@ -27,6 +27,16 @@ def test_benchmark_runs(tmp_path: Path):
     assert 0 < found["GGN density, 30 Lanczos steps"]["error"] < 0.3
     page = (tmp_path / "cpu.md").read_text()
     assert "| Hessian-vector |" in page and "12 products, error" in page
+
+
+def test_benchmark_measures_memory():
+    worker = ROOT / "docs_src" / "benchmarks" / "worker.py"
+    command = [sys.executable, str(worker), "first", "tiny", "2", "cpu"]
+    answers = subprocess.run(
+        command, check=True, input="memory GGN-vector\n", capture_output=True, text=True
+    )
+    names, memory = map(json.loads, answers.stdout.splitlines())
+    assert "GGN-vector" in names and (memory is None or 0 <= memory < 2**28)
 
 
 def test_committed_table_is_complete():

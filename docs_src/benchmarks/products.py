@@ -100,13 +100,12 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
     for name in workers:
         unit = median(times[name].pop("gradient"))
         for quantity, values in times[name].items():
-            fresh = Worker(pythons[name], name, *setting)
-            row = {
-                "ratio": median(values) / unit,
-                "bytes": fresh.ask(f"memory {quantity}"),
-                **(found[name][quantity] or {}),
-            }
-            fresh.close()
+            row = {"ratio": median(values) / unit, "bytes": None}
+            if args.memory:
+                fresh = Worker(pythons[name], name, *setting)
+                row["bytes"] = fresh.ask(f"memory {quantity}")
+                fresh.close()
+            row |= found[name][quantity] or {}
             rows.setdefault(quantity.format(args.columns), {})[name] = row
     model = make(problem, "cpu")[0]
     return {
@@ -172,6 +171,12 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=default)
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="parts of the names of rows; the others stay"
+    )
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether to measure memory, which takes a process for each cell",
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--columns", type=int, default=16)
