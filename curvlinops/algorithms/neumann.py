@@ -1,5 +1,6 @@
 """The inverse as a truncated Neumann series."""
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             symmetric = symmetric and self._preconditioner.operator.self_adjoint
         if type(num_terms) is not int or num_terms < 0:
             raise ValueError(f"num_terms must be a non-negative integer, got {num_terms!r}.")
+        if not isfinite(scale) or scale == 0:
+            raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
         self.num_terms, self.scale, self.check_nan = num_terms, float(scale), check_nan
         super().__init__(operator.codomain, operator.domain, symmetric)
 
