@@ -11,14 +11,32 @@ ROOT = Path(__file__).parent.parent
 def test_benchmark_runs(tmp_path: Path):
     script = ROOT / "docs_src" / "benchmarks" / "products.py"
     options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
-    options += ["--rows", "vector", "GGN", "KFAC"]
+    options += ["--no-memory"]
     command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
     subprocess.run(command, check=True)
     results = json.loads((tmp_path / "cpu.json").read_text())
     rows = results["problems"]["tiny"]["rows"]
     assert set(rows) >= {"Hessian-vector", "GGN-vector", "Jacobian-vector", "GGN, 2 columns"}
     assert all(cell["ratio"] > 0 for row in rows.values() for cell in row.values())
-    assert "| Hessian-vector |" in (tmp_path / "cpu.md").read_text()
+    found = {name: row["repeated"] for name, row in rows.items() if "repeated" in row}
+    for how in ("", ", unconfirmed", " by scipy"):
+        row = found[f"Hessian, ten eigenpairs{how}"]
+        assert 10 <= row["products"] <= 30 and row["error"] <= 1e-2
+    # exact for a matrix of so small a rank
+    assert found["GGN trace, XNysTrace"]["error"] <= 1e-4
+    assert 0 < found["GGN density, 30 Lanczos steps"]["error"] < 0.3
+    page = (tmp_path / "cpu.md").read_text()
+    assert "| Hessian-vector |" in page and "12 products, error" in page
+
+
+def test_benchmark_measures_memory():
+    worker = ROOT / "docs_src" / "benchmarks" / "worker.py"
+    command = [sys.executable, str(worker), "first", "tiny", "2", "cpu"]
+    answers = subprocess.run(
+        command, check=True, input="memory GGN-vector\n", capture_output=True, text=True
+    )
+    names, memory = map(json.loads, answers.stdout.splitlines())
+    assert "GGN-vector" in names and (memory is None or 0 <= memory < 2**28)
 
 
 def test_expanded_weights():

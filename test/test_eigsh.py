@@ -175,6 +175,35 @@ def test_start_vectors_and_seeds():
     check(A, eigsh(A, 3, v0=np.zeros(len(A)), seed=0), 3, "LM", 1e-13)
 
 
+def test_start_vectors_by_parameter():
+    A = CASES["hessian"].build(problems.make("mlp-ce-all-mean"))
+    v0 = torch.from_numpy(np.random.default_rng(0).standard_normal((A.shape[0], 2)))
+    named = {n: c.movedim(0, -1) for n, c in A.space.split(v0.T).items()}
+    flat = eigsh(A, 2, v0=v0, confirm=False)
+    for v in (named, list(named.values())):
+        pairs = eigsh(A, 2, v0=v, confirm=False)
+        torch.testing.assert_close(pairs.eigenvectors, flat.eigenvectors)
+        assert pairs.num_products == flat.num_products
+    with pytest.raises(ValueError, match="names are not those"):
+        eigsh(A, 2, v0={"nobody": v0})
+    with pytest.raises(ValueError, match="one flat vector"):
+        eigsh(v0 @ v0.T, 2, v0=named)
+
+
+@pytest.mark.parametrize(
+    "dtype, scale", [(np.float32, s) for s in (1e-30, 1e-22, 1e22, 1e30)] + [(np.float64, 1e-200),
+                     (np.float64, 1e200)]
+)  # fmt: skip
+def test_scales_whose_squares_are_no_numbers(dtype: type, scale: float):
+    A = spectra.matrix("positive", dtype)
+    plain, pairs = (eigsh(B, 3, "LA", seed=0) for B in (A, A * dtype(scale)))
+    tolerance = 1e-5 if dtype is np.float32 else 1e-13
+    np.testing.assert_allclose(pairs.eigenvalues / scale, plain.eigenvalues, rtol=tolerance)
+    assert (pairs.residuals <= 50 * tolerance * pairs.eigenvalues.max()).all()
+    with pytest.warns(ConvergenceWarning, match=f"reach .*e{'-' if scale < 1 else '[+]'}"):
+        eigsh(A * dtype(scale), 3, "LA", seed=0, ncv=5, maxiter=1, tol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_multiple_eigenvalues_are_all_found(seed: int):
     A = np.diag(np.r_[5, 5, 5, 4, 3, 2.5, 1 / np.arange(2, 3000)])
@@ -234,3 +263,5 @@ def test_matrix_that_is_not_symmetric():
         eigsh(A, 3, seed=0)
     with pytest.raises(ValueError, match="square"):
         eigsh(A[:-1], 3)
+    with pytest.raises(ValueError, match="from 1 to D = 0"):
+        eigsh(A[:0, :0], 1)

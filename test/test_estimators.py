@@ -256,6 +256,19 @@ def test_seeds_kinds_and_chunks(name: str):
     assert torch.equal(first, call(A, 12, chunk_size=4))
 
 
+@pytest.mark.parametrize("exponent", [-100, 100])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_scales_whose_squares_are_no_numbers(name: str, exponent: int):
+    call, A = ESTIMATORS[name].call, MATRICES["decaying"].float()
+    exponent = exponent // 2 if name == "fro" else exponent  # an estimate is a number
+    for options in ({}, {"rtol": 0.1}):
+        expected = call(A, 24, seed=0, return_error=True, **options)
+        found = call(2.0**exponent * A, 24, seed=0, return_error=True, **options)
+        unit = 2.0 ** (exponent * (2 if name == "fro" else 1))
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value.double() / unit, other.double(), rtol=1e-3, atol=1e-5)
+
+
 def test_sizes_of_norms():
     # not square
     A = MATRICES["clustered"][:7]

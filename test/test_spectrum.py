@@ -90,6 +90,17 @@ def test_logdet():
     assert counting.products < 1000
 
 
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_scales_whose_squares_are_no_numbers(exponent: int):
+    matrix, scale = A["clustered"].float(), 2.0**exponent
+    found = lanczos_logdet(scale * matrix, 10, 5, seed=0) - DIM * exponent * log(2)
+    assert abs(found - lanczos_logdet(matrix, 10, 5, seed=0)) <= 1e-4 * DIM * abs(exponent)
+    grid, density = lanczos_approximate_spectrum(scale * matrix, 10, seed=0)
+    expected = lanczos_approximate_spectrum(matrix, 10, seed=0)
+    torch.testing.assert_close(grid / scale, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(density * scale, expected[1], rtol=1e-2, atol=1e-4)
+
+
 def test_blocks_agree():
     # Lanczos runs do not see each other: some end early, some do not
     found = [

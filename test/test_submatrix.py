@@ -9,7 +9,14 @@ from contract import CASES, EXACT, dense, error, matrix, vectors
 from scipy.sparse.linalg import aslinearoperator, eigsh
 from torch.utils.flop_counter import FlopCounterMode
 
-from curvlinops import SubmatrixLinearOperator, TorchLinearOperator
+from curvlinops import (
+    BlockDiagonalLinearOperator,
+    DiagonalLinearOperator,
+    IdentityLinearOperator,
+    ParameterSpace,
+    SubmatrixLinearOperator,
+    TorchLinearOperator,
+)
 
 PROBLEM = "mlp-ce-mean"
 SQUARE = [name for name in EXACT if CASES[name].square]
@@ -103,11 +110,51 @@ def test_mixed_and_nested():
     assert error(matrix(deeper), part[where][[0, 2]][:, [7]]) <= 1e-9
 
 
-def test_of_the_algebra():
-    A, H = build(), dense("hessian", PROBLEM)
-    rows, columns = [A.space.names[0]], [A.space.names[2]]
-    truth = (2 * H + H @ H)[positions(A, rows)][:, positions(A, columns)]
-    assert error(matrix(SubmatrixLinearOperator(2 * A + A @ A, rows, columns)), truth) <= 1e-9
+#: Functions of the Hessian A, the Jacobian J, a dense matrix B and the identity, all of them
+#: operators, or all tensors.
+ALGEBRA = {
+    "sum": lambda A, J, B, eye: A + 0.1 * eye,
+    "sum with plain vectors": lambda A, J, B, eye: B + A,
+    "multiple": lambda A, J, B, eye: -2 * A,
+    "product": lambda A, J, B, eye: A @ (A + eye),
+    "product with plain vectors": lambda A, J, B, eye: A @ B @ A,
+    "power": lambda A, J, B, eye: (A @ A @ A) if isinstance(A, torch.Tensor) else A**3,
+    "adjoint of a product": lambda A, J, B, eye: (2 * (A @ B) + A).T,
+    "gram": lambda A, J, B, eye: J.T @ J,
+    "adjoint": lambda A, J, B, eye: (3 * J).T @ (J + J),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_of_the_algebra(name: str):
+    A, J = build(), build("jacobian")
+    B = torch.randn(A.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    eye = torch.eye(A.shape[0], dtype=torch.float64)
+    foreign = SubmatrixLinearOperator(B, range(len(B)), range(len(B)))  # as an operator of ours
+    S = ALGEBRA[name](A, J, foreign, IdentityLinearOperator(A.space))
+    truth = ALGEBRA[name](dense("hessian", PROBLEM), dense("jacobian", PROBLEM), B, eye)
+    names = A.space.names
+    for rows, columns in [(names[:1], names[2:3]), (names[3:0:-2], names[1:]), ([5, 0, 20], [3])]:
+        sub = SubmatrixLinearOperator(S, rows, columns)
+        places = [positions(A, i) if isinstance(i[0], str) else i for i in (rows, columns)]
+        expected = truth[places[0]][:, places[1]]
+        assert error(matrix(sub), expected) <= 1e-9
+        assert error(matrix(sub.T), expected.T) <= 1e-9
+    assert error(matrix(S.T), truth.T) <= 1e-9 and error(matrix(S.T.T), truth) <= 1e-9
+    power = SubmatrixLinearOperator(A**0, names[:2], names[1:2])
+    assert error(matrix(power), eye[positions(A, names[:2])][:, positions(A, names[1:2])]) == 0
+
+
+@pytest.mark.parametrize("case", ["jacobian", "transposed", "gradients"])
+def test_some_parameters_of_matrices_that_are_not_square(case: str):
+    A, expected = build(case), dense(case, PROBLEM)
+    tall = A.codomain.is_flat
+    names = (A.domain if tall else A.codomain).names[2:0:-1]
+    J, truth = (A, expected) if tall else (A.T, expected.T)
+    S = SubmatrixLinearOperator(J, [4, 2], names)
+    truth = truth[[4, 2]][:, positions(J, names)]
+    assert error(matrix(S), truth) <= 1e-9 and error(matrix(S.T), truth.T) <= 1e-9
+    assert error(matrix(SubmatrixLinearOperator(J.T, names, [4, 2])), truth.T) <= 1e-9
 
 
 def test_block_diagonal():
@@ -139,18 +186,18 @@ def test_scipy_takes_it():
     assert abs(largest[0] - torch.linalg.eigvalsh(H[rows][:, rows])[-1]) <= 1e-8
 
 
+def flops(operator: TorchLinearOperator) -> int:
+    v = vectors(operator)
+    operator @ v
+    with FlopCounterMode(display=False) as counter:
+        operator @ v
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize("case", ["hessian", "ggn"])
 def test_computes_only_what_is_asked(case: str):
     A = build(case, cache="graph", autodiff="reverse")
     first, last = A.space.names[0], A.space.names[-1]
-
-    def flops(operator: TorchLinearOperator) -> int:
-        v = vectors(operator)
-        operator @ v
-        with FlopCounterMode(display=False) as counter:
-            operator @ v
-        return counter.get_total_flops()
-
     full = flops(A)
     blocks = {(r, c): flops(SubmatrixLinearOperator(A, [r], [c])) for r in (first, last)
               for c in (first, last)}  # fmt: skip
@@ -158,6 +205,46 @@ def test_computes_only_what_is_asked(case: str):
     assert blocks[last, last] < blocks[first, first]
     # by indices, too
     assert flops(SubmatrixLinearOperator(A, [A.shape[0] - 1], [A.shape[1] - 1])) < full
+
+
+@pytest.mark.parametrize("how", ["sum", "multiple", "adjoint", "sum of three"])
+def test_of_the_algebra_computes_only_what_is_asked(how: str):
+    A, eye = build(cache="graph", autodiff="reverse"), IdentityLinearOperator(build().space)
+    B = A + 0.1 * eye
+    composed = {"sum": B, "multiple": 2 * A, "adjoint": B.T, "sum of three": eye + 2 * (A + eye)}
+    row, column = A.space.names[-1:], A.space.names[-2:]
+    counts = [flops(SubmatrixLinearOperator(M, row, column)) for M in (A, composed[how])]
+    assert counts[0] == counts[1] < flops(A)
+
+
+def test_products_compute_only_what_is_asked():
+    A = build(cache="graph", autodiff="reverse")
+    last = A.space.names[-1:]
+    first, second = (SubmatrixLinearOperator(A, *names) for names in
+                     [(A.space.names, last), (last, A.space.names)])  # fmt: skip
+    for product in (A @ A, A**2, (A @ (2 * A)).T):
+        S = SubmatrixLinearOperator(product, last, last)
+        assert flops(S) == flops(first) + flops(second) < 2 * flops(A)
+    J = build("jacobian", cache="graph", autodiff="reverse")
+    for M in (J, J.T, J.T @ J):
+        rows, columns = (range(len(M.space.names)) if s.is_flat else last
+                         for s in (M.codomain, M.domain))  # fmt: skip
+        assert flops(SubmatrixLinearOperator(M, rows, columns)) < flops(M)
+
+
+def test_blocks_that_are_not_asked_for_are_not_multiplied():
+    sizes = {"a": 3, "b": 4, "c": 2}
+    diagonals = {name: torch.arange(1.0, size + 1) for name, size in sizes.items()}
+    blocks = [
+        DiagonalLinearOperator(d, ParameterSpace({name: (len(d),)}))
+        for name, d in diagonals.items()
+    ]
+    K = BlockDiagonalLinearOperator(blocks)
+    for block in blocks[::2]:  # fails if it is multiplied
+        block._apply = None
+    S = SubmatrixLinearOperator(K, ["b"], ["b", "a"])
+    assert torch.equal(matrix(S), torch.eye(4, 7) * torch.arange(1.0, 8))
+    assert not matrix(SubmatrixLinearOperator(K, ["b"], ["a"])).any()
 
 
 def test_errors():

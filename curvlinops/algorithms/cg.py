@@ -15,6 +15,7 @@ from curvlinops.algorithms.inverse import (
     dots,
     norms,
     scaled,
+    unit_rows,
 )
 from curvlinops.core.border import read
 
@@ -146,7 +147,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
     def _solve_family(self, B: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[K, S, D]``, solutions as the recursion sees them, and the iterations."""
-        goal = 0.9 * (self.rtol * norms(B)).clamp(min=self.atol)
+        B, sizes = unit_rows(B)
+        goal = 0.9 * (self.rtol * norms(B)).maximum(self.atol / sizes)
         X = torch.zeros(len(B), len(shifts), B.shape[1], dtype=B.dtype, device=B.device)
         count = torch.zeros(len(B), dtype=torch.int64, device=B.device)
         s = _start_family(B, goal, len(shifts))
@@ -172,7 +174,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             if not bool(going.any()):
                 break
             s.keep(going)
-        return X, count
+        return sizes.to(X)[:, None, None] * X, count
 
 
 @dataclass

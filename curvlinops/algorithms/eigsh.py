@@ -23,7 +23,7 @@ def eigsh(
     *,
     block_size: int | None = None,
     ncv: int | None = None,
-    v0: Tensor | np.ndarray | None = None,
+    v0: Any = None,
     tol: float = 0.0,
     maxiter: int | None = None,
     confirm: bool = True,
@@ -47,7 +47,8 @@ def eigsh(
         ncv: Largest number of basis vectors that are kept, at least ``k + 2 * block_size`` or D.
             More need memory (``D * ncv`` numbers) and fewer products. Default: ``2 k + 50`` as
             long as that is at most 1 GiB, then fewer, but not below ``max(2 k + 1, 20)``.
-        v0: Start vectors, ``[D]`` or ``[D, block_size]``. Default: random.
+        v0: Start vectors, ``[D]`` or ``[D, block_size]``; or, for an operator on named parameters,
+            a list or dictionary of tensors, like the vectors that it multiplies. Default: random.
         tol: Residuals shall be at most ``tol * |lambda|``, or about ten units of rounding
             relative to the norm of ``A`` if that is larger. With zero they are as small as the
             accuracy of products allows.
@@ -77,8 +78,8 @@ def eigsh(
     check_on_failure(on_failure)
     matrix = Matrix(A, square=True)
     rng = read_generator(matrix.device, seed, generator)
-    start = _start(matrix, v0, block_size, rng)
     _check(matrix.shape[0], k, which, tol, maxiter)
+    start = _start(matrix, v0, block_size, rng)
     ncv = _basis_size(matrix, k, len(start), ncv)
     space = KrylovSpace(matrix, start, ncv)
     search = LanczosSearch(matrix, space, k, which, tol, ncv, confirm, rng)

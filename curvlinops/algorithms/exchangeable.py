@@ -246,7 +246,7 @@ def _nystrom_traces(probes: Probes, X: Tensor, AX: Tensor) -> Tensor:
     _check_symmetric(probes.matrix, H)
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
     eps = torch.finfo(X.dtype).eps
-    scale = float(AX.norm()) / probes.dim**0.5 or 1.0
+    scale = float(torch.linalg.vector_norm(AX, dtype=torch.float64)) / probes.dim**0.5 or 1.0
     shift, failed = eps * scale, True
     while failed:
         if shift > eps**0.5 * scale:

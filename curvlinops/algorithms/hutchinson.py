@@ -119,7 +119,12 @@ def hutchinson_squared_fro(
     """
     probes = Probes(Matrix(A), distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    return _average_products(probes, num_matvecs, goal, lambda X, AX: AX.square().sum(0))
+
+    def sample(X: Tensor, AX: Tensor) -> Tensor:
+        # squares may not be numbers of the matrix's type
+        return torch.linalg.vector_norm(AX, dim=0, dtype=torch.float64).square()
+
+    return _average_products(probes, num_matvecs, goal, sample)
 
 
 def hutchpp_trace(

@@ -48,7 +48,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
         maxiter: Largest number of iterations. Default: ``10 D``.
         damping: Multiple of the identity that is added to ``A``.
-        x0: Start of the iteration for every right-hand side, ``[D]``. Default: zero.
+        x0: Start of the iteration for every right-hand side that is not zero, ``[D]``. Default:
+            zero.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
 
     Raises:
@@ -172,8 +173,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
         self._last = None
-        goal = (self.rtol * norms(B)).clamp(min=self.atol)
-        X = torch.zeros_like(B) if x0 is None else _expand(x0, B)
+        B, sizes = unit_rows(B)
+        goal = (self.rtol * norms(B)).maximum(self.atol / sizes)
+        X = torch.zeros_like(B) if x0 is None else scaled(1 / sizes, _expand(x0, B))
+        X[~B.any(dim=1)] = 0.0  # no other start is better
         R = B if x0 is None else B - self._multiply(X)
         residuals = norms(R)
         iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
@@ -199,7 +202,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             trying[chosen] = (found > goal[chosen]) & (found < before / 2)
         converged, self._last = residuals <= goal, None
         self._report(converged, residuals, norms(B), iterations)
-        return X, residuals, iterations, converged
+        return scaled(sizes, X), sizes * residuals, iterations, converged
 
     def _report(
         self, converged: Tensor, residuals: Tensor, sizes: Tensor, iterations: Tensor
@@ -244,8 +247,23 @@ def _expand(x0: Tensor, B: Tensor) -> Tensor:
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows, ``[K]``, in double precision."""
-    return torch.linalg.vector_norm(rows, dim=1).double()
+    """Return the norms of rows, ``[K]``, in double precision, which has room for squares."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+
+
+def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows whose inner products neither overflow nor vanish, and their sizes.
+
+    Args:
+        rows: Finite rows, ``[K, D]``.
+
+    Returns:
+        The rows with entries of at most one, and the powers of two that they are multiples of.
+    """
+    sizes = rows.abs().amax(dim=1).double()
+    sizes = torch.exp2(torch.frexp(sizes).exponent.double()).where(sizes > 0, 1.0)
+    # their reciprocals need not be numbers of the rows' type
+    return (rows.double() / sizes.unsqueeze(1)).to(rows.dtype), sizes
 
 
 def dots(first: Tensor, second: Tensor) -> Tensor:

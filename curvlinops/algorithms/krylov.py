@@ -1,6 +1,7 @@
 """A growing, restarted block Krylov space of a symmetric matrix."""
 
 from dataclasses import dataclass
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class KrylovSpace:
 
     Attributes:
         dim: Number m of rows of V.
+        unit: The power of two in units of which everything is measured, so that squares neither
+            overflow nor vanish: about the largest entry of the first product.
         norm: A lower bound on the norm of ``A``: the largest product so far.
     """
 
@@ -58,7 +61,7 @@ class KrylovSpace:
         self._rows = start.new_zeros(max_dim + start.shape[0], A.shape[0])
         self._H = torch.zeros(0, 0, dtype=torch.float64)
         self._drift = torch.zeros(0, dtype=torch.float64)
-        self.dim, self.norm = 0, 0.0
+        self.dim, self.norm, self.unit = 0, 0.0, 1.0
         self.inject(start)
 
     @property
@@ -86,7 +89,7 @@ class KrylovSpace:
     def expand(self) -> None:
         """Multiply Q, and make it a part of V."""
         start, end = self.dim, self.dim + self.pending
-        W = (self._A @ self._rows[start:end].T).T.contiguous()
+        W = self._multiply(self._rows[start:end])
         self.norm = max(self.norm, float(W.norm(dim=1).max()))
         H = torch.zeros(end, end, dtype=torch.float64)
         H[:start, :start], H[start:, :start] = self._H, self._B
@@ -108,6 +111,13 @@ class KrylovSpace:
         B = torch.zeros(len(q), end, dtype=torch.float64)
         B[:, start:] = R
         self._set_pending(q, B)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        W = (self._A @ rows.T).T.contiguous()
+        largest = float(W.abs().max())
+        if self.norm == 0 and largest > 0:  # all products so far are zero in any unit
+            self.unit = 2.0 ** frexp(largest)[1]
+        return W.div_(self.unit) if self.unit != 1 else W
 
     def _set_pending(self, q: Tensor, B: Tensor) -> None:
         self._rows[self.dim : self.dim + len(q)] = q

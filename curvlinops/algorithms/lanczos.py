@@ -167,12 +167,14 @@ class LanczosSearch:
         )
         X = self.space.combine(ritz.vectors[:, wanted])
         missed = self._unfinished(ritz, wanted)
+        unit = self.space.unit
         if self.tol > 0 and bool((residuals > goal).any()):  # or estimates are too large
-            residuals = (self.matrix @ X - X * values.to(X)).norm(dim=0).double().cpu()
+            difference = (self.matrix @ X) / unit - X * values.to(X)
+            residuals = difference.norm(dim=0).double().cpu()
             missed |= residuals > 2 * goal + 10 * self._rounding()
         if bool(missed.any()) or not finished:
-            self._fail(int(missed.sum()), float(residuals.max()), on_failure)
-        out = (values.to(X), X, residuals.to(X))
+            self._fail(int(missed.sum()), unit * float(residuals.max()), on_failure)
+        out = ((unit * values).to(X), X, (unit * residuals).to(X))
         pairs = Eigenpairs(*(self.matrix.write(part) for part in out))
         pairs.num_products = self.matrix.num_products
         return pairs

@@ -133,11 +133,12 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
             if len(state.place):
                 X.index_add_(0, state.place, _advance(state, forward, backward, self.damp))
         istop, itn, normar, norma, conda = info
-        R = B - forward(X)
-        gradient = backward(R) - self.damp**2 * X
-        normx, normr = norms(X), torch.hypot(norms(R), self.damp * norms(X))
-        self._report(istop, norms(gradient), normar, normr, norma)
-        return X, istop.long(), itn.long(), normr, norms(gradient), norma, conda, normx
+        R, size = _unit(B - forward(X))
+        gradient = backward(R) - scaled(self.damp**2 / size.where(size > 0, 1.0), X)
+        true = norms(gradient) * size.where(size > 0, 1.0)
+        normx, normr = norms(X), torch.hypot(size, self.damp * norms(X))
+        self._report(istop, true, normar, normr, norma)
+        return X, istop.long(), itn.long(), normr, true, norma, conda, normx
 
     def _stop(self, s: "_State", normx: Tensor, normb: Tensor) -> Tensor:
         """Return for each system why it ends, or -1."""

@@ -10,6 +10,7 @@ from scipy.sparse import issparse
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
+from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import not_finite
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns, ParameterSpace
@@ -101,11 +102,15 @@ class Matrix:
         return out
 
     def read(self, x: Any) -> Tensor:
-        """Return vectors ``[columns, K]`` that a user passed as an array or tensor.
+        """Return vectors ``[columns, K]`` that a user passed.
 
         Args:
-            x: A numpy array or a tensor, ``[columns]`` or ``[columns, K]``.
+            x: A numpy array or a tensor, ``[columns]`` or ``[columns, K]``; or a list or dictionary
+                of tensors, one for each parameter.
         """
+        if is_ours(x) and not isinstance(x, Tensor | np.ndarray):
+            domain = self.operator.domain
+            return domain.join(read(x, domain)[0]).T
         tensor = x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
         if tensor.is_complex():
             raise TypeError("The matrix is real, the vector complex.")

@@ -36,7 +36,7 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
         z = self._precondition(R)
-        state = _start(R, z, self._positive(dots(R, z), R).sqrt(), goal)
+        state = _start(R, z, self._positive(_inner(R, z), R).sqrt(), goal)
         for _ in range(budget):
             v, alpha = self._lanczos(state)
             tau, ended = _rotate(state, v, alpha)
@@ -55,8 +55,11 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
         alpha = dots(v, u)
         u = u - scaled(alpha / s.beta, s.y)
         s.y, s.y_old, s.z = u, s.y, self._precondition(u)
+        product = _inner(s.y, s.z)
         # rounding may make it negative where the space ends
-        s.beta, s.beta_old = dots(s.y, s.z).clamp(min=0.0).sqrt(), s.beta
+        slack = 100 * torch.finfo(v.dtype).eps * norms(s.y) * norms(s.z)
+        self._positive((product + slack).where(product < 0, 1.0), s.y)
+        s.beta, s.beta_old = product.clamp(min=0.0).sqrt(), s.beta
         return v, alpha
 
 
@@ -79,6 +82,13 @@ class _State(Systems):
     above: Tensor
     w: Tensor  # directions
     w_old: Tensor
+
+
+def _inner(y: Tensor, z: Tensor) -> Tensor:
+    """Return inner products of rows of the matrix's size, whose squares may be no numbers."""
+    size = norms(y)
+    size = size.where(size > 0, 1.0)
+    return dots(scaled(1 / size, y), z) * size
 
 
 def _start(R: Tensor, z: Tensor, beta: Tensor, goal: Tensor) -> _State:

@@ -1,5 +1,6 @@
 """The inverse as a truncated Neumann series."""
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     ) -> None:
         """Set the options of the constructor again."""
         self.num_terms = check_count("num_terms", num_terms, at_least=0)
+        if not isfinite(scale) or scale == 0:
+            raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
         self.scale, self.check_nan = float(scale), check_nan
 
     def _apply(self, columns: Columns) -> Columns:

@@ -103,8 +103,10 @@ class Average:
         num, mean = samples.shape[-1], samples.mean(-1)
         total = self.count + num
         delta = mean - self.mean
-        around = (samples - mean.unsqueeze(-1)).square().sum(-1)
-        self._squares = self._squares + around + delta.square() * (self.count * num / total)
+        # in double precision, which has room for squares
+        spread = torch.linalg.vector_norm(samples - mean.unsqueeze(-1), dim=-1, dtype=torch.float64)
+        between = delta.double().square() * (self.count * num / total)
+        self._squares = self._squares + spread.square() + between
         self.mean = self.mean + delta * (num / total)
         self.count = total
 
@@ -113,7 +115,7 @@ class Average:
         """The average's estimated standard deviation; NaN for a single sample."""
         if self.count < 2:
             return torch.full_like(self.mean, torch.nan)
-        return (self._squares / (self.count * (self.count - 1))).sqrt()
+        return (self._squares / (self.count * (self.count - 1))).sqrt().to(self.mean.dtype)
 
 
 class Goal:
@@ -138,7 +140,8 @@ class Goal:
         """Return whether an estimate from ``count`` samples is accurate enough."""
         if self.rtol is None or count < _FEWEST:
             return False
-        return bool(error.norm() <= self.rtol * estimate.norm())
+        sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (error, estimate)]
+        return bool(sizes[0] <= self.rtol * sizes[1])
 
     def steps(self, num: int) -> list[int]:
         """Return after how many of ``num`` samples to look at the error."""
@@ -149,9 +152,8 @@ class Goal:
 
     def report(self, matrix: Matrix, estimate: Tensor, error: Tensor) -> Any:
         """Return what the caller wants."""
-        if not self.return_error:
-            return matrix.write(estimate)[()]
-        return Estimate(matrix.write(estimate)[()], matrix.write(error)[()])
+        results = [matrix.write(x.to(matrix.dtype))[()] for x in (estimate, error)]
+        return Estimate(*results) if self.return_error else results[0]
 
 
 def check_split(num_matvecs: Any, parts: int, dim: int, goal: Goal) -> int:

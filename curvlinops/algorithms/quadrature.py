@@ -79,7 +79,8 @@ class Lanczos:
             more = torch.bmm(known, W.unsqueeze(2)).squeeze(2)
             W = W - torch.bmm(more.unsqueeze(1), known).squeeze(1)
             overlaps = overlaps + more
-        norms = W.norm(dim=1)
+        # in double precision, which has room for squares
+        norms = torch.linalg.vector_norm(W, dim=1, dtype=torch.float64).to(W)
         largest = torch.maximum(overlaps.abs().amax(dim=1), norms)
         self._scale = torch.maximum(self._scale, largest)
         self._check_symmetric(overlaps)

@@ -7,12 +7,13 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar, read
-from curvlinops.core.columns import apart, multiple, total
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar
+from curvlinops.core.columns import multiple, total
+from curvlinops.core.linear import LinearMap
+from curvlinops.core.space import Columns
 
 
-class TorchLinearOperator(LinearOperator):
+class TorchLinearOperator(LinearMap):
     """A real linear operator whose products run in PyTorch.
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
@@ -28,48 +29,6 @@ class TorchLinearOperator(LinearOperator):
         self_adjoint: Whether the operator equals its adjoint.
     """
 
-    def __init__(
-        self,
-        domain: ParameterSpace,
-        codomain: ParameterSpace | None = None,
-        self_adjoint: bool = False,
-    ):
-        self.domain = domain
-        self.codomain = domain if codomain is None else codomain
-        self.self_adjoint = self_adjoint
-        numpy_dtype = np.float64 if domain.dtype == torch.float64 else np.float32
-        super().__init__(numpy_dtype, (self.codomain.dim, self.domain.dim))
-
-    def _apply(self, columns: Columns) -> Columns:
-        """Multiply vectors ``{name: [K, *shape]}`` of the domain by the operator."""
-        raise NotImplementedError
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        """Multiply vectors of the codomain by the adjoint operator."""
-        if self.self_adjoint:
-            return self._apply(columns)
-        raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
-        out = self._apply(self.domain.fill(columns))
-        return {name: out[name] for name in names}
-
-    @property
-    def space(self) -> ParameterSpace:
-        """The space of the vectors that the operator takes."""
-        return self.domain
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which products are computed."""
-        return self.domain.device
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of products, as a torch dtype."""
-        return self.domain.dtype
-
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
         """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts."""
         return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
@@ -77,41 +36,6 @@ class TorchLinearOperator(LinearOperator):
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
         raise TypeError("An operator is no array: use A @ x, A @ np.eye(...), aslinearoperator(x).")
-
-    # --- products. scipy's public methods convert to numpy, so each is asked first
-
-    def _product(self, x: Any, adjoint: bool = False) -> Any:
-        domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-        with torch.inference_mode(False):  # autograd refuses tensors made in it
-            columns, write = read(x, domain)
-            out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-            out = apart(out, columns)  # never the caller's memory
-        return write(out, codomain)
-
-    def _matmat(self, x: np.ndarray) -> np.ndarray:
-        return self._product(np.asarray(x))
-
-    def _rmatmat(self, x: np.ndarray) -> np.ndarray:
-        return self._product(np.asarray(x), adjoint=True)
-
-    _matvec = _matmat
-    _rmatvec = _rmatmat
-
-    def matvec(self, x: Any) -> Any:
-        """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
-        return self._product(x) if is_ours(x) else super().matvec(x)
-
-    def matmat(self, X: Any) -> Any:
-        """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
-        return self._product(X) if is_ours(X) else super().matmat(X)
-
-    def rmatvec(self, x: Any) -> Any:
-        """Multiply one vector by the adjoint."""
-        return self._product(x, adjoint=True) if is_ours(x) else super().rmatvec(x)
-
-    def rmatmat(self, X: Any) -> Any:
-        """Multiply several vectors by the adjoint."""
-        return self._product(X, adjoint=True) if is_ours(X) else super().rmatmat(X)
 
     def dot(self, x: Any) -> Any:
         """Multiply a vector, several vectors, an operator, or a scalar."""
@@ -180,9 +104,14 @@ class TorchLinearOperator(LinearOperator):
         return PowerLinearOperator(self, exponent)
 
     def _adjoint(self) -> "TorchLinearOperator":
-        return self if self.self_adjoint else AdjointLinearOperator(self)
+        return self if self.self_adjoint else self._transposed()
 
-    _transpose = _adjoint
+    def _transposed(self) -> "TorchLinearOperator":
+        """Return the adjoint; asked only if the operator is not self-adjoint."""
+        return AdjointLinearOperator(self)
+
+    def _transpose(self) -> "TorchLinearOperator":
+        return self._adjoint()
 
 
 class SumLinearOperator(TorchLinearOperator):
@@ -193,12 +122,13 @@ class SumLinearOperator(TorchLinearOperator):
         first.domain.check_compatible(second.domain)
         first.codomain.check_compatible(second.codomain)
         # of two spaces that agree, keep the one that has parameter structure
-        named = second if first.domain.is_flat else first
+        domain = second.domain if first.domain.is_flat else first.domain
+        codomain = second.codomain if first.codomain.is_flat else first.codomain
         self.terms = (first, second)
         dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
         super().__init__(
-            named.domain.widened(dtype),
-            named.codomain.widened(dtype),
+            domain.widened(dtype),
+            codomain.widened(dtype),
             first.self_adjoint and second.self_adjoint,
         )
 
@@ -220,6 +150,12 @@ class SumLinearOperator(TorchLinearOperator):
         ]
         return total(*outs)
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return total(*(_restricted(term, self, columns, names) for term in self.terms))
+
+    def _transposed(self) -> TorchLinearOperator:
+        return SumLinearOperator(*(term.T for term in self.terms))
+
 
 class ScaledLinearOperator(TorchLinearOperator):
     """A multiple of an operator."""
@@ -233,6 +169,12 @@ class ScaledLinearOperator(TorchLinearOperator):
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return multiple(self.operator._apply_adjoint(columns), self.scalar)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return multiple(self.operator._apply_restricted(columns, names), self.scalar)
+
+    def _transposed(self) -> TorchLinearOperator:
+        return ScaledLinearOperator(self.operator.T, self.scalar)
 
 
 class ProductLinearOperator(TorchLinearOperator):
@@ -254,6 +196,17 @@ class ProductLinearOperator(TorchLinearOperator):
         columns = self.left._apply_adjoint(self.left.codomain.convert(columns, self.codomain))
         columns = self.right._apply_adjoint(self.right.codomain.convert(columns, self.left.domain))
         return self.domain.convert(columns, self.right.domain)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        left, right, dtype = self.left, self.right, self.torch_dtype
+        columns = {name: column.to(right.torch_dtype) for name, column in columns.items()}
+        columns = right._apply_restricted(columns, right.codomain.names)
+        columns = left.domain.convert(columns, right.codomain)
+        out = left._apply_restricted(columns, names)
+        return {name: column.to(dtype) for name, column in out.items()}
+
+    def _transposed(self) -> TorchLinearOperator:
+        return ProductLinearOperator(self.right.T, self.left.T)
 
 
 class PowerLinearOperator(TorchLinearOperator):
@@ -277,6 +230,16 @@ class PowerLinearOperator(TorchLinearOperator):
             columns = self.operator._apply_adjoint(columns)
         return columns
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        for _ in range(self.exponent - 1):
+            columns = self.operator._apply_restricted(columns, self.domain.names)
+        if self.exponent:
+            return self.operator._apply_restricted(columns, names)
+        return super()._apply_restricted(columns, names)
+
+    def _transposed(self) -> TorchLinearOperator:
+        return PowerLinearOperator(self.operator.T, self.exponent)
+
 
 class AdjointLinearOperator(TorchLinearOperator):
     """The adjoint of an operator."""
@@ -291,7 +254,24 @@ class AdjointLinearOperator(TorchLinearOperator):
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return self.operator._apply(columns)
 
-    def _adjoint(self) -> TorchLinearOperator:
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self.operator._apply_adjoint_restricted(columns, names)
+
+    def _transposed(self) -> TorchLinearOperator:
         return self.operator
 
-    _transpose = _adjoint
+
+def _restricted(
+    term: TorchLinearOperator, whole: TorchLinearOperator, columns: Columns, names: list[str]
+) -> Columns:
+    """Let a term of a sum multiply some tensors of the sum's vectors, for others of the product."""
+    spaces = [(term.domain, whole.domain), (term.codomain, whole.codomain)]
+    if any(list(a.shapes.values()) != list(b.shapes.values()) for a, b in spaces):
+        # plain vectors have no tensors to choose from
+        columns = term.domain.convert(whole.domain.fill(columns), whole.domain)
+        out = whole.codomain.convert(term._apply(columns), term.codomain)
+        return {name: out[name] for name in names}
+    inward, outward = (dict(zip(b.names, a.names, strict=True)) for a, b in spaces)
+    columns = {inward[name]: column.to(term.torch_dtype) for name, column in columns.items()}
+    out = term._apply_restricted(columns, [outward[name] for name in names])
+    return {name: out[outward[name]].to(whole.torch_dtype) for name in names}

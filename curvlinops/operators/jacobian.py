@@ -77,7 +77,13 @@ class JacobianLinearOperator(OutputsLinearOperator):
         return self._push(columns, self.codomain)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._pull(columns, self.codomain)
+        return self._pull(columns, self.codomain, self.domain.names)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self._push(columns, self.codomain)
+
+    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self._pull(columns, self.codomain, names)
 
     def gram(self) -> Tensor:
         """Return the neural tangent kernel ``J @ J.T`` as a matrix, ``[N*C, N*C]``.
@@ -121,9 +127,15 @@ class TransposedJacobianLinearOperator(OutputsLinearOperator):
         return self._rows(), self.risk.space, False
 
     def _apply(self, columns: Columns) -> Columns:
-        return self._pull(columns, self.domain)
+        return self._pull(columns, self.domain, self.codomain.names)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self._push(columns, self.domain)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self._pull(columns, self.domain, names)
+
+    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
         return self._push(columns, self.domain)
 
     @property

@@ -118,7 +118,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         rows = self._alone.rows(bound)
 
         def apply(u: Tensor, out: Columns) -> None:
-            add(out, slice(None), {name: (u @ r).view_as(out[name]) for name, r in rows.items()})
+            add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
 
         return apply, len(next(iter(rows.values())))
 
@@ -132,9 +132,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return {"": self._push(columns, self._all)[""][:, self._indices]}
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self._apply_adjoint_restricted(columns, self.domain.names)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self._apply(columns)
+
+    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
         rows = self._all.zeros(columns[""].shape[0])
         rows[""].index_add_(1, self._indices, columns[""])
-        return self._pull(rows, self._all)
+        return self._pull(rows, self._all, names)
 
     # --- beyond products
 

@@ -117,7 +117,7 @@ class RowsLinearOperator(DataLinearOperator):
             )
 
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
-        """Multiply parameter vectors."""
+        """Multiply parameter vectors, which are zero outside of ``columns``."""
         num_columns = next(iter(columns.values())).shape[0]
         out = rows.zeros(num_columns)
         if num_columns == 0:
@@ -132,10 +132,10 @@ class RowsLinearOperator(DataLinearOperator):
         self._check_finite(out, rows)
         return out
 
-    def _pull(self, columns: Columns, rows: ParameterSpace) -> Columns:
-        """Multiply row vectors by the transpose."""
-        U = rows.join(columns)
-        out = self.risk.space.zeros(U.shape[0])
+    def _pull(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
+        """Multiply row vectors by the transpose, for the parameters ``names``."""
+        U, space = rows.join(columns), self.risk.space.restricted(names)
+        out = space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out
 
@@ -144,7 +144,7 @@ class RowsLinearOperator(DataLinearOperator):
             return length, lambda place: apply(U[:, place], out)
 
         self._place_rows(rows.dim, compute)
-        self._check_finite(out, self.risk.space)
+        self._check_finite(out, space)
         return out
 
 

@@ -203,11 +203,6 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _raised(self, exponent: Any) -> TorchLinearOperator:
         return self.power(exponent)
 
-    def _adjoint(self) -> "StructuredLinearOperator":
-        return self if self.self_adjoint else self._transposed()
-
-    _transpose = _adjoint
-
     # --- what a subclass implements
 
     #: The number c if the operator is c times the identity.

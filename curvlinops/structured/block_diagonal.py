@@ -129,6 +129,17 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _apply(self, columns: Columns) -> Columns:
         return self._whole([block._apply(part) for block, part in self._parts(columns)])
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        if not self._is_named:
+            return super()._apply_restricted(columns, names)
+        out = self.domain.restricted(names).zeros(next(iter(columns.values())).shape[0])
+        for block in self:
+            some = {name: columns[name] for name in block.domain.names if name in columns}
+            wanted = [name for name in block.domain.names if name in out]
+            if some and wanted:
+                out |= block._apply_restricted(some, wanted)
+        return out
+
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return self._whole([block._apply_adjoint(part) for block, part in self._parts(columns)])
 

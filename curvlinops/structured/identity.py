@@ -29,6 +29,11 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _apply(self, columns: Columns) -> Columns:
         return {name: self.scalar * column for name, column in columns.items()}
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        num_columns = next(iter(columns.values())).shape[0]
+        some = {name: columns[name] for name in names if name in columns}
+        return self.domain.restricted(names).zeros(num_columns) | self._apply(some)
+
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.torch_dtype, device=self.device)
 

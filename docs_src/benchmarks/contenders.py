@@ -11,8 +11,8 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from estimates import EIGENPAIRS_SCIPY, eigenpairs, eigenpairs_by_scipy, estimates
 from problems import Problem
-from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -25,7 +25,6 @@ HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
 KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
 KFAC_VECTOR, KFAC_INVERSE = "KFAC-vector", "KFAC inverse"
-EIGENPAIRS, EIGENPAIRS_SCIPY = "GGN, ten eigenpairs", "GGN, ten eigenpairs by scipy"
 
 
 def gradient(problem: Problem) -> Callable[[], object]:
@@ -68,10 +67,9 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
             D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
             quantities[DIAGONAL] = D.diagonal
         return quantities | _factored(curvlinops, with_loss, options, v)
-    return quantities | {
-        EIGENPAIRS: lambda: curvlinops.eigsh(G, 10, which="LA", seed=0, tol=1e-3),
-        EIGENPAIRS_SCIPY: lambda: eigsh(G, 10, which="LA", tol=1e-3),
-    }
+    for name, A in {"GGN": G, "Hessian": H}.items():
+        quantities |= eigenpairs(curvlinops, name, A)
+    return quantities | estimates(curvlinops, G, problem)
 
 
 def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor) -> Quantities:
@@ -183,14 +181,16 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
     params = list(model.parameters())
     v, V = _vectors(problem, columns)
 
+    def with_derivatives(run: Callable[[], object]) -> Callable[[], object]:
+        def inside() -> object:
+            with sdpa_kernel(SDPBackend.MATH):
+                return run()
+
+        return inside
+
     def of(build: Callable, x: Tensor) -> Callable[[], object]:
         A = build()
-
-        def run() -> object:
-            with sdpa_kernel(SDPBackend.MATH):
-                return A @ x
-
-        return run
+        return with_derivatives(lambda: A @ x)
 
     def hessian() -> object:
         options = {"check_deterministic": False}
@@ -203,18 +203,19 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
     def jacobian() -> object:
         return JacobianLinearOperator(model, params, [(X, y)], check_deterministic=False)
 
-    def eigenpairs() -> object:
-        with sdpa_kernel(SDPBackend.MATH):
-            return eigsh(ggn().to_scipy(), 10, which="LA", tol=1e-3)
-
     quantities = {
         HESSIAN: of(hessian, v),
         GGN: of(ggn, v),
         JACOBIAN: of(jacobian, v),
         HESSIAN_COLUMNS: of(hessian, V),
         GGN_COLUMNS: of(ggn, V),
-        EIGENPAIRS_SCIPY: eigenpairs,
     }
+    for name, build in {"GGN": ggn, "Hessian": hessian}.items():
+        A = build().to_scipy()
+        search = with_derivatives(lambda A=A: eigenpairs_by_scipy(A))
+        quantities[EIGENPAIRS_SCIPY.format(name)] = search
+    found = estimates(curvlinops, ggn(), problem)
+    quantities |= {row: with_derivatives(run) for row, run in found.items()}
     if not isinstance(model, nn.Sequential):  # other layers are not supported
         return quantities
     terms = 1 if y.ndim == 1 else y[0].numel()

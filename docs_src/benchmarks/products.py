@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from contenders import CONTENDERS, PEERS
@@ -20,14 +21,20 @@ from problems import PROBLEMS, make
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
+#: Rounds before times count: modes are chosen, graphs kept.
+WARM_UP = 2
+#: Seconds after which a quantity is not repeated any more; its last time counts in any case.
+PATIENCE = 20
 
 
 class Worker:
     """A contender in a process of its own."""
 
     def __init__(self, python: str, contender: str, problem: str, columns: int, device: str):
+        # another environment must not find this package in PYTHONPATH
+        options = [] if python == sys.executable else ["-E"]
         self._process = subprocess.Popen(
-            [python, str(HERE / "worker.py"), contender, problem, str(columns), device],
+            [python, *options, str(HERE / "worker.py"), contender, problem, str(columns), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -39,7 +46,7 @@ class Worker:
         """Forget the quantities in whose names none of the parts occurs."""
         self.quantities = [q for q in self.quantities if any(part in q for part in parts)]
 
-    def ask(self, line: str) -> float:
+    def ask(self, line: str) -> Any:
         """Send a line and return the answer."""
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
@@ -79,26 +86,26 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
     for worker in workers.values():
         worker.keep(args.rows)
     times = {n: {q: [] for q in ["gradient", *w.quantities]} for n, w in workers.items()}
-    rounds = args.repeats + 2  # two to warm up: modes are chosen, graphs kept
-    for round_ in tqdm(range(rounds), desc=problem, leave=False):
+    for _ in tqdm(range(args.repeats + WARM_UP), desc=problem, leave=False):
         for name, worker in workers.items():
             for quantity, values in times[name].items():
-                value = worker.ask(quantity)
-                values += [value] if round_ > 1 else []
+                if sum(values) < PATIENCE:
+                    values.append(worker.ask(quantity))
     unit_flops = workers["repeated"].ask("flops gradient")
     flops = {q: workers["repeated"].ask(f"flops {q}") for q in workers["repeated"].quantities}
+    found = {n: {q: w.ask(f"accuracy {q}") for q in w.quantities} for n, w in workers.items()}
     for worker in workers.values():
         worker.close()
     rows = {}
     for name in workers:
-        unit = statistics.median(times[name].pop("gradient"))
+        unit = median(times[name].pop("gradient"))
         for quantity, values in times[name].items():
-            fresh = Worker(pythons[name], name, *setting)
-            row = {
-                "ratio": statistics.median(values) / unit,
-                "bytes": fresh.ask(f"memory {quantity}"),
-            }
-            fresh.close()
+            row = {"ratio": median(values) / unit, "bytes": None}
+            if args.memory:
+                fresh = Worker(pythons[name], name, *setting)
+                row["bytes"] = fresh.ask(f"memory {quantity}")
+                fresh.close()
+            row |= found[name][quantity] or {}
             rows.setdefault(quantity.format(args.columns), {})[name] = row
     model = make(problem, "cpu")[0]
     return {
@@ -108,6 +115,11 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
         "flops": {q.format(args.columns): value / unit_flops for q, value in flops.items()},
         "rows": rows,
     }
+
+
+def median(seconds: list[float]) -> float:
+    """Return the median time after warming up."""
+    return statistics.median(seconds[WARM_UP:] or seconds[-1:])
 
 
 def machine(device: str) -> str:
@@ -146,7 +158,10 @@ def table(results: dict) -> str:
 def _cell(row: dict | None) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.2f}, {row['bytes'] / 2**20:.0f} MiB"
+    memory = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:.0f} MiB"
+    products = f", {row['products']} products" if row.get("products") else ""
+    error = f", error {row['error']:.1e}" if row.get("error") is not None else ""
+    return f"{row['ratio']:.2f}{memory}{products}{error}"
 
 
 def main() -> None:
@@ -156,6 +171,12 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=default)
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="parts of the names of rows; the others stay"
+    )
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether to measure memory, which takes a process for each cell",
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--columns", type=int, default=16)

@@ -3,9 +3,10 @@
     worker.py CONTENDER PROBLEM COLUMNS DEVICE
 
 Prints the names of its quantities, then for each line that names one (or `gradient`) the seconds
-that it took; for `memory NAME` its peak memory in bytes above what was allocated before (that of
-first calls in a process that did nothing else); for `flops NAME` its number of floating-point
-operations in matrix products and convolutions. All answers are JSON.
+that it took; for `accuracy NAME` the products of an algorithm and its error (root mean square over
+the calls so far), or null; for `memory NAME` its peak memory in bytes above what was allocated
+before (that of first calls in a process that did nothing else); for `flops NAME` its number of
+floating-point operations in matrix products and convolutions. All answers are JSON.
 """
 
 import json
@@ -14,28 +15,48 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from math import hypot
 
 import torch
 from contenders import CONTENDERS, gradient
+from estimates import Found
 from problems import make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
-    """Time one call; on a GPU by its own clock."""
+def timed(run: Callable[[], object], device: str) -> tuple[float, object]:
+    """Return the seconds that one call takes, on a GPU by its own clock, and its result."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        run()
+        result = run()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3, result
     before = time.perf_counter()
-    run()
-    return time.perf_counter() - before
+    result = run()
+    return time.perf_counter() - before, result
+
+
+def twice(run: Callable[[], object]) -> None:
+    """Call twice, so that what is kept is used; algorithms do so in one call."""
+    if not isinstance(run(), Found):
+        run()
+
+
+def accuracy(found: list[tuple[int | None, float | None]]) -> dict | None:
+    """Summarize the products and errors of several calls."""
+    if not found:
+        return None
+    products, errors = zip(*found, strict=True)
+    known = None not in errors
+    return {
+        "products": products[-1],
+        "error": hypot(*errors) / len(errors) ** 0.5 if known else None,
+    }
 
 
 class LiveBytes(TorchDispatchMode):
@@ -72,15 +93,15 @@ def _strided(tree: object) -> list[torch.Tensor]:
 
 
 def peak_memory(run: Callable[[], object], device: str) -> int:
-    """Return how much two calls need at most, in addition to what is there before."""
+    """Return how much two calls, or one of an algorithm, need beyond what is there."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run(), run()
+        twice(run)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     with LiveBytes() as live:
-        run(), run()
+        twice(run)
     return live.peak
 
 
@@ -103,9 +124,10 @@ class Counter(TorchDispatchMode):
 
 
 def flops(run: Callable[[], object]) -> int:
-    """Count floating-point operations of the second of two calls, which finds what is kept."""
+    """Count floating-point operations of a call that finds what is kept."""
     with Counter() as counter:
-        run()
+        if isinstance(run(), Found):  # kept from calls before
+            return counter.total
         before = counter.total
         run()
     return counter.total - before
@@ -114,9 +136,10 @@ def flops(run: Callable[[], object]) -> int:
 def main() -> None:
     """Answer line by line."""
     warnings.simplefilter("ignore")
-    contender, name, columns, device = sys.argv[1:]
-    problem = make(name, device)
+    contender, problem_name, columns, device = sys.argv[1:]
+    problem = make(problem_name, device)
     quantities = {"gradient": gradient(problem), **CONTENDERS[contender](problem, int(columns))}
+    found: dict[str, list] = {}
     print(json.dumps(list(quantities)[1:]), flush=True)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
@@ -126,8 +149,13 @@ def main() -> None:
             answer = peak_memory(quantities[argument], device)
         elif command == "flops":
             answer = flops(quantities[argument])
+        elif command == "accuracy":
+            answer = accuracy(found.get(argument, []))
         else:
-            answer = seconds(quantities[line.strip()], device)
+            name = line.strip()
+            answer, result = timed(quantities[name], device)
+            if isinstance(result, Found):
+                found.setdefault(name, []).append((result.products, result.error()))
         print(json.dumps(answer), flush=True)
 
 

@@ -1,0 +1,103 @@
+"""Products with a scipy LinearOperator, of numpy arrays and tensors alike."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+
+from curvlinops.core.border import is_ours, read
+from curvlinops.core.columns import apart
+from curvlinops.core.space import Columns, ParameterSpace
+
+
+class LinearMap(LinearOperator):
+    """A real matrix whose products run in PyTorch; ``TorchLinearOperator`` without its algebra.
+
+    Args:
+        domain: The space of the vectors that the matrix takes.
+        codomain: The space of the vectors that it returns. Default: ``domain``.
+        self_adjoint: Whether the matrix equals its adjoint.
+    """
+
+    def __init__(
+        self,
+        domain: ParameterSpace,
+        codomain: ParameterSpace | None = None,
+        self_adjoint: bool = False,
+    ):
+        self.domain = domain
+        self.codomain = domain if codomain is None else codomain
+        self.self_adjoint = self_adjoint
+        numpy_dtype = np.float64 if domain.dtype == torch.float64 else np.float32
+        super().__init__(numpy_dtype, (self.codomain.dim, self.domain.dim))
+
+    def _apply(self, columns: Columns) -> Columns:
+        """Multiply vectors ``{name: [K, *shape]}`` of the domain by the operator."""
+        raise NotImplementedError
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        """Multiply vectors of the codomain by the adjoint operator."""
+        if self.self_adjoint:
+            return self._apply(columns)
+        raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
+
+    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors of the codomain, some of their tensors, by the adjoint."""
+        out = self._apply_adjoint(self.codomain.fill(columns))
+        return {name: out[name] for name in names}
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The space of the vectors that the operator takes."""
+        return self.domain
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which products are computed."""
+        return self.domain.device
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of products, as a torch dtype."""
+        return self.domain.dtype
+
+    # --- products. scipy's public methods convert to numpy, so each is asked first
+
+    def _product(self, x: Any, adjoint: bool = False) -> Any:
+        domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
+        with torch.inference_mode(False):  # autograd refuses tensors made in it
+            columns, write = read(x, domain)
+            out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+            out = apart(out, columns)  # never the caller's memory
+        return write(out, codomain)
+
+    def _matmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x))
+
+    def _rmatmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x), adjoint=True)
+
+    _matvec = _matmat
+    _rmatvec = _rmatmat
+
+    def matvec(self, x: Any) -> Any:
+        """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(x) if is_ours(x) else super().matvec(x)
+
+    def matmat(self, X: Any) -> Any:
+        """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(X) if is_ours(X) else super().matmat(X)
+
+    def rmatvec(self, x: Any) -> Any:
+        """Multiply one vector by the adjoint."""
+        return self._product(x, adjoint=True) if is_ours(x) else super().rmatvec(x)
+
+    def rmatmat(self, X: Any) -> Any:
+        """Multiply several vectors by the adjoint."""
+        return self._product(X, adjoint=True) if is_ours(X) else super().rmatmat(X)
