@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
 
 #: Samples whose Jacobians are in memory at once.
-_CHUNK = 16
+_CHUNK = 4
 #: Rows of the root beyond which the spectrum takes too long.
 _MOST_ROWS = 1000
 
