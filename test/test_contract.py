@@ -288,7 +288,7 @@ def test_progress_names_operator_and_device(case: str, capsys):
     p = problems.make("mlp-ce-mean")
     operator = ALL[case].build(p, progressbar=True)
     operator @ vectors(operator)
-    label = f"{type(operator).__name__}.product on cpu"
+    label = f"{type(operator).__name__}.matmat on cpu"
     assert label in capsys.readouterr().err
 
 
