@@ -9,12 +9,13 @@ before (that of first calls in a process that did nothing else); for `flops NAME
 floating-point operations in matrix products and convolutions. All answers are JSON.
 """
 
+import gc
 import json
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import hypot
 
 import torch
@@ -60,7 +61,7 @@ def accuracy(found: list[tuple[int | None, float | None]]) -> dict | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations made and that are still alive.
+    """Counts the bytes of the tensors that operations met and that were not there before.
 
     What the GPU's allocator counts, for a CPU: the process's own memory also depends on what was
     imported, and on what the C library gives back to the system.
@@ -69,13 +70,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self._seen = weakref.WeakSet()
+        self._before = [x.untyped_storage() for x in _strided(gc.get_objects())]
+        self._seen = weakref.WeakSet(self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and count what it made."""
+        """Run an operation, and count what it made, and what NumPy made for it."""
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage() for x in _strided((args, kwargs))}
-        for storage in {x.untyped_storage() for x in _strided(out)} - given:
+        for storage in {x.untyped_storage() for x in _strided(tree_leaves((args, kwargs, out)))}:
             if storage not in self._seen:
                 self._seen.add(storage)
                 self.now += storage.nbytes()
@@ -87,8 +88,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def _strided(tree: object) -> list[torch.Tensor]:
-    tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+def _strided(objects: Iterable[object]) -> list[torch.Tensor]:
+    tensors = [x for x in objects if issubclass(type(x), torch.Tensor)]
     return [x for x in tensors if x.layout is torch.strided]
 
 
