@@ -1,11 +1,13 @@
 """Single products with fresh graphs: what they keep alive, and in how many passes."""
 
+import gc
 import weakref
+from typing import ClassVar
 
 import problems
 import pytest
 import torch
-from contract import CASES, EXACT, dense, error, vectors
+from contract import ALL, CASES, EXACT, dense, error, vectors
 from test_contract import CORE, pairs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,3 +163,36 @@ def test_graphs_with_sparse_tensors(cache: str, layout: torch.layout):
     v = vectors(G)
     for _ in range(2):
         assert error(G @ v, H[order][:, order] @ v) <= 1e-10
+
+
+class Watched(nn.Sequential):
+    """Notes what is computed on the way, without keeping it alive."""
+
+    seen: ClassVar[list] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+            self.seen.append(weakref.ref(x))
+        return x
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_activations_do_not_wait_for_the_garbage_collector(case: str):
+    model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    loss = (nn.MSELoss(),) if ALL[case].takes_loss else ()
+    data = [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(2)]
+    make = ALL[case].operator
+    cache = {} if hasattr(make, "compute_kronecker_factors") else {"cache": "none"}
+    operator = make(model, *loss, list(model.parameters()), data, **cache)
+    run = getattr(operator, "compute_kronecker_factors", lambda: operator @ vectors(operator))
+    run()
+    gc.collect()
+    gc.disable()
+    try:
+        Watched.seen.clear()
+        run()
+        assert Watched.seen
+        assert all(ref() is None for ref in Watched.seen)
+    finally:
+        gc.enable()

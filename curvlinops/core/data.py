@@ -125,26 +125,26 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     A container that can move itself to a device (a PackedSequence, a Hugging Face batch)
     counts as a leaf. A tensor that occurs twice is one tensor in the result, too.
     """
-    mapped: dict[int, Any] = {}
+    return _descend(tree, function, {})
 
-    def descend(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            if id(part) not in mapped:
-                mapped[id(part)] = function(part)
-            return mapped[id(part)]
-        if hasattr(part, "to"):
-            return function(part)
-        if isinstance(part, dict):
-            # the copy of a defaultdict, or of a user's own kind, is one
-            twin = copy.copy(part)
-            twin.update({key: descend(value) for key, value in part.items()})
-            return twin
-        if isinstance(part, list | tuple):
-            values = [descend(value) for value in part]
-            return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+
+def _descend(part: Any, function: Callable[[Any], Any], mapped: dict[int, Any]) -> Any:
+    # no function inside of the other one: it would refer to itself, and keep batches in memory
+    if isinstance(part, Tensor):
+        if id(part) not in mapped:
+            mapped[id(part)] = function(part)
+        return mapped[id(part)]
+    if hasattr(part, "to"):
         return function(part)
-
-    return descend(tree)
+    if isinstance(part, dict):
+        # the copy of a defaultdict, or of a user's own kind, is one
+        twin = copy.copy(part)
+        twin.update({key: _descend(value, function, mapped) for key, value in part.items()})
+        return twin
+    if isinstance(part, list | tuple):
+        values = [_descend(value, function, mapped) for value in part]
+        return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+    return function(part)
 
 
 def move(tree: Any, device: torch.device) -> Any:

@@ -1,11 +1,11 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
@@ -79,7 +79,8 @@ class RecordedBatch:
                 raise ValueError("The model returns something else then.")
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
-        self._chunks = in_chunks(self._pull, ANY_NUMBER)
+        # no method of this object, which would keep the graph in memory after its last use
+        self._chunks = in_chunks(partial(_pull, self.output), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
@@ -151,27 +152,12 @@ class RecordedBatch:
         u = u.reshape(len(u), *self.output.shape)
         if len(u) == 0:
             return {key: u.new_zeros(0, *recorded.shape) for key, recorded in self.uses.items()}
-        edges = {key: recorded.edge for key, recorded in self.uses.items()}
         found: dict[Key, list[Tensor]] = {key: [] for key in self.uses}
         with self._scope.active():
-            for _, part in self._chunks({"": u}, {"": u.dtype}, edges):
+            for _, part in self._chunks({"": u}, {"": u.dtype}, self.uses):
                 for key, g in part.items():
                     found[key].append(g)
         return {key: p[0] if len(p) == 1 else torch.cat(p) for key, p in found.items()}
-
-    def _pull(self, u: Columns, edges: dict[Key, GradientEdge]) -> Columns:
-        vectors = u[""]
-        if len(vectors) == 1:
-            found = pull({"": self.output}, {"": vectors[0]}, edges)
-            found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
-        else:
-            found = pull({"": self.output}, u, edges, batched=True)
-        return {
-            key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
-            if found.get(key) is None
-            else found[key].detach().reshape(len(vectors), *recorded.shape)
-            for key, recorded in self.uses.items()
-        }
 
     def detect(self, keys: list[Key]) -> None:
         """Find the layouts of some uses, by a random vector with and without weights."""
@@ -267,3 +253,19 @@ class RecordedBatch:
                 zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
         return {name: add(found[name]) for name in self._known(found)}
+
+
+def _pull(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
+    """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
+    vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
+    if len(vectors) == 1:
+        found = pull({"": output}, {"": vectors[0]}, edges)
+        found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
+    else:
+        found = pull({"": output}, u, edges, batched=True)
+    return {
+        key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
+        if found.get(key) is None
+        else found[key].detach().reshape(len(vectors), *recorded.shape)
+        for key, recorded in uses.items()
+    }
