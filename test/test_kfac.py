@@ -594,6 +594,20 @@ def test_rows_of_the_output_may_be_tokens(operator: type, approx: str, options: 
 
 
 @pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
+def test_rows_of_the_output_in_odd_batches(operator: type):
+    model, loss = _Attention(), nn.CrossEntropyLoss()
+    X, y, params = torch.randn(5, 6, 8), torch.randint(3, (30,)), list(model.parameters())
+    full, empty = (operator(model, loss, params, [(X, y), *d]) for d in ([], [(X[:0], y[:0])]))
+    assert error(empty.diagonal(), full.diagonal()) <= 1e-6
+    data = [(X, y), (X[:, :4], y[:20])]
+    sizes = {6: 5, 4: 3}  # by the number of tokens; the second is wrong
+    options = {"check_deterministic": False, "batch_size_fn": lambda X: sizes[X.shape[1]]}
+    odd = operator(model, loss, params, data, **options)
+    with pytest.raises(ValueError, match="20 rows for 3 samples"):
+        odd.diagonal()
+
+
+@pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
 def test_rows_of_the_output_may_be_independent_tokens(operator: type):
     model, loss = _Perceptron(), nn.MSELoss()
     data = [(torch.randn(40, 6, 8), torch.randn(240, 3))]

@@ -34,8 +34,22 @@ def weighted_probe(output: Tensor) -> Tensor:
 
 
 def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
-    """Give samples an axis of their own in front of their rows; ``None`` if each row is one."""
-    return output if num_samples is None else output.unflatten(0, (num_samples, -1))
+    """Give samples an axis of their own in front of their rows; ``None`` if each row is one.
+
+    Raises:
+        ValueError: If samples have unequal numbers of rows.
+    """
+    if num_samples is None:
+        return output
+    if len(output) == 0:
+        return output.unsqueeze(1)
+    if num_samples == 0 or len(output) % num_samples:
+        raise ValueError(
+            f"The model's output has {len(output)} rows for {num_samples} samples; those of an "
+            "earlier batch had as many rows each. Give samples an axis in front of their rows, or "
+            "say with batch_size_fn how many a batch has."
+        )
+    return output.unflatten(0, (num_samples, -1))
 
 
 def has_parts(bound: BoundModel, output: Tensor) -> bool:

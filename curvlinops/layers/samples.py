@@ -13,9 +13,10 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, check_independent, has_parts
-from curvlinops.layers.forms import BYTES, Direct, Form
+from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import Along
 from curvlinops.layers.parts import Key, Part
+from curvlinops.layers.products import BYTES
 
 _LOGGER = logging.getLogger("curvlinops")
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind
-from curvlinops.layers.outer import Inputs, Outer, add
+from curvlinops.layers.inputs import Inputs
+from curvlinops.layers.outer import Outer, add
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.structured.factors import Diagonal, Factor, decompose
