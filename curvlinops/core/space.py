@@ -7,8 +7,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core import memory
-
 #: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
 Columns = dict[str, Tensor]
 
@@ -102,7 +100,7 @@ class ParameterSpace:
 
     def empty(self, num_columns: int) -> Tensor:
         """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
-        return memory.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
+        return torch.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
 
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
