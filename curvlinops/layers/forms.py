@@ -15,6 +15,9 @@ from torch import Tensor
 
 from curvlinops.layers.products import BYTES, Products
 
+#: How many numbers a processor's cache holds.
+_CACHED = 2**18
+
 
 class Form(ABC):
     """Gradients ``[V, N, *parameter]``, not necessarily written down.
@@ -68,7 +71,8 @@ class Form(ABC):
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
-        return sum(sum_of_squares(self.rows(part)).sum(0) for part in self.parts())
+        total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
+        return total.reshape(self.shape)
 
     def inner(self, other: "Form") -> Tensor:
         """Return all inner products with the gradients of another form, ``[V, N, W, M]``."""
@@ -271,9 +275,12 @@ class Within(Form):
         return Within(self.form.select(samples), self.place, self.shape)
 
 
-def sum_of_squares(vectors: Tensor) -> Tensor:
-    """Return the sum of squares along the first axis, without memory for the squares."""
-    total = vectors.new_zeros(vectors.shape[1:])
+def squared_sum(vectors: Tensor) -> Tensor:
+    """Return the sum of squares along the first axis of ``[n, m]``, with little memory."""
+    at_once = _CACHED // max(vectors.shape[1], 1)
+    if at_once > 8:
+        return sum(some.square().sum(0) for some in vectors.split(at_once))
+    total = vectors.new_zeros(vectors.shape[1])
     for vector in vectors:
         total.addcmul_(vector, vector)
     return total

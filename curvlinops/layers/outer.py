@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Form, Total, sum_of_squares
+from curvlinops.layers.forms import Form, Total, squared_sum
 from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of
 from curvlinops.layers.products import Products, in_parts
 
@@ -168,7 +168,7 @@ class Outer(Form):
         """Return the sum of squares, as one matrix product if there is one position."""
         if self.x.shape[1] != 1:
             return super().sum_of_squares()
-        g = sum_of_squares(self.g[:, :, 0])
+        g = squared_sum(self.g.flatten(1)).reshape(self.g[0, :, 0].shape)
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self._arranged(squares[None, None])[0, 0]
 

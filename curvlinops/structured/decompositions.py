@@ -1,12 +1,13 @@
 """Eigendecompositions and inverses of dense symmetric matrices, checked and rescued."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from curvlinops.structured.eigenvalues import rounding
+from curvlinops.structured.low_rank import low_rank, wide_product
 
 #: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
 #: rounding error. Those of LAPACK stay below 10.
@@ -35,7 +36,7 @@ def eigh_batched(
     """
     names = [f"Matrix {i}" for i in range(len(matrices))] if names is None else names
     for matrix, name in zip(matrices, names, strict=True):
-        if not bool(matrix.isfinite().all()):
+        if not _is_finite(matrix):
             raise ValueError(f"{name} contains NaN or infinite values.")
     groups: dict[tuple, list[int]] = {}
     for i, matrix in enumerate(matrices):
@@ -58,6 +59,19 @@ def _eigh(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Decompose matrices ``[G, n, n]``; in float64 those that fail in their dtype."""
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-1]), matrix
+    found = [low_rank(one) for one in matrix]
+    if found.count(None) == len(found):
+        return _full_eigh(matrix, name)
+    each = [
+        _full_eigh(one[None], name) if low is None else [part[None] for part in low.eigh()]
+        for one, low in zip(matrix, found, strict=True)
+    ]
+    values, vectors = zip(*each, strict=True)
+    return (values[0], vectors[0]) if len(each) == 1 else (torch.cat(values), torch.cat(vectors))
+
+
+def _full_eigh(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Decompose matrices of any kind."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
         failed = ~_is_accurate(matrix, values, vectors)
@@ -81,16 +95,14 @@ def _is_accurate(
     matrix: Tensor, values: Tensor, vectors: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return which of several decompositions reproduce ``A x`` and ``x`` for one vector x."""
-    size = matrix.shape[-1]
-    x = torch.arange(1, size + 1, dtype=matrix.dtype, device=matrix.device)
-    x = (x * x).cos().unsqueeze(-1)  # deterministic, without a pattern
+    x = _probe(matrix)
     turned = vectors.mT @ x
     scale = values.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
     residual = (matrix @ x - vectors @ (values.unsqueeze(-1) * turned)).squeeze(-1) / scale
     drift = (x - vectors @ turned).squeeze(-1)
     error = torch.maximum(residual.norm(dim=-1), drift.norm(dim=-1))
-    bound = _TOLERANCE * size**0.5 * torch.finfo(dtype or matrix.dtype).eps
-    return error <= bound * x.norm()  # false for NaN
+    bound = _TOLERANCE * matrix.shape[-1] ** 0.5 * torch.finfo(dtype or matrix.dtype).eps
+    return error <= bound * x.flatten(1).norm(dim=1)  # false for NaN
 
 
 def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> Tensor:
@@ -103,18 +115,46 @@ def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> T
         matrix: Symmetric matrices, ``[G, n, n]``.
         name: What they are called in messages.
         retry_double_precision: Whether to try again in float64 where the decomposition fails or the
-            inverse is inaccurate.
+            inverse is inaccurate: with a relative error above 1e-3 in float32.
 
     Raises:
         ValueError: If a matrix is singular to working precision.
     """
     if matrix.numel() == 0:
         return matrix.clone()
-    out, done = _cholesky_inverse(matrix)
-    done &= _inverts(matrix, out) if retry_double_precision else done
+    found = [_low_rank_inverse(one[None]) for one in matrix]
+    if found.count(None) == len(found):
+        return _full_inverse(matrix, name, retry_double_precision)
+    each = [
+        _full_inverse(one[None], name, retry_double_precision) if low is None else low
+        for one, low in zip(matrix, found, strict=True)
+    ]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _low_rank_inverse(matrix: Tensor) -> Tensor | None:
+    """Return the inverse of a matrix ``[1, n, n]`` of a special kind, if that is accurate."""
+    found = low_rank(matrix[0])
+    if found is None or found.shift == 0 or bool((found.values == 0).any()):
+        return None
+    inverse = found.inverse()[None]
+    return inverse if bool(_solves(matrix, lambda x: inverse @ x)) else None
+
+
+def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:
+    """Invert matrices of any kind."""
+    factor, done = _cholesky(matrix)
+    if retry_double_precision:
+        done &= _solves(matrix, lambda x: torch.cholesky_solve(x, factor))
+    if not retry_double_precision or bool(done.any()):
+        out = torch.cholesky_inverse(factor, out=factor)
+        done &= out.sum((1, 2)).isfinite()
+    else:
+        out = factor
     if not bool(done.all()) and retry_double_precision:
         double = (matrix if not bool(done.any()) else matrix[~done]).double()
-        wide, success = _cholesky_inverse(double)
+        wide, success = _cholesky(double)
+        wide = torch.cholesky_inverse(wide, out=wide)
         out[~done] = wide.to(matrix.dtype)
         # rounding may turn a zero eigenvalue into a positive one
         done[~done] = success & _is_regular(double, wide)
@@ -123,30 +163,42 @@ def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> T
     return out
 
 
-def _cholesky_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inverses, and for which matrices they exist."""
+def _cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Cholesky factors, and of which matrices they are; the others' are identities."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     done = info == 0
     if not bool(done.all()):
-        # a failed decomposition has no inverse, on which cholesky_inverse would raise
         factor[~done] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    out = torch.cholesky_inverse(factor, out=factor)
-    return out, done & out.sum((1, 2)).isfinite()
+    return factor, done
 
 
-def _inverts(matrix: Tensor, inverse: Tensor) -> Tensor:
-    """Return which inverses are accurate, judged by one vector."""
-    size = matrix.shape[-1]
-    x = torch.arange(1, size + 1, dtype=matrix.dtype, device=matrix.device)
-    x = (x * x).cos().unsqueeze(-1)
-    error = (matrix @ (inverse @ x) - x).flatten(1).norm(dim=1)
-    return error <= torch.finfo(matrix.dtype).eps ** 0.5 * x.norm()
+def _solves(matrix: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return for which matrices a function solves linear systems accurately.
+
+    The solution for one vector is refined, in float64 up to the residual. How far it moves is the
+    relative error of the inverse.
+    """
+    x = _probe(matrix)
+    solution = solve(x)
+    correction = solve((x.double() - wide_product(matrix, solution)).to(x))
+    tolerance = 3 * torch.finfo(matrix.dtype).eps ** 0.5
+    return correction.norm(dim=(1, 2)) <= tolerance * solution.norm(dim=(1, 2))  # false for NaN
+
+
+def _probe(matrix: Tensor) -> Tensor:
+    """Return a vector ``[n, 1]`` that is deterministic and without a pattern, one per matrix."""
+    x = torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)
+    return (x * x).cos().unsqueeze(-1).expand(*matrix.shape[:-1], 1)
 
 
 def _is_regular(matrix: Tensor, inverse: Tensor) -> Tensor:
     """Return which matrices are far from singular ones, judged by their condition numbers."""
     condition = torch.linalg.matrix_norm(matrix) * torch.linalg.matrix_norm(inverse)
     return matrix.shape[-1] * torch.finfo(matrix.dtype).eps * condition < 1
+
+
+def _is_finite(matrix: Tensor) -> bool:
+    return matrix.numel() == 0 or all(bool(end.isfinite()) for end in matrix.aminmax())
 
 
 def _indefinite_inverse(matrix: Tensor, name: str) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind
+from curvlinops.layers.forms import Form, squared_sum
 from curvlinops.layers.inputs import Inputs
-from curvlinops.layers.outer import Outer, add
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, add
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.structured.factors import Diagonal, Factor, decompose
@@ -50,26 +51,40 @@ class Basis:
             parts: All uses of the block's weight on a batch.
         """
         forms = [part.form for part in parts]
-        shape = self.kind.groups, self.kind.outputs, -1
         if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
-            form = Outer.merge(forms) if len(forms) > 1 else forms[0]
-            x = Rotated(form.x, self.inputs, self.bias)
-            rotated = Outer(x, _rotated(form.g, self.outputs), (*shape[:2], x.shape[-1]))
-            return rotated.sum_of_squares()
+            return self._of_matrices(Outer.merge(forms) if len(forms) > 1 else forms[0])
         if all(isinstance(form, Lookup) for form in forms) and _is_unit(self.inputs):
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
             shape = forms[0].num_rows, g.shape[-1]
             return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
-        total, form = 0.0, add(forms)
+        return self._of_rows(add(forms), self.kind.arrangement)
+
+    def _of_matrices(self, form: Outer) -> Tensor:
+        """Do this for sums of outer products, rotating these or what they are made of."""
+        positions, groups, inputs = form.x.shape[1:]
+        outputs = form.g.shape[-1]
+        of_parts = positions * (inputs**2 + outputs**2)
+        of_rows = inputs * outputs * (inputs + outputs)
+        basis = self.inputs if of_parts <= of_rows else None
+        x = Rotated(form.x, basis, self.bias)
+        shape = groups, outputs, x.shape[-1]
+        if of_parts <= of_rows:
+            return Outer(x, _rotated(form.g, self.outputs), shape).sum_of_squares()
+        return self._of_rows(Outer(form.x if self.bias is None else x, form.g, shape), IN_ORDER)
+
+    def _of_rows(self, form: Form, arrangement: Arrangement) -> Tensor:
+        """Do this for gradients that are written down; they are rotated then."""
+        total: Tensor | float = 0.0
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)
-            rows = self.kind.arrangement.undo(rows, 1).reshape(len(rows), *shape)
+            rows = arrangement.undo(rows, 1)
+            rows = rows.reshape(len(rows), self.kind.groups, self.kind.outputs, -1)
             rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
             rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
-            total = total + rows.square().sum(0).permute(1, 2, 0)
-        return total
+            total = total + squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
+        return total.permute(1, 2, 0)
 
 
 class Rotated:
@@ -137,4 +152,6 @@ def _rotated(x: Tensor, basis: Factor | None) -> Tensor:
     if _is_unit(basis):
         return x
     Q = basis.tensor
-    return x @ Q[0] if len(Q) == 1 else torch.einsum("...gi,gij->...gj", x, Q)
+    if len(Q) == 1:
+        return (x.reshape(-1, x.shape[-1]) @ Q[0]).view(x.shape)
+    return torch.einsum("...gi,gij->...gj", x, Q)

@@ -1,0 +1,115 @@
+"""Symmetric matrices that are a multiple of the identity, but for a low rank.
+
+Such is a factor of a layer that is wider than the batch, with and without damping. A few products
+with tall matrices find its eigenvalues, several times as fast as a full decomposition.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Smaller matrices are decomposed as fast.
+_SMALLEST = 512
+#: One row and column in so many are decomposed to estimate the rank.
+_SPARSITY = 4
+#: How many columns more than the rank are multiplied.
+_EXCESS = 16
+#: What a decomposition may be off, relative to the largest eigenvalue and in units of ``sqrt(n)``
+#: times the rounding error; those of LAPACK are as well.
+_TOLERANCE = 4.0
+
+
+class LowRank(NamedTuple):
+    """A matrix ``Q diag(values) Q^T + shift (I - Q Q^T)``.
+
+    Attributes:
+        values: Eigenvalues, ``[r]``.
+        vectors: Q, with orthonormal columns, ``[n, r]``.
+        shift: All other eigenvalues.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    shift: float
+
+    def eigh(self) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues in ascending order, ``[n]``, and eigenvectors, ``[n, n]``."""
+        size, rank = self.vectors.shape
+        below, others = int((self.values < self.shift).sum()), size - rank
+        values = self.values.new_full((size,), self.shift)
+        vectors = self.vectors.new_empty(size, size)
+        for out, some in ((values, self.values), (vectors, self.vectors)):
+            out[..., :below] = some[..., :below]
+            out[..., below + others :] = some[..., below:]
+        vectors[:, below : below + others] = self._complement()
+        return values, vectors
+
+    def _complement(self) -> Tensor:
+        """Return an orthonormal basis of what is orthogonal to the columns of Q, ``[n, n - r]``.
+
+        It consists of the last columns of a reflection that maps Q to a matrix whose other rows are
+        zero (Schreiber and Parlett, Block reflectors: theory and computation, SIAM Journal on
+        Numerical Analysis 25, 1988).
+        """
+        rank = len(self.values)
+        left, _, right = torch.linalg.svd(self.vectors[:rank])
+        normal = self.vectors.clone()
+        normal[:rank] += left @ right
+        out = normal @ torch.linalg.solve(normal.T @ normal, normal[rank:].T).mul_(-2)
+        out.diagonal(-rank).add_(1)
+        return out
+
+    def inverse(self) -> Tensor:
+        """Return the inverse, ``[n, n]``."""
+        scaled = self.vectors * (1 / self.values - 1 / self.shift)
+        out = scaled @ self.vectors.T
+        out.diagonal().add_(1 / self.shift)
+        return out
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Multiply ``[n, k]``, in float64."""
+        Q = self.vectors.double()
+        scales = (self.values.double() - self.shift).unsqueeze(-1)
+        return Q @ (scales * (Q.T @ x.double())) + self.shift * x.double()
+
+
+def low_rank(matrix: Tensor) -> LowRank | None:
+    """Return the decomposition of a symmetric matrix, ``[n, n]``, ``None`` if it has none."""
+    if len(matrix) < _SMALLEST:
+        return None
+    try:
+        return _low_rank(matrix)
+    except torch.linalg.LinAlgError:  # such as for NaN
+        return None
+
+
+def _low_rank(matrix: Tensor) -> LowRank | None:
+    size, eps = len(matrix), torch.finfo(matrix.dtype).eps
+    some = torch.linalg.eigvalsh(matrix[::_SPARSITY, ::_SPARSITY])
+    shift = some[: len(some) // 4].mean()
+    rank = int(((some - shift).abs() > len(some) * eps * some.abs().max()).sum())
+    if rank > len(some) // 2:
+        return None
+    generator = torch.Generator(matrix.device).manual_seed(0)
+    shape = size, rank + _EXCESS
+    X = torch.randn(*shape, generator=generator, dtype=matrix.dtype, device=matrix.device)
+    Q, _ = torch.linalg.qr(matrix @ X - shift * X)
+    values, vectors = torch.linalg.eigh(Q.T @ (matrix @ Q))
+    rest = matrix.diagonal().sum(dtype=torch.double) - values.sum(dtype=torch.double)
+    found = LowRank(values, Q @ vectors, float(rest) / (size - len(values)))
+    x = X[:, :1].double()
+    error = (wide_product(matrix, x) - found.multiply(x)).norm()
+    bound = _TOLERANCE * size**0.5 * eps * max(float(values.abs().max()), abs(found.shift))
+    return found if float(error) <= bound else None  # none for NaN, too
+
+
+def wide_product(matrix: Tensor, x: Tensor) -> Tensor:
+    """Return ``matrix @ x`` in float64, without a copy of the matrix in it.
+
+    Args:
+        matrix: ``[..., n, m]``.
+        x: ``[..., m, k]``.
+    """
+    step = max(2**17 * matrix.shape[-2] // matrix.numel(), 1)
+    return torch.cat([rows.double() @ x.double() for rows in matrix.split(step, dim=-2)], dim=-2)
