@@ -8,6 +8,7 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from functools import reduce as fold
 
 import torch
@@ -56,6 +57,7 @@ class Kind:
         return None
 
 
+@lru_cache(maxsize=256)  # the same blocks come again with each batch
 def relation(kind: Kind, other: Kind) -> str | None:
     """Say how the entries of two kinds for one parameter are related.
 
@@ -63,6 +65,8 @@ def relation(kind: Kind, other: Kind) -> str | None:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
         ``None``.
     """
+    if kind == other:
+        return "same"
     if (kind.groups, kind.shift) != (other.groups, other.shift):
         return None
     size = kind.groups * kind.outputs * kind.inputs
