@@ -33,6 +33,9 @@ class BoundModel(Protocol):
     num_samples: int
     graph_bytes: int
 
+    def first_samples(self) -> "BoundModel | None":
+        """Return the same on the first few samples of a batch that can be cut, else ``None``."""
+
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, which require gradients."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, Head, Seed
+from curvlinops.core.model import Model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.space import Columns
 
@@ -18,6 +19,18 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, tor
 
 #: Tests a mode on a batch and returns its discrepancy.
 DotTest = Callable[[Mode, BoundModel, Head], float]
+
+
+def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
+    """Return the modes that may be used, reverse mode first."""
+    if autodiff == "reverse" or (autodiff == "auto" and not model.substitutable):
+        return [reverse]
+    if not model.substitutable:
+        raise ValueError(
+            "autodiff='forward' needs a Module or a function (params, X) -> output; the "
+            "parameters of a closure cannot carry tangents."
+        )
+    return [Forward()] if autodiff == "forward" else [reverse, Forward()]
 
 
 def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) -> Mode:

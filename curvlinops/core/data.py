@@ -1,7 +1,8 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,15 @@ class Batch:
     index: int
     X: Any
     y: Any
+
+
+@contextmanager
+def naming(batch: Batch) -> Iterator[None]:
+    """Name the batch in errors about values."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Batch {batch.index}: {error}") from error
 
 
 class Batches:
@@ -145,6 +155,42 @@ def _descend(part: Any, function: Callable[[Any], Any], mapped: dict[int, Any]) 
         values = [_descend(value, function, mapped) for value in part]
         return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
     return function(part)
+
+
+def first_samples(batch: Batch, num_samples: int) -> Batch | None:
+    """Return a batch of the first few samples, on which whatever a model does is cheap to try.
+
+    Args:
+        batch: A batch.
+        num_samples: How many samples it has: the tensors whose first axis has this length are cut.
+
+    Returns:
+        The batch; ``None`` if there are few anyway, or it is not evident how to cut it.
+    """
+    if num_samples < 4:
+        return None
+    few = max(2, num_samples // 8)
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            # no view: it would keep all samples in memory
+            return leaf[:few].clone() if _has_length(leaf, num_samples) else leaf
+        if isinstance(leaf, MutableMapping):  # that can move itself to a device
+            twin = copy.copy(leaf)
+            twin.update({key: map_leaves(value, cut) for key, value in leaf.items()})
+            return twin
+        return leaf
+
+    targets = [leaf for leaf in leaves(batch.y) if leaf.ndim > 0]
+    if not any(_has_length(leaf, num_samples) for leaf in leaves(batch.X)):
+        return None
+    if not all(_has_length(leaf, num_samples) for leaf in targets):
+        return None
+    return Batch(batch.index, *map_leaves((batch.X, batch.y), cut))
+
+
+def _has_length(leaf: Tensor, length: int) -> bool:
+    return leaf.ndim > 0 and len(leaf) == length
 
 
 def move(tree: Any, device: torch.device) -> Any:

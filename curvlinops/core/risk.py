@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from curvlinops.core import autodiff
 from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
-from curvlinops.core.data import Batch, Batches, to_double
+from curvlinops.core.data import Batch, Batches, first_samples, naming, to_double
 from curvlinops.core.dependence import check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
 from curvlinops.core.graph import footprint
@@ -65,6 +66,19 @@ class BatchRisk:
     def on(self, batch: Batch) -> "BatchRisk":
         """Return the same on another batch."""
         return BatchRisk(self._risk, batch)
+
+    def first_samples(self) -> "BatchRisk | None":
+        """Return the same on the first few samples of a batch that can be cut, else ``None``."""
+        try:
+            batch = first_samples(self.batch, self.num_samples)
+        except ValueError:  # the number of samples is not evident
+            return None
+        if batch is None:
+            return None
+        # what is found there of losses and values need not hold for the others
+        twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
+        twin.graph_bytes = self._risk.graph_bytes
+        return BatchRisk(twin, batch)
 
     def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
         """Return the same on a copy of the model in float64, at other parameter values."""
@@ -191,13 +205,11 @@ class EmpiricalRisk:
         """
         if self.loss is None:
             return torch.zeros((), device=output.device)
-        try:
+        with naming(batch):
             self.loss.check(output, batch.y)
             if not self.values_checked:
                 self.loss.check_values(output, batch.y)
                 self.values_checked = True
-        except ValueError as error:
-            raise ValueError(f"Batch {batch.index}: {error}") from error
         size = self.loss.term_size(output)
         if self._term_size is None:
             self._term_size = size
@@ -262,15 +274,27 @@ class EmpiricalRisk:
 
     def _check_graph(self, risk: BatchRisk) -> None:
         """Check that output and loss can be differentiated with respect to the parameters."""
+        few = risk.first_samples()
+        if few is not None:
+            with suppress(Exception):  # if these do not do alone, all show why
+                size = self._look_at_graph(few) * risk.num_samples // few.num_samples
+                self.graph_bytes = self.graph_bytes if self._checked else size
+                return
+        size = self._look_at_graph(risk)
+        self.graph_bytes = self.graph_bytes if self._checked else size
+
+    def _look_at_graph(self, risk: BatchRisk) -> int:
+        """Do this on a batch, and return the memory of its graph."""
         leaves = risk.leaves()
         scope = risk.scope(leaves, "gradient")
         with scope.active():
             value = risk.output(scope)
-            if self.loss is not None and needs_graph(
-                self.loss, value, risk.batch.y, leaves, self.model.params
-            ):
-                self.loss.needs_graph = True
-                value = risk.loss_sum(value)[0]
+            if self.loss is not None:
+                y = risk.batch.y
+                with naming(risk.batch):
+                    self.loss.check(value, y)
+                if needs_graph(self.loss, value, y, leaves, self.model.params):
+                    self.loss.needs_graph = True
+                    value = risk.loss_sum(value)[0]
         check_graph(value, self.model)
-        if not self._checked:
-            self.graph_bytes = footprint(value)
+        return footprint(value)

@@ -27,6 +27,7 @@ from curvlinops.layers.layout import (
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
 from curvlinops.layers.parts import Key, Part
+from curvlinops.layers.products import BYTES
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -85,6 +86,7 @@ class RecordedBatch:
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
+        self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
         self._nodes = set(graph_nodes(self.output))
         for ((_, index), place), recorded in self._capture.uses.items():
             found = origins(recorded.tensor, by_id)
@@ -134,7 +136,7 @@ class RecordedBatch:
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the uses of some parameters."""
-        names = set(names)
+        names, self._probed = set(names), None
         self.names = [name for name in self.names if name not in names]
         self._origins = {
             key: {name: leaf for name, leaf in found.items() if name not in names}
@@ -163,8 +165,10 @@ class RecordedBatch:
         """Find the layouts of some uses, by a random vector with and without weights."""
         output = self.output.detach()
         r = weights(self.num_samples, output)
-        plain = self._sketches(keys, probe(output))
-        weighted = self._sketches(keys, weighted_probe(output))
+        gradients = self.gradients(probe(output)[None])
+        self._probed = dict(gradients) if self.num_bytes <= BYTES else None
+        plain = self._sketches(keys, gradients)
+        weighted = self._sketches(keys, self.gradients(weighted_probe(output)[None]))
         for key in keys:
             use, g, h = self.uses[key].use, plain[key], weighted[key]
             if not bool(g.any()):
@@ -177,9 +181,9 @@ class RecordedBatch:
             if layout is not None:
                 self.layouts[key] = layout
 
-    def _sketches(self, keys: list[Key], u: Tensor) -> dict[Key, Tensor]:
-        """Return the rows of the gradients at some uses' outputs, in short."""
-        gradients, uses = self.gradients(u[None]), self.uses
+    def _sketches(self, keys: list[Key], gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return the rows of the gradients at some uses' outputs, in short, and free those."""
+        uses = self.uses
         rows = {key: uses[key].use.split(gradients.pop(key))[0] for key in keys}
         return {key: sketch(rows.pop(key), len(uses[key].use.lead)) for key in keys}
 
@@ -191,15 +195,20 @@ class RecordedBatch:
 
     def check(self, truth: Mapping[str, Tensor]) -> list[str]:
         """Return the parameters whose gradients do not add up to ``autograd_sums``."""
-        r = weights(self.num_samples, self.output)
-        own, summands = self._weighted_sums(r), self._weighted_sums(r, absolute=True)
+        found, self._probed = self._probed, None
+        if found is None:
+            found = self.gradients(probe(self.output.detach())[None])
+        own, summands = self._weighted_sums(dict(found)), self._weighted_sums(found, absolute=True)
         eps = torch.finfo(self.output.dtype).eps
         return disagreeing(self._known(own), own, summands, truth, self._tolerance, eps)
 
-    def _weighted_sums(self, r: Tensor, absolute: bool = False) -> dict[str, Tensor]:
-        """Return sums of samples' gradients, weighted by ``r``; no use is kept in memory."""
+    def _weighted_sums(
+        self, gradients: dict[Key, Tensor], absolute: bool = False
+    ) -> dict[str, Tensor]:
+        """Return sums of samples' gradients with random weights; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        for part in self.parts(probe(self.output.detach())[None], absolute=absolute):
+        r = weights(self.num_samples, self.output)
+        for part in self._sorted(gradients, absolute=absolute):
             share = part.form.weighted_sum(r)[0]
             sums[part.name] = sums[part.name] + share if part.name in sums else share
         return sums
@@ -210,16 +219,26 @@ class RecordedBatch:
         lost |= set(self.unrecorded()) - set(found)
         return [name for name in self.names if name not in lost]
 
-    def parts(self, u: Tensor, by_position: bool = False, absolute: bool = False) -> Iterator[Part]:
+    def parts(self, u: Tensor, by_position: bool = False) -> Iterator[Part]:
         """Yield the gradients of the uses that can be sorted by samples, one by one.
 
         Args:
             u: What is backpropagated, ``[V, *output]``.
             by_position: Whether gradients of biases are sums over positions, with inputs of one,
                 instead of written down.
+        """
+        return self._sorted(self.gradients(u), by_position)
+
+    def _sorted(
+        self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
+    ) -> Iterator[Part]:
+        """Do this with gradients at the uses' outputs, which are freed.
+
+        Args:
+            gradients: These gradients, ``[V, *]``.
+            by_position: See ``parts``.
             absolute: Whether all that they are made of is replaced by absolute values.
         """
-        gradients = self.gradients(u)
         for key, recorded in self.uses.items():
             if key not in self.layouts:
                 continue

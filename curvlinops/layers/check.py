@@ -111,7 +111,11 @@ def disagreeing(
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    # in float64, of which no copy is made
+    norms = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.flatten().split(2**17)
+    ]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def check_independent(bound: BoundModel, output: Tensor) -> None:

@@ -1,11 +1,9 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
@@ -13,16 +11,12 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, check_independent, has_parts
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.layout import Along
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
 
 _LOGGER = logging.getLogger("curvlinops")
-
-#: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
-#: there are several.
-Group = tuple[list[str], Form]
 
 
 class SampleBackward:
@@ -52,18 +46,39 @@ class SampleBackward:
         grouping: bool = False,
     ):
         self.name = name
-        self._grouping, self._grouped = grouping, False
+        self._trusting, self._independent, self._grouping = trusting, independent, grouping
+        self._forget()
+
+    def _forget(self) -> None:
+        self._grouped = False
         self.fallbacks: dict[str, str] = {}
-        self._trusting, self._independent = trusting, independent
         self._layouts: dict[Any, Along] = {}
         self._checked: set[Any] = set()
         self._changes: dict[Call, Change] = {}
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
+        few = None if self._checked else bound.first_samples()
+        if few is not None:
+            self._rehearse(few)
+        return SampleGradients(bound, self._record(bound))
+
+    def _rehearse(self, few: BoundModel) -> None:
+        """Look at a few samples of a batch first: what is found there need not be checked again."""
+        try:
+            batch = self._record(few)
+        except Exception as error:  # if these do not do alone, all show why
+            _LOGGER.info("%s: a few samples alone: %s", self.name, error)
+            self._forget()
+            return
+        if batch is not None:
+            self._checked -= batch.unconnected  # perhaps other samples use them
+
+    def _record(self, bound: BoundModel) -> RecordedBatch | None:
+        """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
         names = [name for name in bound.leaves() if name not in self.fallbacks]
         if not names:
-            return SampleGradients(bound, None)
+            return None
         # on the first batch while no other graph is in memory
         num_samples = bound.num_samples if self._grouped else None
         truth = None if self._checked else autograd_sums(bound, num_samples)
@@ -75,11 +90,11 @@ class SampleBackward:
             self._changes.clear()  # it was possible on an earlier batch
             batch = RecordedBatch(bound, names, self._changes, num_samples)
         if batch.num_samples == 0:
-            return SampleGradients(bound, None)
+            return None
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
         if batch is None:
-            return self.capture(bound)
+            return self._record(bound)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh or not self._checked:
@@ -91,7 +106,7 @@ class SampleBackward:
             self._layouts.clear()
             self._changes.clear()
         batch.drop(self.fallbacks)
-        return SampleGradients(bound, batch)
+        return batch
 
     # --- layouts
 
@@ -221,69 +236,3 @@ class SampleGradients:
 
             groups.append(one_by_one(apply, space, u))
         return groups
-
-
-def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
-    """Backpropagate each sample's share on its own, several at once.
-
-    Args:
-        apply: Adds gradients of ``[V, n, *output]`` to ``[V * n]`` columns of ``space``.
-        space: The parameters.
-        u: ``[V, *output]``, the first axis of the output numbers the samples.
-    """
-    num_samples = u.shape[1]
-
-    def rows(samples: slice | Tensor) -> Tensor:
-        wanted = torch.arange(num_samples, device=u.device)[samples]
-        place = torch.arange(len(wanted), device=u.device)
-        alone = u.new_zeros(len(u), len(wanted), *u.shape[1:])
-        alone[:, place, wanted] = u[:, wanted]
-        out = space.zeros(len(u) * len(wanted))
-        apply(alone, out)
-        return space.join(out).unflatten(0, (len(u), len(wanted)))
-
-    return space.names, Direct(rows, len(u), num_samples, (space.dim,))
-
-
-def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = None) -> Tensor:
-    """Return the gradients of all samples, for the only vector, ``[N, D]``; in ``out`` if given."""
-    if out is None:
-        out = space.empty(groups[0][1].num_samples)
-    for names, form in groups:
-        for part in form.parts():
-            if len(names) == 1:
-                form.write(part, out[part, space.slice(names[0])])
-                continue
-            for name, rows in split(names, form.rows(part)[0], space).items():
-                out[part, space.slice(name)] = rows.reshape(out[part, space.slice(name)].shape)
-    return out
-
-
-def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:
-    """Return all inner products of two batches' gradients, ``[V, N, W, M]``."""
-    forms = {tuple(names): form for names, form in second}
-    if {tuple(names) for names, _ in first} == set(forms):
-        return sum(form.inner(forms[tuple(names)]) for names, form in first)
-    return _side_by_side(first, space).inner(_side_by_side(second, space))
-
-
-def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
-    """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
-    sizes = [prod(space.shapes[name]) for name in names]
-    parts = rows.reshape(rows.shape[0], sum(sizes)).split(sizes, dim=1)
-    return {
-        name: part.reshape(-1, *space.shapes[name]) for name, part in zip(names, parts, strict=True)
-    }
-
-
-def _side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
-    """Write the gradients of all parameters in one row."""
-    _, form = groups[0]
-
-    def rows(samples: slice | Tensor) -> Tensor:
-        columns: Columns = {}
-        for names, one in groups:
-            columns |= split(names, one.rows(samples).flatten(0, 1), space)
-        return space.join(columns).unflatten(0, (form.num_vectors, -1))
-
-    return Direct(rows, form.num_vectors, form.num_samples, (space.dim,))

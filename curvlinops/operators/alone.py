@@ -13,8 +13,8 @@ from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.forms import Direct
+from curvlinops.layers.groups import Group
 from curvlinops.layers.layout import TOLERANCES
-from curvlinops.layers.samples import Group
 
 _LOGGER = logging.getLogger("curvlinops")
 

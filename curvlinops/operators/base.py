@@ -3,20 +3,21 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode, adjoint_of_jacobian, choose
+from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.counts import check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
-from curvlinops.core.model import Model, wrap_model
-from curvlinops.core.modes import Forward, Reverse
+from curvlinops.core.model import wrap_model
+from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
@@ -110,7 +111,7 @@ class DataLinearOperator(TorchLinearOperator):
         self._blocks = split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
         self._chunk_size = chunk_size
-        self._modes = _allowed_modes(model, autodiff, Reverse(chunk_size))
+        self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
         self._chosen: dict[bool, Mode] = {}
         self._kept = Keeper(cache, type(self).__name__)
         self._check_coupling()
@@ -208,6 +209,10 @@ class DataLinearOperator(TorchLinearOperator):
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
         if many not in self._chosen:
+            few = bound.first_samples()
+            with suppress(Exception):  # if these do not do alone, all show why
+                self._chosen |= {} if few is None else {many: self._choose(few, many)}
+        if many not in self._chosen:
             self._chosen[many] = self._choose(bound, many)
         return self._chosen[many]
 
@@ -278,18 +283,6 @@ class DataLinearOperator(TorchLinearOperator):
 def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
-
-
-def _allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
-    """Return the modes that may be used, reverse mode first."""
-    if autodiff == "reverse" or (autodiff == "auto" and not model.substitutable):
-        return [reverse]
-    if not model.substitutable:
-        raise ValueError(
-            "autodiff='forward' needs a Module or a function (params, X) -> output; the "
-            "parameters of a closure cannot carry tangents."
-        )
-    return [Forward()] if autodiff == "forward" else [reverse, Forward()]
 
 
 def _warn(message: str) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
-from curvlinops.layers.samples import SampleBackward, SampleGradients, split
+from curvlinops.layers.groups import split
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.samples import Group, SampleBackward, inner
+from curvlinops.layers.groups import Group, inner
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import RowMaps, RowsLinearOperator, flat
 
 

@@ -1,0 +1,80 @@
+"""Gradients of single samples with respect to groups of parameters."""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.forms import Direct, Form
+
+#: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
+#: there are several.
+Group = tuple[list[str], Form]
+
+
+def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
+    """Backpropagate each sample's share on its own, several at once.
+
+    Args:
+        apply: Adds gradients of ``[V, n, *output]`` to ``[V * n]`` columns of ``space``.
+        space: The parameters.
+        u: ``[V, *output]``, the first axis of the output numbers the samples.
+    """
+    num_samples = u.shape[1]
+
+    def rows(samples: slice | Tensor) -> Tensor:
+        wanted = torch.arange(num_samples, device=u.device)[samples]
+        place = torch.arange(len(wanted), device=u.device)
+        alone = u.new_zeros(len(u), len(wanted), *u.shape[1:])
+        alone[:, place, wanted] = u[:, wanted]
+        out = space.zeros(len(u) * len(wanted))
+        apply(alone, out)
+        return space.join(out).unflatten(0, (len(u), len(wanted)))
+
+    return space.names, Direct(rows, len(u), num_samples, (space.dim,))
+
+
+def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = None) -> Tensor:
+    """Return the gradients of all samples, for the only vector, ``[N, D]``; in ``out`` if given."""
+    if out is None:
+        out = space.empty(groups[0][1].num_samples)
+    for names, form in groups:
+        for part in form.parts():
+            if len(names) == 1:
+                form.write(part, out[part, space.slice(names[0])])
+                continue
+            for name, rows in split(names, form.rows(part)[0], space).items():
+                out[part, space.slice(name)] = rows.reshape(out[part, space.slice(name)].shape)
+    return out
+
+
+def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:
+    """Return all inner products of two batches' gradients, ``[V, N, W, M]``."""
+    forms = {tuple(names): form for names, form in second}
+    if {tuple(names) for names, _ in first} == set(forms):
+        return sum(form.inner(forms[tuple(names)]) for names, form in first)
+    return _side_by_side(first, space).inner(_side_by_side(second, space))
+
+
+def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
+    """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
+    sizes = [prod(space.shapes[name]) for name in names]
+    parts = rows.reshape(rows.shape[0], sum(sizes)).split(sizes, dim=1)
+    return {
+        name: part.reshape(-1, *space.shapes[name]) for name, part in zip(names, parts, strict=True)
+    }
+
+
+def _side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
+    """Write the gradients of all parameters in one row."""
+    _, form = groups[0]
+
+    def rows(samples: slice | Tensor) -> Tensor:
+        columns: Columns = {}
+        for names, one in groups:
+            columns |= split(names, one.rows(samples).flatten(0, 1), space)
+        return space.join(columns).unflatten(0, (form.num_vectors, -1))
+
+    return Direct(rows, form.num_vectors, form.num_samples, (space.dim,))
