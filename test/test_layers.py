@@ -910,6 +910,49 @@ def test_trusting():
     torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
 
 
+def _pooled(layer: nn.Module, X: dict[str, Tensor]) -> Tensor:
+    return X["pooling"] @ torch.tanh(layer(X["x"]))
+
+
+def _along_either_axis(layer: nn.Module, X: dict[str, Tensor]) -> Tensor:
+    return torch.tanh(layer(X["x"])).sum(int(X["axis"]))
+
+
+def _sets(sizes: list[int]) -> dict[str, Tensor]:
+    """Return a batch of sets, one after the other, and the matrix that sums over each."""
+    pooling = torch.block_diag(*(torch.ones(1, size) for size in sizes))
+    return {"x": torch.randn(sum(sizes), 3), "pooling": pooling}
+
+
+@pytest.mark.parametrize(
+    ("forward", "batches"),
+    [
+        (_pooled, [_sets(sizes) for sizes in ([4, 4], [3, 5], [2, 2, 2, 2], [1, 3, 1, 3])]),
+        (
+            _along_either_axis,
+            [{"x": torch.randn(4, 4, 3), "axis": torch.tensor(axis)} for axis in (0, 1, 0)],
+        ),
+    ],
+)
+def test_batches_of_the_same_shapes(forward: Callable, batches: list[dict[str, Tensor]]):
+    """Which row belongs to which sample can differ where no shape and no call does."""
+    torch.manual_seed(0)
+    model = Wrapped(nn.Linear(3, 2), forward)
+    with torch.no_grad():
+        data = [(X, torch.randn_like(model(X))) for X in batches]
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss(z, t), params, retain_graph=True)])
+        for X, y in data
+        for z, t in zip(model(X), y, strict=True)
+    ]
+    operator = PerSampleGradients(
+        model, loss, params, data, batch_size_fn=lambda X: len(X.get("pooling", X["x"]))
+    )
+    torch.testing.assert_close(operator.dense(), torch.stack(rows))
+    assert not operator.fallbacks
+
+
 TABLE = Path(__file__).parent.parent / "docs" / "layers.md"
 
 

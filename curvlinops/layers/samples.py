@@ -22,14 +22,15 @@ _LOGGER = logging.getLogger("curvlinops")
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    Each batch shows which rows of each layer belong to which sample; the first one, whether what
-    the rules say of a parameter agrees with autograd. Other parameters get one backward pass for
-    each sample, several at once.
+    The first batch shows which rows of each layer belong to which sample, and whether what the
+    rules say of a parameter agrees with autograd; so does each batch on which the model does
+    something else, or something that depends on the data. Other parameters get one backward pass
+    for each sample, several at once.
 
     Args:
         name: Names the operator in messages.
-        trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
-            batch only, which saves two backward passes on the others.
+        trusting: Whether that holds for an axis with several rows of each sample, too, however
+            batches divide it; otherwise each batch shows it anew, by two backward passes.
         independent: Whether samples that interact are refused.
         grouping: Whether the rows of the output may be parts of the batch's samples, such as
             tokens, if they are not independent.
@@ -52,7 +53,7 @@ class SampleBackward:
     def _forget(self) -> None:
         self._grouped = False
         self.fallbacks: dict[str, str] = {}
-        self._layouts: dict[Any, Along] = {}
+        self._layouts: dict[int, dict[Key, Along]] = {}
         self._checked: set[Any] = set()
         self._changes: dict[Call, Change] = {}
 
@@ -117,12 +118,12 @@ class SampleBackward:
             The batch, perhaps another one with changes; ``None`` if samples turn out to have
             several rows of the output each.
         """
-        if self._trusting and not batch.depends_on_data:
-            batch.layouts = {
-                key: layout
-                for key, layout in self._layouts.items()
-                if key in batch.uses and batch.fits(key, layout)
-            }
+        known = {} if batch.depends_on_data else self._layouts.setdefault(batch.signature, {})
+        batch.layouts |= {
+            key: layout
+            for key, layout in known.items()
+            if key in batch.uses and batch.fits(key, layout)
+        }
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             return batch
@@ -140,12 +141,13 @@ class SampleBackward:
                 check_independent(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
-        if self._trusting:
-            self._layouts |= {
-                key: layout
-                for key, layout in batch.layouts.items()
-                if isinstance(layout, Along) and key not in batch.guessed
-            }
+        known |= {
+            key: layout
+            for key, layout in batch.layouts.items()
+            if isinstance(layout, Along)
+            and (self._trusting or layout.kind == "alone")
+            and key not in batch.guessed
+        }
         return batch
 
     def _retry(

@@ -43,7 +43,7 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass; and for gradients of single samples
-            on each batch, which rows of a layer belong to which sample.
+            on each batch, which rows belong to which sample where a layer has several in a row.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -107,10 +107,10 @@ class DataLinearOperator(TorchLinearOperator):
         batches = Batches(data, batch_size_fn, num_data)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         # whoever does not want checks gets none on the batches either
-        self._trusting = not check_deterministic
         self._blocks = split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
         self._chunk_size = chunk_size
+        self._trusting = not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
         self._chosen: dict[bool, Mode] = {}
         self._kept = Keeper(cache, type(self).__name__)
