@@ -15,7 +15,12 @@ from test_real_models import resnet, unet, vit
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvlinops import EFLinearOperator, GGNDiagonalLinearOperator, JacobianLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    JacobianLinearOperator,
+)
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.outer import Outer
@@ -951,6 +956,15 @@ def test_batches_of_the_same_shapes(forward: Callable, batches: list[dict[str, T
     )
     torch.testing.assert_close(operator.dense(), torch.stack(rows))
     assert not operator.fallbacks
+    corrected = EKFACLinearOperator(
+        model,
+        loss,
+        params,
+        data,
+        fisher_type="empirical",
+        batch_size_fn=lambda X: len(X.get("pooling", X["x"])),
+    )
+    torch.testing.assert_close(corrected.trace(), torch.stack(rows).square().sum())
 
 
 TABLE = Path(__file__).parent.parent / "docs" / "layers.md"

@@ -100,7 +100,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
-        self._passes = Passes(type(self).__name__, self.space, self._options, terms)
+        passes = type(self).__name__, self.space, self._options, terms, self._trusting
+        self._passes = Passes(*passes)
         self._sums: Sums | None = None
         self._forget()
 

@@ -28,18 +28,24 @@ class Passes:
         space: The parameters.
         options: The options of the approximation.
         terms_per_sample: How many terms each sample has to have; ``None`` for any number.
+        trusting: See ``SampleBackward``.
     """
 
     def __init__(
-        self, name: str, space: ParameterSpace, options: Options, terms_per_sample: int | None
+        self,
+        name: str,
+        space: ParameterSpace,
+        options: Options,
+        terms_per_sample: int | None,
+        trusting: bool,
     ):
         self._name, self._space, self._options = name, space, options
-        self._terms_per_sample = terms_per_sample
+        self._terms_per_sample, self._trusting = terms_per_sample, trusting
         self.forget()
 
     def forget(self) -> None:
         """Look anew at how layers use their parameters."""
-        self._samples = SampleBackward(self._name, trusting=True, grouping=True)
+        self._samples = SampleBackward(self._name, self._trusting, grouping=True)
         self._estimator = Estimator(self._space, self._options)
 
     def plan(self, uses: Uses) -> list[Block]:
