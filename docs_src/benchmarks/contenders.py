@@ -25,6 +25,9 @@ HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
 KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
 KFAC_VECTOR, KFAC_INVERSE = "KFAC-vector", "KFAC inverse"
+#: What an operator costs that is used once.
+HESSIAN_NEW, GGN_NEW = "Hessian-vector, new operator", "GGN-vector, new operator"
+KFAC_NEW = "KFAC factors, sampled, new operator"
 
 
 def gradient(problem: Problem) -> Callable[[], object]:
@@ -62,7 +65,12 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
         GGN_COLUMNS: lambda: G @ V,
     }
     if cache == "none":  # nothing of these is kept
-        quantities |= {ROWS: rows.dense, NORMS: rows.norms}
+        quantities |= {
+            ROWS: rows.dense,
+            NORMS: rows.norms,
+            HESSIAN_NEW: lambda: curvlinops.HessianLinearOperator(*with_loss, **options) @ v,
+            GGN_NEW: lambda: curvlinops.GGNLinearOperator(*with_loss, **options) @ v,
+        }
         if y.ndim == 1:
             D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
             quantities[DIAGONAL] = D.diagonal
@@ -86,6 +94,7 @@ def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor
         KFAC_REDUCE: factors(kfac_approx="reduce"),
         KFAC_VECTOR: lambda: K @ v,
         KFAC_INVERSE: lambda: curvlinops.KFACInverseLinearOperator(K, **damped) @ v,
+        KFAC_NEW: lambda: factors()(),
     }
     if arguments[3][0][1].ndim == 1:  # one term for each sample
         quantities |= {
@@ -206,6 +215,8 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
     quantities = {
         HESSIAN: of(hessian, v),
         GGN: of(ggn, v),
+        HESSIAN_NEW: lambda: of(hessian, v)(),
+        GGN_NEW: lambda: of(ggn, v)(),
         JACOBIAN: of(jacobian, v),
         HESSIAN_COLUMNS: of(hessian, V),
         GGN_COLUMNS: of(ggn, V),
