@@ -151,6 +151,21 @@ def test_what_cannot_be_cut(X: Any, y: Any):
     assert first_samples(Batch(0, X, y), num_samples) is None
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_kinds_of_tensors():
+    x = torch.ones(N, 2, requires_grad=True)
+    few = first_samples(Batch(0, x, x), N)
+    assert few.X is few.y and few.X.requires_grad and few.X.is_leaf
+    model = nn.Linear(3, 1).double()
+    for X in (inputs("").to_sparse(), inputs("").to_sparse_csr()):
+        data = [(X, torch.zeros(N, 1, dtype=torch.float64))]
+        arguments = model, nn.MSELoss(), list(model.parameters())
+        found = curvlinops.HessianLinearOperator(*arguments, data, batch_size_fn=len)
+        dense = curvlinops.HessianLinearOperator(*arguments, [(X.to_dense(), data[0][1])])
+        eye = torch.eye(4, dtype=torch.float64)
+        torch.testing.assert_close(found @ eye, dense @ eye)
+
+
 def test_large_batches_are_tried_in_part():
     few = first_samples(Batch(0, torch.ones(256, 2), None), 256)
     assert len(few.X) == 32 and few.y is None

@@ -173,8 +173,10 @@ def first_samples(batch: Batch, num_samples: int) -> Batch | None:
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
+            if not _has_length(leaf, num_samples):
+                return leaf
             # no view: it would keep all samples in memory
-            return leaf[:few].clone() if _has_length(leaf, num_samples) else leaf
+            return leaf.detach()[:few].clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, MutableMapping):  # that can move itself to a device
             twin = copy.copy(leaf)
             twin.update({key: map_leaves(value, cut) for key, value in leaf.items()})

@@ -71,7 +71,7 @@ class BatchRisk:
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
         try:
             batch = first_samples(self.batch, self.num_samples)
-        except ValueError:  # the number of samples is not evident
+        except Exception:  # their number is not evident, or a tensor of another kind has no slices
             return None
         if batch is None:
             return None
