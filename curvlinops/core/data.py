@@ -227,3 +227,14 @@ def leaves(tree: Any) -> list[Tensor]:
     if isinstance(tree, list | tuple):
         return [leaf for value in tree for leaf in leaves(value)]
     return []
+
+
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [] if tensor._is_zerotensor() else [tensor]

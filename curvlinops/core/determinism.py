@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from curvlinops.core.data import Batch, leaves
+from curvlinops.core.data import Batch, leaves, strided_parts
 from curvlinops.core.space import Columns
 
 
@@ -37,7 +37,7 @@ def seed_everything(seed: int) -> None:
 def fingerprint(tree: Any) -> list[float]:
     """Return numbers that change with the values in a nested structure, and with their order."""
     numbers: list[float] = []
-    for leaf in leaves(tree):
+    for leaf in (part for tensor in leaves(tree) for part in strided_parts(tensor)):
         flat = leaf.detach().flatten().double()
         ramp = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
         numbers += [float(flat.numel()), float(flat.sum()), float(flat @ ramp.cos_())]

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from curvlinops.core.data import strided_parts
 
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
@@ -38,7 +39,7 @@ def footprint(part: Any) -> int:
     sizes: dict[int, int] = {}
 
     def count(tensor: Tensor) -> None:
-        for part in _strided_parts(tensor):
+        for part in strided_parts(tensor):
             storage = part.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
 
@@ -56,17 +57,6 @@ def footprint(part: Any) -> int:
         if variable is not None:
             leaves.add(variable.untyped_storage().data_ptr())
     return sum(size for address, size in sizes.items() if address not in leaves)
-
-
-def _strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]
 
 
 _ATTRIBUTES: dict[type, list[str]] = {}
