@@ -212,6 +212,21 @@ def test_right_hand_side_out_of_range(inverse: type, name: str):
     assert not bool(converged) and float(residuals) <= (1 + 1e-12) * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("signs", [(1, 1), (-1, 1)])
+def test_minimal_residuals_of_singular_systems_without_a_solution(dtype: type, signs: tuple):
+    rng = np.random.default_rng(0)
+    vectors, _ = np.linalg.qr(rng.standard_normal((60, 60)))
+    values = np.concatenate([signs[0] * np.linspace(1, 3, 20), signs[1] * np.linspace(1, 5, 20)])
+    range_ = vectors[:, :40]
+    A, B = ((range_ * values) @ range_.T).astype(dtype), rng.standard_normal((60, 3)).astype(dtype)
+    with pytest.warns(ConvergenceWarning, match="3 of 3 systems are not solved"):
+        found = MINRES(A).solve(B)
+    best = np.linalg.norm(B - range_ @ (range_.T @ B), axis=0)
+    assert (true_residuals(A, found.x, B) <= 1.001 * best).all()
+    assert not found.converged.any()
+
+
 @pytest.mark.parametrize("inverse", [CG, MINRES])
 def test_too_few_iterations(inverse: type):
     A, B = system("multiple")

@@ -13,6 +13,9 @@ from curvlinops.algorithms.inverse import (
     scaled,
 )
 
+#: What may turn out to be no curvature at all, relative to the matrix's norm.
+_LITTLE = 1e-3
+
 
 class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     """The inverse of a symmetric matrix by minimal residuals.
@@ -20,7 +23,8 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     ``(A + damping I)^-1`` for a matrix that may be indefinite, such as a Hessian, for all
     right-hand sides at once (Paige and Saunders, Solution of sparse indefinite systems of linear
     equations, SIAM J. Numer. Anal. 1975). A singular matrix is fine if the right-hand side lies in
-    its range; the solution then is one of many.
+    its range; the solution then is one of many. If it does not, its residual is made about as
+    small as possible, and the system reported as unsolved.
 
     For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
 
@@ -37,16 +41,30 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
         z = self._precondition(R)
         state = _start(R, z, self._positive(_inner(R, z), R).sqrt(), goal)
+        retreat, unsolved = _Retreat(X), torch.ones_like(goal, dtype=torch.bool)
         for _ in range(budget):
             v, alpha = self._lanczos(state)
-            tau, ended = _rotate(state, v, alpha)
+            tau, curvature, ended = _rotate(state, v, alpha)
+            retreat.offer(state.place, curvature)
             X.index_add_(0, state.place, scaled(tau, state.w))
             count[state.place] += 1
-            going = (norms(state.R) > state.goal) & ~ended
+            unsolved[state.place] = norms(state.R) > state.goal
+            going = unsolved[state.place] & ~ended
             if not bool(going.any()):
                 break
             state.keep(going)
-        return X, count
+        return self._better(X, retreat, R, unsolved), count
+
+    def _better(self, X: Tensor, retreat: "_Retreat", R: Tensor, unsolved: Tensor) -> Tensor:
+        """Return the solutions of ``A X = R`` with the smaller true residuals, where unsolved."""
+        rows = unsolved.nonzero().squeeze(1)
+        if retreat.X is not None and len(rows):
+            both = torch.cat([X[rows], retreat.X[rows]])
+            residuals = norms(R[rows].repeat(2, 1) - self._multiply(both)).nan_to_num(torch.inf)
+            found, before = residuals.unflatten(0, (2, -1))
+            worse = rows[before < found]
+            X[worse] = retreat.X[worse]
+        return X
 
     def _lanczos(self, s: "_State") -> tuple[Tensor, Tensor]:
         """Extend the Krylov space; return its last vector, and the matrix's value there."""
@@ -61,6 +79,32 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
         self._positive((product + slack).where(product < 0, 1.0), s.y)
         s.beta, s.beta_old = product.clamp(min=0.0).sqrt(), s.beta
         return v, alpha
+
+
+class _Retreat:
+    """The iterates before the first step of little curvature, in case that later ones are lost.
+
+    Those of singular systems without a solution grow where the matrix has no range.
+
+    Args:
+        X: The iterates at the start, ``[K, D]``.
+    """
+
+    def __init__(self, X: Tensor):
+        self.X: Tensor | None = None
+        self._all, self._fixed = X, torch.zeros(len(X), dtype=torch.bool, device=X.device)
+
+    def offer(self, place: Tensor, curvature: Tensor) -> None:
+        """Keep the iterates at ``place`` that are about to take a step of little curvature.
+
+        Args:
+            place: Which of them take a step.
+            curvature: Its curvature, relative to the norm of the matrix.
+        """
+        rows = place[(curvature <= _LITTLE) & ~self._fixed[place]]
+        if len(rows):
+            self.X = torch.zeros_like(self._all) if self.X is None else self.X
+            self.X[rows], self._fixed[rows] = self._all[rows], True
 
 
 @dataclass
@@ -99,15 +143,21 @@ def _start(R: Tensor, z: Tensor, beta: Tensor, goal: Tensor) -> _State:
     )
 
 
-def _rotate(s: _State, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Update the directions and residuals; return the step's length, and which spaces end."""
+def _rotate(s: _State, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Update the directions and residuals.
+
+    Returns:
+        The step's length; ``||A r|| / ||r||`` before it, relative to the norm of A; and which
+        spaces end.
+    """
     s.scale = s.scale.maximum(torch.hypot(alpha, s.beta))
     tiny = 10 * torch.finfo(v.dtype).eps * s.scale
     delta, gamma_bar = s.cos * s.below + s.sin * alpha, s.sin * s.below - s.cos * alpha
     above, s.above, s.below = s.above, s.sin * s.beta, -s.cos * s.beta
     gamma = torch.hypot(gamma_bar, s.beta)
     # what is left of the residual is out of the matrix's range
-    outside = (torch.hypot(gamma_bar, s.below) <= tiny) | (gamma <= tiny)
+    curvature = torch.hypot(gamma_bar, s.below)
+    outside = (curvature <= tiny) | (gamma <= tiny)
     gamma = gamma.where(~outside, 1.0)
     s.cos, s.sin = gamma_bar / gamma, s.beta / gamma
     w = v - scaled(above, s.w_old) - scaled(delta, s.w)
@@ -116,4 +166,4 @@ def _rotate(s: _State, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     ended = outside | (s.beta <= tiny)
     fresh = (s.phi * s.cos / s.beta).where(~ended, 0.0)
     s.R = scaled(s.sin**2, s.R) - scaled(fresh, s.y)
-    return tau, ended
+    return tau, curvature / s.scale, ended
