@@ -1,16 +1,16 @@
 """What is tried on the first few samples of a batch must hold for all of them."""
 
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import curvlinops
-from curvlinops import PerSampleGradientLinearOperator
 from curvlinops.core.data import Batch, first_samples
 from curvlinops.core.risk import BatchRisk
 
@@ -26,7 +26,7 @@ class Model(nn.Module):
         self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
         self.head = nn.Linear(4, 2)
         self.double()
-        self._function = function
+        self._function, self.box = function, {}
 
     def forward(self, x: Any) -> Tensor:
         return self.head(self._function(self, x))
@@ -63,6 +63,26 @@ def positions_first(m: Model, x: Tensor) -> Tensor:
     return torch.tanh(m.first(x).cumsum(0) + m.second(x)).mean(0)
 
 
+def interleaved(m: Model, x: Tensor) -> Tensor:
+    """Take every other sample first, which two are in order already."""
+    first, second = torch.tanh(m.first(torch.cat([x[0::2], x[1::2]]))).chunk(2)
+    return torch.stack([first, second], 1).flatten(0, 1) * torch.tanh(m.second(x))
+
+
+def dispatched(m: Model, x: Tensor) -> Tensor:
+    """Sort samples by a dense permutation matrix, which leaves the first ones in order."""
+    order = torch.cat([torch.arange(4), torch.arange(4, N).flip(0)])[: len(x)]
+    P = F.one_hot(order, len(x)).to(x)
+    return P.T @ torch.tanh(m.first(P @ x)) + m.first(x)
+
+
+def cached(m: Model, x: Tensor) -> Tensor:
+    """Keep what is made for the first batch where nobody restores it."""
+    if "scale" not in m.box:
+        m.box["scale"] = torch.ones(len(x), 4, dtype=x.dtype)
+    return torch.tanh(m.first(x) * m.box["scale"]) * m.second(x)
+
+
 def inputs(name: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
@@ -72,7 +92,10 @@ def inputs(name: str) -> Tensor:
 
 MODELS = {
     f.__name__: f
-    for f in (fixed_batch_size, late_expert, few_another_way, late_gradients, positions_first)
+    for f in (
+        *(fixed_batch_size, late_expert, few_another_way, late_gradients, positions_first),
+        *(interleaved, dispatched, cached),
+    )
 }
 OPERATORS = {
     "Hessian": curvlinops.HessianLinearOperator,
@@ -110,12 +133,109 @@ def test_nothing_else_is_computed(kind: str, name: str, check_deterministic: boo
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10 * float(expected.norm()))
 
 
-def test_samples_that_interact_are_refused():
-    model = Model(lambda m, x: torch.tanh(m.first(x) - m.second(x).mean(0)))
+def rolled(m: Model, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    return h + 0.5 * h.roll(2, 0) + m.second(x)
+
+
+def centered(m: Model, x: Tensor) -> Tensor:
+    return torch.tanh(m.first(x) - m.second(x).mean(0))
+
+
+@pytest.mark.parametrize("function", [rolled, centered])
+@pytest.mark.parametrize("kind", ["rows", "diagonal", "KFAC", "EKFAC"])
+def test_samples_that_interact_are_refused(kind: str, function: Callable):
+    model = Model(function)
     data = [(inputs(""), torch.zeros(N, 2, dtype=torch.float64))]
-    operator = PerSampleGradientLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    operator = OPERATORS[kind](model, nn.MSELoss(), list(model.parameters()), data)
     with pytest.raises(ValueError, match="depends on the other samples"):
-        operator.dense()
+        operator.norms() if kind == "rows" else operator @ torch.ones(operator.shape[1]).double()
+
+
+class Cubed(torch.autograd.Function):
+    """A function without forward mode, whose backward is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the third power."""
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Return the derivative, as a constant."""
+        (x,) = ctx.saved_tensors
+        return g * 3 * x.detach() ** 2
+
+
+def late(function: Callable) -> Callable:
+    """Return a model in which only the last samples meet a function of a layer."""
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        h, chosen = torch.tanh(m.first(x)), x[:, 0] > 0
+        if not chosen.any():
+            return h
+        return torch.cat([h[~chosen], function(m, x[chosen])])
+
+    return forward
+
+
+def dense(model: Model, x: Tensor) -> Tensor:
+    """Return the Gauss-Newton matrix of half the sum of squares."""
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    return J.T @ J
+
+
+def test_late_operations_choose_the_mode():
+    model, x = Model(late(lambda m, x: Cubed.apply(m.second(x)))), inputs("")
+    arguments = model, nn.MSELoss(reduction="sum"), list(model.parameters()), [(x, model(x) - 1)]
+    arguments[-1][0][1].detach_()
+    ggn = curvlinops.GGNLinearOperator(*arguments, cache="none")
+    found = torch.stack([ggn @ e for e in torch.eye(ggn.shape[0], dtype=torch.float64)])
+    torch.testing.assert_close(found, 2 * dense(model, x))
+    with pytest.raises(RuntimeError, match="not the derivative of the gradient"):
+        curvlinops.HessianLinearOperator(*arguments) @ torch.ones(len(found)).double()
+
+
+def test_late_operations_that_are_refused():
+    hidden: list[nn.Parameter] = []
+    model = Model(late(lambda m, x: m.second(x) * hidden[0]))
+    model.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    hidden.append(model.scale)
+    data = [(inputs(""), torch.zeros(N, 2, dtype=torch.float64))]
+    with pytest.raises(ValueError, match="not registered"):
+        curvlinops.HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    model = Model(
+        late(lambda m, x: checkpoint(m.second, x.clone().requires_grad_(), use_reentrant=True))
+    )
+    with pytest.raises(ValueError, match="reentrant"):
+        curvlinops.HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+
+
+def test_late_terms_of_a_loss():
+    """What a loss differentiates for the last samples only counts."""
+    net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.linspace(-1, 1, N, dtype=torch.float64).unsqueeze(1)
+
+    def residuals(output: Tensor, points: Tensor) -> Tensor:
+        inner = points[:, 0] > 0
+        loss = (output[~inner] ** 2).sum()
+        if inner.any():
+            points = points[inner].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(net(points).sum(), points, create_graph=True)
+            loss = loss + ((slope - 1) ** 2).sum()
+        return loss
+
+    params = list(net.parameters())
+    H = curvlinops.HessianLinearOperator(net, residuals, params, [(x, x)], reduction="sum")
+    gradient = torch.autograd.grad(residuals(net(x), x), params, create_graph=True)
+    flat = torch.cat([g.flatten() for g in gradient])
+    rows = [torch.autograd.grad(g, params, retain_graph=True, materialize_grads=True) for g in flat]
+    expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    torch.testing.assert_close(H @ torch.eye(len(flat), dtype=torch.float64), expected)
 
 
 class Movable(UserDict):
@@ -143,12 +263,53 @@ def test_what_is_cut():
         (torch.ones(3, 2), torch.ones(3)),  # few anyway
         ([torch.ones(5, N), torch.tensor(1.0)], torch.ones(N)),  # nothing of X
         (torch.ones(N, 5), torch.ones(N * 5)),  # targets of another length
+        ({"x": torch.ones(N), "edges": torch.ones(2, 9, dtype=torch.int64)}, torch.ones(N)),
         ({"x": torch.ones(N)}, [torch.ones(N), torch.ones(2)]),
     ],
 )
 def test_what_cannot_be_cut(X: Any, y: Any):
     num_samples = 3 if isinstance(X, Tensor) and len(X) == 3 else N
     assert first_samples(Batch(0, X, y), num_samples) is None
+
+
+class Shared(MutableMapping):
+    """A mapping whose copies are views."""
+
+    def __init__(self, **items: Tensor):
+        self.items_ = items
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+    def to(self, device: torch.device) -> "Shared":
+        return self
+
+
+def test_batches_of_the_user_stay_whole():
+    X = Shared(x=torch.ones(N, 3))
+    first_samples(Batch(0, X, None), N)
+    assert X["x"].shape == (N, 3)
+    layer = nn.Linear(3, 2)
+    J = curvlinops.JacobianLinearOperator(
+        lambda X: layer(X["x"]),
+        list(layer.parameters()),
+        [(X, None)],
+        batch_size_fn=lambda X: len(X["x"]),
+    )
+    J @ torch.ones(8)
+    assert J.shape == (2 * N, 8) and X["x"].shape == (N, 3)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

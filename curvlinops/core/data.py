@@ -1,8 +1,8 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,6 @@ class Batch:
     index: int
     X: Any
     y: Any
-
-
-@contextmanager
-def naming(batch: Batch) -> Iterator[None]:
-    """Name the batch in errors about values."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"Batch {batch.index}: {error}") from error
 
 
 class Batches:
@@ -177,14 +168,18 @@ def first_samples(batch: Batch, num_samples: int) -> Batch | None:
                 return leaf
             # no view: it would keep all samples in memory
             return leaf.detach()[:few].clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, MutableMapping):  # that can move itself to a device
+        if isinstance(leaf, UserDict):  # a batch of Hugging Face, whose copies are independent
             twin = copy.copy(leaf)
             twin.update({key: map_leaves(value, cut) for key, value in leaf.items()})
             return twin
         return leaf
 
-    targets = [leaf for leaf in leaves(batch.y) if leaf.ndim > 0]
-    if not any(_has_length(leaf, num_samples) for leaf in leaves(batch.X)):
+    inputs, targets = (
+        [leaf for leaf in leaves(tree) if leaf.ndim > 0] for tree in (batch.X, batch.y)
+    )
+    rest = [leaf for leaf in inputs if not _has_length(leaf, num_samples)]
+    # integers that stay may count samples that are gone
+    if len(rest) == len(inputs) or not all(leaf.is_floating_point() for leaf in rest):
         return None
     if not all(_has_length(leaf, num_samples) for leaf in targets):
         return None

@@ -1,6 +1,6 @@
 """What autograd graphs are made of."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -18,13 +18,6 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack.extend(next_node for next_node, _ in node.next_functions)
-
-
-def signature(nodes: Iterable[Any]) -> int:
-    """Return a number that is the same for graphs of the same operations along the same axes."""
-    return hash(
-        tuple((node.name(), *(str(getattr(node, a)) for a in _axes(node))) for node in nodes)
-    )
 
 
 def footprint(part: Any) -> int:
@@ -67,16 +60,6 @@ def _saved_attributes(node: Any) -> list[str]:
     if kind not in _ATTRIBUTES:
         _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
     return _ATTRIBUTES[kind]
-
-
-_AXES: dict[type, list[str]] = {}
-
-
-def _axes(node: Any) -> list[str]:
-    kind = type(node)
-    if kind not in _AXES:
-        _AXES[kind] = [name for name in dir(node) if name.startswith("_saved_dim")]
-    return _AXES[kind]
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

@@ -12,10 +12,10 @@ from tqdm import tqdm
 from curvlinops.core import autodiff
 from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
-from curvlinops.core.data import Batch, Batches, first_samples, naming, to_double
+from curvlinops.core.data import Batch, Batches, first_samples, to_double
 from curvlinops.core.dependence import check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
-from curvlinops.core.graph import footprint
+from curvlinops.core.graph import footprint, graph_nodes
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -69,16 +69,21 @@ class BatchRisk:
 
     def first_samples(self) -> "BatchRisk | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
-        try:
-            batch = first_samples(self.batch, self.num_samples)
-        except Exception:  # their number is not evident, or a tensor of another kind has no slices
-            return None
-        if batch is None:
-            return None
-        # what is found there of losses and values need not hold for the others
-        twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
-        twin.graph_bytes = self._risk.graph_bytes
-        return BatchRisk(twin, batch)
+        with suppress(Exception):  # their number may not be evident, or a tensor have no slices
+            if (batch := first_samples(self.batch, self.num_samples)) is not None:
+                # what is found there of losses and values need not hold for the others
+                twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
+                return BatchRisk(twin, batch)
+        return None
+
+    def operations(self, output: Tensor | None = None) -> frozenset[str]:
+        """Return the names of all differentiable operations on this batch, the loss's included."""
+        if output is None:
+            scope = self.scope(self.leaves(), "gradient")
+            with scope.active():
+                return self.operations(self.output(scope))
+        value = output if self.loss is None else self.loss.sum(output, self.batch.y)
+        return frozenset(node.name() for node in graph_nodes(value))
 
     def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
         """Return the same on a copy of the model in float64, at other parameter values."""
@@ -139,6 +144,7 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
+        operations: The names of the differentiable operations on this batch.
     """
 
     def __init__(
@@ -155,6 +161,7 @@ class EmpiricalRisk:
         self._term_size: int | None = None
         self.values_checked = loss is None
         self.graph_bytes = 0
+        self.operations: frozenset[str] = frozenset()
         self._checked: set[int] = set()  # batches on which the graph was looked at
 
     def run(
@@ -205,11 +212,13 @@ class EmpiricalRisk:
         """
         if self.loss is None:
             return torch.zeros((), device=output.device)
-        with naming(batch):
+        try:
             self.loss.check(output, batch.y)
             if not self.values_checked:
                 self.loss.check_values(output, batch.y)
                 self.values_checked = True
+        except ValueError as error:
+            raise ValueError(f"Batch {batch.index}: {error}") from error
         size = self.loss.term_size(output)
         if self._term_size is None:
             self._term_size = size
@@ -274,27 +283,18 @@ class EmpiricalRisk:
 
     def _check_graph(self, risk: BatchRisk) -> None:
         """Check that output and loss can be differentiated with respect to the parameters."""
-        few = risk.first_samples()
-        if few is not None:
-            with suppress(Exception):  # if these do not do alone, all show why
-                size = self._look_at_graph(few) * risk.num_samples // few.num_samples
-                self.graph_bytes = self.graph_bytes if self._checked else size
-                return
-        size = self._look_at_graph(risk)
-        self.graph_bytes = self.graph_bytes if self._checked else size
-
-    def _look_at_graph(self, risk: BatchRisk) -> int:
-        """Do this on a batch, and return the memory of its graph."""
         leaves = risk.leaves()
         scope = risk.scope(leaves, "gradient")
         with scope.active():
-            value = risk.output(scope)
-            if self.loss is not None:
-                y = risk.batch.y
-                with naming(risk.batch):
-                    self.loss.check(value, y)
-                if needs_graph(self.loss, value, y, leaves, self.model.params):
-                    self.loss.needs_graph = True
-                    value = risk.loss_sum(value)[0]
+            value = output = risk.output(scope)
+            if not self._checked:
+                with suppress(Exception):  # products have better messages
+                    self.operations = risk.operations(output)
+            if self.loss is not None and needs_graph(
+                self.loss, output, risk.batch.y, leaves, self.model.params
+            ):
+                self.loss.needs_graph = True
+                value = risk.loss_sum(value)[0]
         check_graph(value, self.model)
-        return footprint(value)
+        if not self._checked:
+            self.graph_bytes = footprint(value)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes, signature
+from curvlinops.core.graph import graph_nodes
 from curvlinops.core.space import Columns
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import by_samples, disagreeing, probe, weighted_probe
@@ -49,7 +49,6 @@ class RecordedBatch:
         uses: What was recorded.
         layouts: Which rows belong to which sample.
         unconnected: Uses on which the output does not depend.
-        signature: The same for batches on which the model does the same.
         guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
     """
 
@@ -88,8 +87,7 @@ class RecordedBatch:
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
         self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
-        nodes = list(graph_nodes(self.output))
-        self._nodes, self.signature = set(nodes), signature(nodes)
+        self._nodes = set(graph_nodes(self.output))
         for ((_, index), place), recorded in self._capture.uses.items():
             found = origins(recorded.tensor, by_id)
             key = Key(index, place, recorded.call, tuple(found))

@@ -1,4 +1,4 @@
-"""Checks on the first batch: of what the rules find, and of whether samples are independent.
+"""Checks of what the rules find, and of whether samples are independent.
 
 Gradients of samples have to add up to autograd's. Sums in which every sample has another weight
 also show gradients that were assigned to the wrong sample.

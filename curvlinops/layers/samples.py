@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -22,15 +21,14 @@ _LOGGER = logging.getLogger("curvlinops")
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    The first batch shows which rows of each layer belong to which sample, and whether what the
-    rules say of a parameter agrees with autograd; so does each batch on which the model does
-    something else, or something that depends on the data. Other parameters get one backward pass
-    for each sample, several at once.
+    Each batch shows which rows of each layer belong to which sample. Whether what the rules say of
+    a parameter agrees with autograd, the first few samples show, or the first batch where it cannot
+    be cut or does more. Other parameters get one backward pass for each sample, several at once.
 
     Args:
         name: Names the operator in messages.
-        trusting: Whether that holds for an axis with several rows of each sample, too, however
-            batches divide it; otherwise each batch shows it anew, by two backward passes.
+        trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
+            batch only, which saves two backward passes on the others.
         independent: Whether samples that interact are refused.
         grouping: Whether the rows of the output may be parts of the batch's samples, such as
             tokens, if they are not independent.
@@ -48,32 +46,30 @@ class SampleBackward:
     ):
         self.name = name
         self._trusting, self._independent, self._grouping = trusting, independent, grouping
-        self._forget()
-
-    def _forget(self) -> None:
-        self._grouped = False
+        self._grouped, self._log = False, logging.WARNING
         self.fallbacks: dict[str, str] = {}
-        self._layouts: dict[int, dict[Key, Along]] = {}
-        self._checked: set[Any] = set()
+        self._layouts: dict[Key, Along] = {}
+        self._checked: set[Key] = set()
         self._changes: dict[Call, Change] = {}
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
         """Run the model on a batch; return what computes its samples' gradients."""
-        few = None if self._checked else bound.first_samples()
+        few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:
-            self._rehearse(few)
+            self._checked = self._rehearsed(few)
         return SampleGradients(bound, self._record(bound))
 
-    def _rehearse(self, few: BoundModel) -> None:
-        """Look at a few samples of a batch first: what is found there need not be checked again."""
+    def _rehearsed(self, few: BoundModel) -> set[Key]:
+        """Return the uses whose rules agree with autograd on a few samples."""
+        trial = SampleBackward(self.name, independent=self._independent, grouping=self._grouping)
+        trial._log = logging.DEBUG
         try:
-            batch = self._record(few)
+            batch = trial._record(few)
         except Exception as error:  # if these do not do alone, all show why
             _LOGGER.info("%s: a few samples alone: %s", self.name, error)
-            self._forget()
-            return
-        if batch is not None:
-            self._checked -= batch.unconnected  # perhaps other samples use them
+            return set()
+        # what they do not use, others may
+        return set() if batch is None or trial.fallbacks else trial._checked - batch.unconnected
 
     def _record(self, bound: BoundModel) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
@@ -118,12 +114,12 @@ class SampleBackward:
             The batch, perhaps another one with changes; ``None`` if samples turn out to have
             several rows of the output each.
         """
-        known = {} if batch.depends_on_data else self._layouts.setdefault(batch.signature, {})
-        batch.layouts |= {
-            key: layout
-            for key, layout in known.items()
-            if key in batch.uses and batch.fits(key, layout)
-        }
+        if self._trusting and not batch.depends_on_data:
+            batch.layouts = {
+                key: layout
+                for key, layout in self._layouts.items()
+                if key in batch.uses and batch.fits(key, layout)
+            }
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             return batch
@@ -141,13 +137,12 @@ class SampleBackward:
                 check_independent(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
-        known |= {
-            key: layout
-            for key, layout in batch.layouts.items()
-            if isinstance(layout, Along)
-            and (self._trusting or layout.kind == "alone")
-            and key not in batch.guessed
-        }
+        if self._trusting:
+            self._layouts |= {
+                key: layout
+                for key, layout in batch.layouts.items()
+                if isinstance(layout, Along) and key not in batch.guessed
+            }
         return batch
 
     def _retry(
@@ -176,7 +171,8 @@ class SampleBackward:
         for name in names:
             if name not in self.fallbacks:
                 self.fallbacks[name] = reason
-                _LOGGER.warning(
+                _LOGGER.log(
+                    self._log,
                     "%s: gradients with respect to '%s' are computed sample by sample: %s.",
                     self.name,
                     name,

@@ -43,7 +43,7 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass; and for gradients of single samples
-            on each batch, which rows belong to which sample where a layer has several in a row.
+            on each batch, which rows of a layer belong to which sample.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -58,7 +58,7 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
             as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
-            and passes a dot-test on the first batch.
+            and passes a dot-test on the first batch, or its first samples.
 
     Attributes:
         risk: Model, loss and data as the empirical risk L.
@@ -106,10 +106,10 @@ class DataLinearOperator(TorchLinearOperator):
         loss = self._wrap_loss(loss_func, reduction)
         batches = Batches(data, batch_size_fn, num_data)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
-        # whoever does not want checks gets none on the batches either
         self._blocks = split_blocks(self.risk.space.names, block_sizes)
         self.autodiff = autodiff
         self._chunk_size = chunk_size
+        # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
         self._chosen: dict[bool, Mode] = {}
@@ -211,7 +211,8 @@ class DataLinearOperator(TorchLinearOperator):
         if many not in self._chosen:
             few = bound.first_samples()
             with suppress(Exception):  # if these do not do alone, all show why
-                self._chosen |= {} if few is None else {many: self._choose(few, many)}
+                if few is not None and few.operations() == self.risk.operations:
+                    self._chosen[many] = self._choose(few, many)
         if many not in self._chosen:
             self._chosen[many] = self._choose(bound, many)
         return self._chosen[many]

@@ -63,7 +63,7 @@ def _eigh(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if found.count(None) == len(found):
         return _full_eigh(matrix, name)
     each = [
-        _full_eigh(one[None], name) if low is None else [part[None] for part in low.eigh()]
+        _full_eigh(one[None], name) if low is None else [part[None] for part in low.eigh(one.dtype)]
         for one, low in zip(matrix, found, strict=True)
     ]
     values, vectors = zip(*each, strict=True)
@@ -115,7 +115,7 @@ def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> T
         matrix: Symmetric matrices, ``[G, n, n]``.
         name: What they are called in messages.
         retry_double_precision: Whether to try again in float64 where the decomposition fails or the
-            inverse is inaccurate: with a relative error above 1e-3 in float32.
+            inverse is inaccurate: for two vectors, with a relative error above 1e-3 in float32.
 
     Raises:
         ValueError: If a matrix is singular to working precision.
@@ -137,7 +137,7 @@ def _low_rank_inverse(matrix: Tensor) -> Tensor | None:
     found = low_rank(matrix[0])
     if found is None or found.shift == 0 or bool((found.values == 0).any()):
         return None
-    inverse = found.inverse()[None]
+    inverse = found.inverse(matrix.dtype)[None]
     return inverse if bool(_solves(matrix, lambda x: inverse @ x)) else None
 
 
@@ -175,14 +175,16 @@ def _cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _solves(matrix: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
     """Return for which matrices a function solves linear systems accurately.
 
-    The solution for one vector is refined, in float64 up to the residual. How far it moves is the
-    relative error of the inverse.
+    The solutions for two vectors, a product with the matrix among them, are refined, in float64 up
+    to the residual. How far they move is their relative error.
     """
     x = _probe(matrix)
-    solution = solve(x)
-    correction = solve((x.double() - wide_product(matrix, solution)).to(x))
+    B = torch.cat([x, matrix @ x], dim=-1)
+    solution = solve(B)
+    correction = solve((B.double() - wide_product(matrix, solution)).to(B))
     tolerance = 3 * torch.finfo(matrix.dtype).eps ** 0.5
-    return correction.norm(dim=(1, 2)) <= tolerance * solution.norm(dim=(1, 2))  # false for NaN
+    good = correction.norm(dim=1) <= tolerance * solution.norm(dim=1)  # false for NaN
+    return good.all(dim=-1)
 
 
 def _probe(matrix: Tensor) -> Tensor:

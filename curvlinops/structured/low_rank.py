@@ -21,7 +21,7 @@ _TOLERANCE = 4.0
 
 
 class LowRank(NamedTuple):
-    """A matrix ``Q diag(values) Q^T + shift (I - Q Q^T)``.
+    """A matrix ``Q diag(values) Q^T + shift (I - Q Q^T)``, in float64.
 
     Attributes:
         values: Eigenvalues, ``[r]``.
@@ -33,19 +33,19 @@ class LowRank(NamedTuple):
     vectors: Tensor
     shift: float
 
-    def eigh(self) -> tuple[Tensor, Tensor]:
+    def eigh(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return eigenvalues in ascending order, ``[n]``, and eigenvectors, ``[n, n]``."""
         size, rank = self.vectors.shape
         below, others = int((self.values < self.shift).sum()), size - rank
-        values = self.values.new_full((size,), self.shift)
-        vectors = self.vectors.new_empty(size, size)
+        values = torch.full((size,), self.shift, dtype=dtype, device=self.values.device)
+        vectors = values.new_empty(size, size)
         for out, some in ((values, self.values), (vectors, self.vectors)):
             out[..., :below] = some[..., :below]
             out[..., below + others :] = some[..., below:]
-        vectors[:, below : below + others] = self._complement()
+        vectors[:, below : below + others] = self._complement(dtype)
         return values, vectors
 
-    def _complement(self) -> Tensor:
+    def _complement(self, dtype: torch.dtype) -> Tensor:
         """Return an orthonormal basis of what is orthogonal to the columns of Q, ``[n, n - r]``.
 
         It consists of the last columns of a reflection that maps Q to a matrix whose other rows are
@@ -56,22 +56,22 @@ class LowRank(NamedTuple):
         left, _, right = torch.linalg.svd(self.vectors[:rank])
         normal = self.vectors.clone()
         normal[:rank] += left @ right
-        out = normal @ torch.linalg.solve(normal.T @ normal, normal[rank:].T).mul_(-2)
+        weights = torch.linalg.solve(normal.T @ normal, normal[rank:].T).mul_(-2)
+        out = normal.to(dtype) @ weights.to(dtype)
         out.diagonal(-rank).add_(1)
         return out
 
-    def inverse(self) -> Tensor:
+    def inverse(self, dtype: torch.dtype) -> Tensor:
         """Return the inverse, ``[n, n]``."""
         scaled = self.vectors * (1 / self.values - 1 / self.shift)
-        out = scaled @ self.vectors.T
+        out = scaled.to(dtype) @ self.vectors.T.to(dtype)
         out.diagonal().add_(1 / self.shift)
         return out
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply ``[n, k]``, in float64."""
-        Q = self.vectors.double()
-        scales = (self.values.double() - self.shift).unsqueeze(-1)
-        return Q @ (scales * (Q.T @ x.double())) + self.shift * x.double()
+        scales = (self.values - self.shift).unsqueeze(-1)
+        return self.vectors @ (scales * (self.vectors.T @ x)) + self.shift * x
 
 
 def low_rank(matrix: Tensor) -> LowRank | None:
@@ -87,18 +87,20 @@ def low_rank(matrix: Tensor) -> LowRank | None:
 def _low_rank(matrix: Tensor) -> LowRank | None:
     size, eps = len(matrix), torch.finfo(matrix.dtype).eps
     some = torch.linalg.eigvalsh(matrix[::_SPARSITY, ::_SPARSITY])
-    shift = some[: len(some) // 4].mean()
+    shift = float(some[: len(some) // 4].mean())
     rank = int(((some - shift).abs() > len(some) * eps * some.abs().max()).sum())
     if rank > len(some) // 2:
         return None
     generator = torch.Generator(matrix.device).manual_seed(0)
-    shape = size, rank + _EXCESS
-    X = torch.randn(*shape, generator=generator, dtype=matrix.dtype, device=matrix.device)
-    Q, _ = torch.linalg.qr(matrix @ X - shift * X)
-    values, vectors = torch.linalg.eigh(Q.T @ (matrix @ Q))
-    rest = matrix.diagonal().sum(dtype=torch.double) - values.sum(dtype=torch.double)
+    like = {"generator": generator, "dtype": torch.double, "device": matrix.device}
+    Q = torch.randn(size, rank + _EXCESS, **like)
+    # in float64, and twice: what else there is by rounding must not be mixed in
+    for _ in range(2):
+        Q, _ = torch.linalg.qr(wide_product(matrix, Q) - shift * Q)
+    values, vectors = torch.linalg.eigh(Q.T @ wide_product(matrix, Q))
+    rest = matrix.diagonal().sum(dtype=torch.double) - values.sum()
     found = LowRank(values, Q @ vectors, float(rest) / (size - len(values)))
-    x = X[:, :1].double()
+    x = torch.randn(size, 1, **like)
     error = (wide_product(matrix, x) - found.multiply(x)).norm()
     bound = _TOLERANCE * size**0.5 * eps * max(float(values.abs().max()), abs(found.shift))
     return found if float(error) <= bound else None  # none for NaN, too

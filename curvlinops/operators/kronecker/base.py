@@ -66,6 +66,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """
 
     _per_sample = True
+    #: Whether gradients of single samples are needed, beyond sums over their rows.
+    _corrected = False
 
     def __init__(
         self,
@@ -100,8 +102,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
-        passes = type(self).__name__, self.space, self._options, terms, self._trusting
-        self._passes = Passes(*passes)
+        # sums over all rows do not depend on which belongs to which sample
+        trusting = self._trusting or not (self._options.reduced or self._corrected)
+        self._passes = Passes(type(self).__name__, self.space, self._options, terms, trusting)
         self._sums: Sums | None = None
         self._forget()
 

@@ -38,6 +38,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     NeurIPS 2018, arXiv:1806.03884.
     """
 
+    _corrected = True
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self._options.fisher_type is FisherType.FORWARD_ONLY:
