@@ -144,7 +144,7 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
-        operations: The names of the differentiable operations on this batch.
+        operations: The names of the first batch's operations.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
         if many not in self._chosen:
-            few = bound.first_samples()
+            few = bound.first_samples() if bound.batch.index == 0 else None
             with suppress(Exception):  # if these do not do alone, all show why
                 if few is not None and few.operations() == self.risk.operations:
                     self._chosen[many] = self._choose(few, many)

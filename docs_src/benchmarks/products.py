@@ -96,9 +96,10 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
     found = {n: {q: w.ask(f"accuracy {q}") for q in w.quantities} for n, w in workers.items()}
     for worker in workers.values():
         worker.close()
+    # of all processes, as what a process allocates besides makes its own gradients slower
+    unit = statistics.median(median(values.pop("gradient")) for values in times.values())
     rows = {}
     for name in workers:
-        unit = median(times[name].pop("gradient"))
         for quantity, values in times[name].items():
             row = {"ratio": median(values) / unit, "bytes": None}
             if args.memory:
@@ -176,7 +177,7 @@ def main() -> None:
         "--memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether to measure memory, which takes a process for each cell",
+        help="whether to measure memory anew, which takes a process for each cell",
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--columns", type=int, default=16)
@@ -191,6 +192,10 @@ def main() -> None:
     for problem in args.problems:
         found = measure(problem, args)
         before = results["problems"].get(problem, {"rows": {}, "flops": {}})
+        for quantity, row in found["rows"].items():
+            for name, cell in row.items():
+                old = before["rows"].get(quantity, {}).get(name, {"bytes": None})
+                cell["bytes"] = cell["bytes"] if args.memory else old["bytes"]
         merged = {key: before[key] | found[key] for key in ("rows", "flops")}
         results["problems"][problem] = found | merged
     args.output.mkdir(exist_ok=True, parents=True)
