@@ -35,12 +35,12 @@ def test_eigh(shift: float, dtype: torch.dtype):
     expected = torch.linalg.eigvalsh(matrix.double())
     scale = expected.abs().max()
     assert (values.diff() >= 0).all()
-    assert (values - expected).abs().max() <= 100 * eps * scale
+    assert (values - expected).abs().max() <= 50 * eps * scale
     assert (vectors.T @ vectors - torch.eye(SIZE, dtype=dtype)).abs().max() <= 50 * eps
-    assert ((vectors * values) @ vectors.T - matrix).norm() <= 200 * eps * scale
+    assert ((vectors * values) @ vectors.T - matrix).norm() <= 100 * eps * scale
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (DOUBLE, 1e-9)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3.5e-4), (DOUBLE, 1e-9)])
 @pytest.mark.parametrize("shift", [1e-2, 1.0, -0.3])
 def test_inverse(shift: float, dtype: torch.dtype, tolerance: float, monkeypatch):
     def unexpected(*args: object) -> None:
@@ -63,7 +63,7 @@ def test_small_shifts_are_accurate():
     matrix = gram(1e-3, torch.float32)
     expected = torch.linalg.inv(matrix.double())
     found = inverse(matrix.unsqueeze(0), "A")[0]
-    assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert (found - expected).norm() <= 3.5e-4 * expected.norm()
 
 
 def test_others_are_decomposed_as_a_whole():

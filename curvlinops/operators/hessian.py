@@ -25,5 +25,5 @@ class HessianLinearOperator(DataLinearOperator):
         mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
         if isinstance(mode, Reverse) and self.autodiff == "auto":
             check_custom_functions(bound)
-        self._chosen[not many] = mode
+        self._chosen[not many] = mode  # it does not depend on how many
         return mode

@@ -1,7 +1,9 @@
 """Symmetric matrices that are a multiple of the identity, but for a low rank.
 
 Such is a factor of a layer that is wider than the batch, with and without damping. A few products
-with tall matrices find its eigenvalues, several times as fast as a full decomposition.
+with tall matrices find its eigenvalues, several times as fast as a full decomposition. They also
+give its inverse, which is accurate where the shift is not too small: the matrix's own rounding
+errors, which are of full rank, count relative to it.
 """
 
 from typing import NamedTuple
@@ -16,7 +18,7 @@ _SPARSITY = 4
 #: How many columns more than the rank are multiplied.
 _EXCESS = 16
 #: What a decomposition may be off, relative to the largest eigenvalue and in units of ``sqrt(n)``
-#: times the rounding error; those of LAPACK are as well.
+#: times the rounding error.
 _TOLERANCE = 4.0
 
 

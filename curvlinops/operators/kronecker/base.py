@@ -102,7 +102,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
-        # sums over all rows do not depend on which belongs to which sample
+        # factors that sum over all rows do not depend on which belongs to which sample; of exact
+        # blocks the first batch decides
         trusting = self._trusting or not (self._options.reduced or self._corrected)
         self._passes = Passes(type(self).__name__, self.space, self._options, terms, trusting)
         self._sums: Sums | None = None
