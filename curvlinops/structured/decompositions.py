@@ -137,8 +137,8 @@ def _low_rank_inverse(matrix: Tensor) -> Tensor | None:
     found = low_rank(matrix[0])
     if found is None or found.shift == 0 or bool((found.values == 0).any()):
         return None
-    inverse = found.inverse(matrix.dtype)[None]
-    return inverse if bool(_solves(matrix, lambda x: inverse @ x)) else None
+    accurate = _solves(matrix, lambda x: found.solve(matrix[0], x[0])[None])
+    return found.inverse(matrix[0])[None] if bool(accurate) else None
 
 
 def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:

@@ -2,8 +2,8 @@
 
 Such is a factor of a layer that is wider than the batch, with and without damping. A few products
 with tall matrices find its eigenvalues, several times as fast as a full decomposition. They also
-give its inverse, which is accurate where the shift is not too small: the matrix's own rounding
-errors, which are of full rank, count relative to it.
+give its inverse, where the matrix's own rounding errors, which are of full rank, are corrected for:
+they count relative to the shift.
 """
 
 from typing import NamedTuple
@@ -17,6 +17,8 @@ _SMALLEST = 512
 _SPARSITY = 4
 #: How many columns more than the rank are multiplied.
 _EXCESS = 16
+#: Rows of so many numbers are converted to float64 at once.
+_PART = 2**17
 #: What a decomposition may be off, relative to the largest eigenvalue and in units of ``sqrt(n)``
 #: times the rounding error.
 _TOLERANCE = 4.0
@@ -29,11 +31,13 @@ class LowRank(NamedTuple):
         values: Eigenvalues, ``[r]``.
         vectors: Q, with orthonormal columns, ``[n, r]``.
         shift: All other eigenvalues.
+        residual: ``A Q - Q diag(values)`` for the matrix A that it approximates, ``[n, r]``.
     """
 
     values: Tensor
     vectors: Tensor
     shift: float
+    residual: Tensor
 
     def eigh(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return eigenvalues in ascending order, ``[n]``, and eigenvectors, ``[n, n]``."""
@@ -63,11 +67,35 @@ class LowRank(NamedTuple):
         out.diagonal(-rank).add_(1)
         return out
 
-    def inverse(self, dtype: torch.dtype) -> Tensor:
-        """Return the inverse, ``[n, n]``."""
-        scaled = self.vectors * (1 / self.values - 1 / self.shift)
-        out = scaled.to(dtype) @ self.vectors.T.to(dtype)
-        out.diagonal().add_(1 / self.shift)
+    def solve(self, matrix: Tensor, x: Tensor) -> Tensor:
+        """Multiply ``[n, k]`` with the inverse of the matrix A that it approximates, in float64.
+
+        With C for its own inverse, A has the inverse ``2 C - C A C`` up to squares of
+        ``C A - I``.
+        """
+        y = self._divide(x)
+        return 2 * y - self._divide(wide_product(matrix, y))
+
+    def _divide(self, x: Tensor) -> Tensor:
+        scales = (1 / self.values - 1 / self.shift).unsqueeze(-1)
+        return self.vectors @ (scales * (self.vectors.T @ x.double())) + x / self.shift
+
+    def inverse(self, matrix: Tensor) -> Tensor:
+        """Return the inverse of A, ``[n, n]``, as accurate as ``solve``."""
+        Q, shift = self.vectors, self.shift
+        D = 1 / self.values - 1 / shift
+        RD = self.residual * D / shift
+        left = torch.cat([Q * (D + (self.values - shift) / shift**2) - RD, Q], dim=1)
+        right = torch.cat([Q, -RD], dim=1).T
+        out, step = torch.empty_like(matrix), max(_PART // len(matrix), 1)
+        for start in range(0, len(matrix), step):
+            rows, others = slice(start, start + step), slice(start, None)
+            part = matrix[rows, others].to(torch.double, copy=True)
+            part.addmm_(left[rows], right[:, others], beta=-1 / shift**2)
+            square = part[:, : len(part)]
+            square.copy_((square + square.T) / 2)
+            out[rows, others], out[others, rows] = part, part.T
+        out.diagonal().add_(2 / shift)
         return out
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -99,9 +127,12 @@ def _low_rank(matrix: Tensor) -> LowRank | None:
     # in float64, and twice: what else there is by rounding must not be mixed in
     for _ in range(2):
         Q, _ = torch.linalg.qr(wide_product(matrix, Q) - shift * Q)
-    values, vectors = torch.linalg.eigh(Q.T @ wide_product(matrix, Q))
+    AQ = wide_product(matrix, Q)
+    values, turn = torch.linalg.eigh(Q.T @ AQ)
     rest = matrix.diagonal().sum(dtype=torch.double) - values.sum()
-    found = LowRank(values, Q @ vectors, float(rest) / (size - len(values)))
+    vectors = Q @ turn
+    residual = AQ @ turn - vectors * values
+    found = LowRank(values, vectors, float(rest) / (size - len(values)), residual)
     x = torch.randn(size, 1, **like)
     error = (wide_product(matrix, x) - found.multiply(x)).norm()
     bound = _TOLERANCE * size**0.5 * eps * max(float(values.abs().max()), abs(found.shift))
@@ -115,5 +146,5 @@ def wide_product(matrix: Tensor, x: Tensor) -> Tensor:
         matrix: ``[..., n, m]``.
         x: ``[..., m, k]``.
     """
-    step = max(2**17 * matrix.shape[-2] // matrix.numel(), 1)
+    step = max(_PART * matrix.shape[-2] // matrix.numel(), 1)
     return torch.cat([rows.double() @ x.double() for rows in matrix.split(step, dim=-2)], dim=-2)
