@@ -39,6 +39,23 @@ def test_dense(problem: str):
 
 
 @pytest.mark.parametrize("problem", problems.NAMES)
+def test_gradients(problem: str):
+    """They are lists or dictionaries as the parameters are, with an axis of samples in front."""
+    operator, params = build(problem), problems.make(problem).params
+    found = operator.gradients()
+    assert type(found) is type(params)
+    tensors = dict(found if isinstance(found, dict) else enumerate(found))
+    given = dict(params if isinstance(params, dict) else enumerate(params))
+    assert list(tensors) == list(given)
+    for key, param in given.items():
+        assert tensors[key].shape == (operator.shape[0], *param.shape)
+    rows = torch.cat(
+        [rows.flatten(1) if rows.ndim > 1 else rows[:, None] for rows in tensors.values()], 1
+    )
+    torch.testing.assert_close(rows, operator.dense())
+
+
+@pytest.mark.parametrize("problem", problems.NAMES)
 def test_norms_gram_and_moments(problem: str):
     p = problems.make(problem)
     operator, rows = build(problem), dense("gradients", problem)
@@ -85,6 +102,11 @@ def test_subsampling(problem: str, terms: str):
         if len(indices) == 0:
             continue
         assert error(operator.dense(), expected) <= p.tolerance
+        gradients = operator.gradients()
+        if isinstance(gradients, dict):
+            gradients = list(gradients.values())
+        flat = torch.cat([x.reshape(len(expected), -1) for x in gradients], dim=1)
+        assert error(flat, expected) <= p.tolerance
         assert error(operator.norms(), expected.norm(dim=1)) <= p.tolerance
         assert error(operator.gram(), expected @ expected.T) <= p.tolerance
         assert error(operator @ torch.eye(operator.shape[1]).double(), expected) <= p.tolerance

@@ -70,7 +70,7 @@ class LanczosSearch:
                 space.inject(random_rows(1, self.matrix, self.generator))
             space.expand()
             # in large spaces Ritz pairs cost more than they may save
-            if space.dim >= self.k and space.dim - checked > space.dim // 32:
+            if space.dim >= self.k and space.dim - checked > space.dim // 80:
                 if self._finished(space.ritz()):
                     return True
                 checked = space.dim

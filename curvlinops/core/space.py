@@ -73,7 +73,7 @@ class ParameterSpace:
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
-        flat = self._flat_memory(columns)
+        flat = self.common_memory(columns)
         if flat is None:
             parts = [
                 columns[name].flatten(1) if shape else columns[name].unsqueeze(1)
@@ -82,8 +82,8 @@ class ParameterSpace:
             flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return flat
 
-    def _flat_memory(self, columns: Columns) -> Tensor | None:
-        """Return the vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
+    def common_memory(self, columns: Columns) -> Tensor | None:
+        """Return the vectors ``[K, dim]`` whose views ``columns`` are, ``None`` if they are not."""
         first = columns[next(iter(self.shapes))]
         num_columns, start = first.shape[0], first.storage_offset()
         if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
@@ -101,6 +101,11 @@ class ParameterSpace:
     def empty(self, num_columns: int) -> Tensor:
         """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
         return torch.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
+
+    def apart(self, num_columns: int) -> Columns:
+        """Return memory for ``num_columns`` vectors, of its own for each tensor."""
+        like = {"dtype": self.dtype, "device": self.device}
+        return {n: torch.empty(num_columns, *shape, **like) for n, shape in self.shapes.items()}
 
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""

@@ -36,18 +36,16 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
     return space.names, Direct(rows, len(u), num_samples, (space.dim,))
 
 
-def write_rows(groups: list[Group], space: ParameterSpace, out: Tensor | None = None) -> Tensor:
-    """Return the gradients of all samples, for the only vector, ``[N, D]``; in ``out`` if given."""
-    if out is None:
-        out = space.empty(groups[0][1].num_samples)
+def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None:
+    """Write the gradients of all samples, for the only vector, to ``{name: [N, *shape]}``."""
     for names, form in groups:
         for part in form.parts():
             if len(names) == 1:
-                form.write(part, out[part, space.slice(names[0])])
+                rows = out[names[0]][part]
+                form.write(part, rows.view(len(rows), prod(rows.shape[1:])))
                 continue
             for name, rows in split(names, form.rows(part)[0], space).items():
-                out[part, space.slice(name)] = rows.reshape(out[part, space.slice(name)].shape)
-    return out
+                out[name][part] = rows
 
 
 def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:

@@ -269,7 +269,8 @@ class DataLinearOperator(TorchLinearOperator):
         )
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
-        name = not_finite(out, [space.join(out)])
+        together = space.common_memory(out)
+        name = not_finite(out, () if together is None else [together])
         if name is None:
             return
         if self.risk.loss is not None:

@@ -1,5 +1,6 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -94,10 +95,10 @@ class EFLinearOperator(DataLinearOperator):
         gradients = self._samples.capture(bound)
         terms = bound.terms(gradients.output)
         groups = gradients.backward(self._gradient(bound, gradients.output))
-        rows = write_rows(groups, self.space)
-        return _sum_of_outer_products(
-            {name: rows[:, self.space.slice(name)] for name in self.space.names}, terms
-        )
+        rows = self.space.apart(gradients.num_samples)
+        write_rows(groups, self.space, rows)
+        flat = {name: x.reshape(len(x), prod(x.shape[1:])) for name, x in rows.items()}
+        return _sum_of_outer_products(flat, terms)
 
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""

@@ -147,21 +147,37 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        space, num_rows = self.domain, self.shape[0]
-        out = space.empty(num_rows)
+        out = self.domain.empty(self.shape[0])
+        self._write(self.domain.split(out))
+        self._check(out)
+        return out
+
+    def gradients(self) -> list[Tensor] | dict[str, Tensor]:
+        """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
+
+        The same numbers as in ``dense``, but faster where the matrix is large.
+        """
+        out = self.domain.apart(self.shape[0])
+        self._write(out)
+        self._check_finite(out, self.domain)
+        return self.risk.model.pack(out)
+
+    def _write(self, out: Columns) -> None:
+        """Write all rows to ``{name: [N, *shape]}``."""
 
         def visit(groups: list[Group], where: Tensor) -> None:
             if not len(where):  # a batch without samples
                 return
             place = slice(int(where[0]), int(where[-1]) + 1)
             if place.stop - place.start == len(where):
-                write_rows(groups, space, out[place])
-            else:
-                out[where] = write_rows(groups, space)
+                write_rows(groups, self.domain, {name: x[place] for name, x in out.items()})
+                return
+            rows = self.domain.apart(len(where))
+            write_rows(groups, self.domain, rows)
+            for name, x in out.items():
+                x[where] = rows[name]
 
         self._visit(visit)
-        self._check(out)
-        return out
 
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""

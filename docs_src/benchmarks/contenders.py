@@ -20,7 +20,8 @@ Quantities = dict[str, Callable[[], object]]
 
 HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
 FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
-ROWS, NORMS = "Gradients of samples", "Norms of gradients"
+ROWS, MATRIX = "Gradients of samples", "Gradients of samples, one matrix"
+NORMS = "Norms of gradients"
 HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
 KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
@@ -66,7 +67,8 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
     }
     if cache == "none":  # nothing of these is kept
         quantities |= {
-            ROWS: rows.dense,
+            ROWS: rows.gradients,
+            MATRIX: rows.dense,
             NORMS: rows.norms,
             HESSIAN_NEW: lambda: curvlinops.HessianLinearOperator(*with_loss, **options) @ v,
             GGN_NEW: lambda: curvlinops.GGNLinearOperator(*with_loss, **options) @ v,
@@ -163,6 +165,9 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
     def rows() -> dict[str, Tensor]:
         return vmap(grad(loss_of_one), (None, 0, 0))(theta, X, y)
 
+    def matrix() -> Tensor:
+        return torch.cat([row.flatten(1) for row in rows().values()], dim=1)
+
     def norms() -> Tensor:
         return sum(row.flatten(1).square().sum(1) for row in rows().values()).sqrt()
 
@@ -175,6 +180,7 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
         JACOBIAN: lambda: jacobian(v),
         FISHER: lambda: fisher(v),
         ROWS: rows,
+        MATRIX: matrix,
         NORMS: norms,
         HESSIAN_COLUMNS: lambda: for_columns(hessian)(V),
         GGN_COLUMNS: lambda: for_columns(ggn)(V),
@@ -222,9 +228,8 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
         GGN_COLUMNS: of(ggn, V),
     }
     for name, build in {"GGN": ggn, "Hessian": hessian}.items():
-        A = build().to_scipy()
-        search = with_derivatives(lambda A=A: eigenpairs_by_scipy(A))
-        quantities[EIGENPAIRS_SCIPY.format(name)] = search
+        search = eigenpairs_by_scipy(build().to_scipy())
+        quantities[EIGENPAIRS_SCIPY.format(name)] = with_derivatives(search)
     found = estimates(curvlinops, ggn(), problem)
     quantities |= {row: with_derivatives(run) for row, run in found.items()}
     if not isinstance(model, nn.Sequential):  # other layers are not supported

@@ -160,7 +160,7 @@ def _cell(row: dict | None) -> str:
     if row is None:
         return ""
     memory = "" if row["bytes"] is None else f", {row['bytes'] / 2**20:.0f} MiB"
-    products = f", {row['products']} products" if row.get("products") else ""
+    products = f", {row['products']:.4g} products" if row.get("products") else ""
     error = f", error {row['error']:.1e}" if row.get("error") is not None else ""
     return f"{row['ratio']:.2f}{memory}{products}{error}"
 

@@ -3,10 +3,10 @@
     worker.py CONTENDER PROBLEM COLUMNS DEVICE
 
 Prints the names of its quantities, then for each line that names one (or `gradient`) the seconds
-that it took; for `accuracy NAME` the products of an algorithm and its error (root mean square over
-the calls so far), or null; for `memory NAME` its peak memory in bytes above what was allocated
-before (that of first calls in a process that did nothing else); for `flops NAME` its number of
-floating-point operations in matrix products and convolutions. All answers are JSON.
+that it took; for `accuracy NAME` the products of an algorithm (mean over the calls so far) and its
+error (root mean square), or null; for `memory NAME` its peak memory in bytes above what was
+allocated before (that of first calls in a process that did nothing else); for `flops NAME` its
+number of floating-point operations in matrix products and convolutions. All answers are JSON.
 """
 
 import gc
@@ -55,7 +55,7 @@ def accuracy(found: list[tuple[int | None, float | None]]) -> dict | None:
     products, errors = zip(*found, strict=True)
     known = None not in errors
     return {
-        "products": products[-1],
+        "products": sum(products) / len(products) if None not in products else None,
         "error": hypot(*errors) / len(errors) ** 0.5 if known else None,
     }
 
