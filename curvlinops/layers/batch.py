@@ -7,23 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
-from curvlinops.core.space import Columns
-from curvlinops.layers.capture import Call, Capture, Change, Recorded
+from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
 from curvlinops.layers.check import by_samples, disagreeing, probe, weighted_probe
-from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.layout import (
+from curvlinops.layers.detection import (
     TOLERANCES,
-    Along,
-    Layout,
-    Scattered,
-    detect,
-    guess,
+    Detection,
+    digits,
+    settle,
     sketch,
     weights,
 )
+from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.layout import Along, Layout, Scattered
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
 from curvlinops.layers.parts import Key, Part
@@ -50,6 +48,7 @@ class RecordedBatch:
         layouts: Which rows belong to which sample.
         unconnected: Uses on which the output does not depend.
         guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
+        open: Uses with rows without a gradient, whose samples are guesses.
     """
 
     def __init__(
@@ -81,11 +80,12 @@ class RecordedBatch:
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
         # no method of this object, which would keep the graph in memory after its last use
-        self._chunks = in_chunks(partial(_pull, self.output), ANY_NUMBER)
+        self._chunks = in_chunks(partial(gradients_at, self.output), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
+        self.open: set[Key] = set()
         self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
         self._nodes = set(graph_nodes(self.output))
         for ((_, index), place), recorded in self._capture.uses.items():
@@ -168,18 +168,39 @@ class RecordedBatch:
         gradients = self.gradients(probe(output)[None])
         self._probed = dict(gradients) if self.num_bytes <= BYTES else None
         plain = self._sketches(keys, gradients)
-        weighted = self._sketches(keys, self.gradients(weighted_probe(output)[None]))
+        weighted = self._sketches(keys, self.gradients(weighted_probe(output, r)[None]))
+        detections, candidates = {}, {}
         for key in keys:
-            use, g, h = self.uses[key].use, plain[key], weighted[key]
-            if not bool(g.any()):
-                self.guessed.add(key)
-                layout = guess(use.lead, self.num_samples)
-                if layout is None:
-                    del self.uses[key]
+            num_lead = len(self.uses[key].use.lead)
+            found = Detection(plain.pop(key), num_lead, self.num_samples, self._tolerance)
+            candidates[key] = found.regular(weighted.pop(key), r)
+            detections[key] = found
+        self.guessed = {key for key in keys if detections[key].is_blank}
+        leads = {key: self.uses[key].use.lead for key in keys}
+        found, self.open = settle(candidates, leads, self.guessed)
+        self.layouts |= found
+        rest = {key: found for key, found in detections.items() if not candidates[key]}
+        self._detect_scattered(rest)
+
+    def _detect_scattered(self, detections: Mapping[Key, Detection]) -> None:
+        """Find layouts without a pattern."""
+        output = self.output.detach()
+        for key in self.guessed & set(detections):
+            lead = self.uses[key].use.lead
+            if lead:
+                self.layouts[key] = Scattered.anyhow(lead, self.num_samples)
             else:
-                layout = detect(g, h, len(use.lead), r, self._tolerance)
+                del self.uses[key]
+        keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]
+        r = digits(self.num_samples, self._tolerance, output) if keys else []
+        passes = [
+            self._sketches(keys, self.gradients(weighted_probe(output, some)[None])) for some in r
+        ]
+        for key in keys:
+            layout = detections[key].scattered([found.pop(key) for found in passes], r)
             if layout is not None:
                 self.layouts[key] = layout
+        self.open |= {key for key, found in detections.items() if found.has_blanks}
 
     def _sketches(self, keys: list[Key], gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Return the rows of the gradients at some uses' outputs, in short, and free those."""
@@ -259,7 +280,8 @@ class RecordedBatch:
             rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
                 own = on_parameter(form, recorded.tensor, leaf)
-                yield Part(key, name, own, rows, use.shift, use.elsewhere)
+                is_open = key in self.open
+                yield Part(key, name, own, rows, is_open, use.shift, use.elsewhere)
 
     def forms(self, u: Tensor) -> dict[str, Form]:
         """Return the gradients of all parameters whose uses can be sorted by samples."""
@@ -272,19 +294,3 @@ class RecordedBatch:
                 zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
         return {name: add(found[name]) for name in self._known(found)}
-
-
-def _pull(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
-    """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
-    vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
-    if len(vectors) == 1:
-        found = pull({"": output}, {"": vectors[0]}, edges)
-        found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
-    else:
-        found = pull({"": output}, u, edges, batched=True)
-    return {
-        key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
-        if found.get(key) is None
-        else found[key].detach().reshape(len(vectors), *recorded.shape)
-        for key, recorded in uses.items()
-    }

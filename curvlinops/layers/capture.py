@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.core.autodiff import pull
+from curvlinops.core.space import Columns
 from curvlinops.layers.composed import COMPOSED
 from curvlinops.layers.elementwise import REPEATING
 from curvlinops.layers.embedding import READING
+from curvlinops.layers.parts import Key
 from curvlinops.layers.uses import RULES, Use
 
 #: A function, and how often it was called before with something tracked.
@@ -226,3 +229,19 @@ def _unwrapped(func: Callable) -> Callable:
         inner.__kwdefaults__ = func.__kwdefaults__
         _UNWRAPPED[func] = inner
     return _UNWRAPPED[func]
+
+
+def gradients_at(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
+    """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
+    vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
+    if len(vectors) == 1:
+        found = pull({"": output}, {"": vectors[0]}, edges)
+        found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
+    else:
+        found = pull({"": output}, u, edges, batched=True)
+    return {
+        key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
+        if found.get(key) is None
+        else found[key].detach().reshape(len(vectors), *recorded.shape)
+        for key, recorded in uses.items()
+    }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.data import Batch, map_leaves
-from curvlinops.layers.layout import TOLERANCES, weights
+from curvlinops.layers.detection import TOLERANCES, weights
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -27,10 +27,9 @@ def probe(output: Tensor) -> Tensor:
     return random.to(output.device, output.dtype)
 
 
-def weighted_probe(output: Tensor) -> Tensor:
-    """Return the same, times the samples' weights."""
-    u = probe(output)
-    return u * weights(len(output), u).reshape(-1, *(1,) * (output.ndim - 1))
+def weighted_probe(output: Tensor, r: Tensor) -> Tensor:
+    """Return the same, times weights ``[N]`` of the samples."""
+    return probe(output) * r.reshape(-1, *(1,) * (output.ndim - 1))
 
 
 def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
@@ -62,7 +61,7 @@ def has_parts(bound: BoundModel, output: Tensor) -> bool:
 
 
 def autograd_sums(bound: BoundModel, num_samples: int | None = None) -> dict[str, Tensor]:
-    """Return autograd's gradients of ``<weighted_probe, output>``, in a forward pass of its own.
+    """Return autograd's gradients of a weighted sum of the output, in a forward pass of its own.
 
     Args:
         bound: The model on a batch.
@@ -72,7 +71,8 @@ def autograd_sums(bound: BoundModel, num_samples: int | None = None) -> dict[str
     scope = bound.scope(leaves, "gradient")
     with scope.active():
         output = by_samples(bound.output(scope), num_samples)
-        found = pull({"": output}, {"": weighted_probe(output.detach())}, leaves, retain=False)
+        u = weighted_probe(output.detach(), weights(len(output), output.detach()))
+        found = pull({"": output}, {"": u}, leaves, retain=False)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
         for name, leaf in leaves.items()

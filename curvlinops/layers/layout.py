@@ -1,8 +1,7 @@
 """Which rows of a layer's output belong to which sample?
 
 Not axis 0, in general: layers see ``[N * T, d]``, ``[T, N, d]``, ``[T * N, d]``, packed sequences.
-The answer is read off two backward passes: if the loss of sample n is weighted by r_n, so is the
-gradient of each row that belongs to it.
+See ``curvlinops.layers.detection`` for how that is found out.
 """
 
 from collections.abc import Iterator
@@ -12,14 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-#: Relative error up to which two gradients agree that were computed in a dtype. A wrong layout is
-#: off by about a third.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
-
-
-#: How many numbers of each row are compared.
-_SKETCHED = 4
 
 
 class Layout(Protocol):
@@ -87,6 +78,11 @@ class Scattered:
     valid: Tensor
 
     @classmethod
+    def anyhow(cls, lead: tuple[int, ...], num_samples: int) -> "Scattered":
+        """Return a layout of rows for which it does not matter."""
+        return cls.of(torch.arange(prod(lead)) % num_samples, num_samples)
+
+    @classmethod
     def of(cls, samples: Tensor, num_samples: int) -> "Scattered":
         """Return the layout, given each row's sample ``[R]``."""
         counts = torch.bincount(samples, minlength=num_samples)
@@ -121,82 +117,8 @@ class Single:
         return x.unsqueeze(start)
 
 
-def weights(num_samples: int, like: Tensor) -> Tensor:
-    """Return distinct weights for the samples, in no order."""
-    generator = torch.Generator().manual_seed(num_samples)
-    order = torch.randperm(num_samples, generator=generator)
-    return (1 + order.to(like) / num_samples).to(like.device)
-
-
-def sketch(rows: Tensor, num_lead: int) -> Tensor:
-    """Return what ``detect`` needs of rows ``[*lead, *features]``: ``[*lead, F]``, F small.
-
-    These are random combinations of the features: one row is a multiple of another one if these
-    are. In half precision, in which they might cancel, they are the features themselves.
-    """
-    width = prod(rows.shape[num_lead:])
-    rows = rows.reshape(*rows.shape[:num_lead], width)
-    if width <= _SKETCHED or rows.dtype.itemsize < 4:
-        return rows
-    generator = torch.Generator().manual_seed(width)
-    mix = torch.randn(width, _SKETCHED, generator=generator) / _SKETCHED**0.5
-    return rows @ mix.to(rows)
-
-
-def detect(
-    plain: Tensor, weighted: Tensor, num_lead: int, r: Tensor, tolerance: float
-) -> Layout | None:
-    """Find the layout that explains a layer's output gradients.
-
-    Args:
-        plain: Gradient of the sum of the samples' losses, ``[*lead, *features]``, or its sketch.
-        weighted: Gradient of the sum weighted by ``r``.
-        num_lead: Number of leading axes.
-        r: The weights, ``[N]``.
-        tolerance: Relative error of the gradients.
-
-    Returns:
-        The layout, or ``None`` if there is none, or the gradient is zero.
-    """
-    num_samples, lead = len(r), tuple(plain.shape[:num_lead])
-    if num_samples == 1:
-        return Single()
-    size = float(plain.double().norm())
-    if size == 0.0 or num_lead == 0:
-        return None
-
-    is_half = tolerance >= TOLERANCES[torch.float16]
-    noise = 100 * torch.finfo(plain.dtype).eps * size
-
-    def explains(layout: Layout) -> bool:
-        rows, found = (layout.by_sample(g, 0, num_lead, num_samples) for g in (plain, weighted))
-        rows, found = (g.double().reshape(*g.shape[:2], -1) for g in (rows, found))
-        error = (found - r.double().reshape(-1, 1, 1) * rows).norm(dim=2)
-        norms = rows.norm(dim=2)
-        # rounding errors are relative to the largest numbers; in half precision, many of them
-        # would hide a wrong layout
-        allowed = 0.2 * tolerance * norms.max() if is_half else noise
-        return bool((error <= tolerance * norms + allowed).all())
-
-    for layout in _regular(lead, num_samples):
-        if explains(layout):
-            return layout
-    if tolerance * num_samples > 0.1:
-        return None  # neighboring weights cannot be told apart
-    rows, found = (g.double().reshape(prod(lead), -1) for g in (plain, weighted))
-    ratio = (rows * found).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(torch.float64).tiny)
-    scattered = Scattered.of((ratio[:, None] - r.double()).abs().argmin(1), num_samples)
-    return scattered if explains(scattered) else None
-
-
-def guess(lead: tuple[int, ...], num_samples: int) -> Layout | None:
-    """Return the most likely layout of rows with leading axes of some lengths."""
-    if num_samples == 1:
-        return Single()
-    return next(_regular(lead, num_samples), None)
-
-
-def _regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
+def regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
+    """Yield the regular layouts of rows with leading axes of some lengths, likely ones first."""
     for kind in ("alone", "outer", "inner"):
         for axis in range(len(lead)):
             layout = Along(axis, kind)
@@ -206,3 +128,12 @@ def _regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
         layout = Along(None, kind)
         if layout.fits(lead, num_samples):
             yield layout
+
+
+def assignment(layout: Layout, lead: tuple[int, ...], num_samples: int) -> Tensor:
+    """Return each row's sample, ``[R]``."""
+    rows = torch.arange(prod(lead)).reshape(lead)
+    rows = layout.by_sample(rows, 0, len(lead), num_samples)
+    out = torch.empty(prod(lead), dtype=torch.int64)
+    out[rows.flatten()] = torch.arange(num_samples).repeat_interleave(rows.shape[1])
+    return out

@@ -33,6 +33,7 @@ class Part(NamedTuple):
         form: The gradients.
         rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
             samples have as many.
+        open: Whether it is not known to which samples rows without a gradient belong.
         shift: See ``Use``.
         elsewhere: See ``Use``.
     """
@@ -41,5 +42,6 @@ class Part(NamedTuple):
     name: str
     form: Form
     rows: Tensor | None
+    open: bool
     shift: float | None
     elsewhere: bool

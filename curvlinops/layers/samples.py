@@ -141,7 +141,7 @@ class SampleBackward:
             self._layouts |= {
                 key: layout
                 for key, layout in batch.layouts.items()
-                if isinstance(layout, Along) and key not in batch.guessed
+                if isinstance(layout, Along) and key not in batch.guessed | batch.open
             }
         return batch
 

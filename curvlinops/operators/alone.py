@@ -12,9 +12,9 @@ from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, map_leaves
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
+from curvlinops.layers.detection import TOLERANCES
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
-from curvlinops.layers.layout import TOLERANCES
 
 _LOGGER = logging.getLogger("curvlinops")
 

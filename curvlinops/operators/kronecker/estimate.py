@@ -17,6 +17,12 @@ from curvlinops.operators.kronecker.plan import Block, plan
 from curvlinops.operators.kronecker.sums import Factors, Sums
 from curvlinops.operators.kronecker.usage import Uses, kind_of, place_of
 
+#: Why there may be no factors in the reduce setting.
+_OPEN = (
+    "some of its layer's rows have no gradient, so that it is not known which samples they belong "
+    "to, over which kfac_approx='reduce' averages ('expand' does not)"
+)
+
 
 class Estimator:
     """Adds up batches.
@@ -61,6 +67,9 @@ class Estimator:
 
     def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
         """Choose the structure of the blocks, given one more batch."""
+        reduced = self._options.reduced
+        lost = {p.name for p in parts if p.open and p.name in reduced and kind_of(p) is not None}
+        unknown = unknown | dict.fromkeys(lost, _OPEN)
         uses = sums.uses.union(Uses.of(parts, unknown))
         if sums.blocks is None or uses != sums.uses:
             sums.adopt(uses, self.plan(uses))

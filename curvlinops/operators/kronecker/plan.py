@@ -60,6 +60,7 @@ def plan(
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
     """
+    used = {name: own for name, own in used.items() if name not in unknown}
     pairs = _pairs(used, space)
     joined = pairs if options.joint else {}
     blocks = []
@@ -95,7 +96,7 @@ def _pairs(used: Mapping[str, AbstractSet[Usage]], space: ParameterSpace) -> dic
         if None in partners or len(names) != 1:
             continue
         (bias,) = names
-        others = used[bias]
+        others = used.get(bias, frozenset())
         if (
             len({usage.kind for usage in usages}) == 1
             and len({usage.place for usage in usages}) == len(partners) == len(usages)

@@ -1,0 +1,185 @@
+"""Finds out which rows of a layer's output belong to which sample.
+
+The answer is read off backward passes: if the loss of sample n is weighted by r_n, so is the
+gradient of each row that belongs to it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.layout import Layout, Scattered, Single, assignment, regular
+from curvlinops.layers.parts import Key
+
+#: Relative error up to which two gradients agree that were computed in a dtype. A wrong layout is
+#: off by about a third.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
+
+#: How many numbers of each row are compared.
+_SKETCHED = 4
+
+
+def weights(num_samples: int, like: Tensor) -> Tensor:
+    """Return distinct weights for the samples, in no order."""
+    return (1 + _order(num_samples).to(like) / num_samples).to(like.device)
+
+
+def digits(num_samples: int, tolerance: float, like: Tensor) -> list[Tensor]:
+    """Return weights that tell samples apart though gradients have some relative error.
+
+    Each of them, ``[N]``, is a digit of the samples' numbers in a system with few digits.
+    """
+    base = max(2, int(0.1 / tolerance))
+    number, out = _order(num_samples), []
+    while not out or base ** len(out) < num_samples:
+        digit = number // base ** len(out) % base
+        out.append((digit.to(like) / (base - 1)).to(like.device))
+    return out
+
+
+def _order(num_samples: int) -> Tensor:
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(num_samples))
+
+
+def sketch(rows: Tensor, num_lead: int) -> Tensor:
+    """Return what is needed of rows ``[*lead, *features]``: ``[*lead, F]``, F small.
+
+    These are random combinations of the features: one row is a multiple of another one if these
+    are. In half precision, in which they might cancel, they are the features themselves.
+    """
+    width = prod(rows.shape[num_lead:])
+    rows = rows.reshape(*rows.shape[:num_lead], width)
+    if width <= _SKETCHED or rows.dtype.itemsize < 4:
+        return rows
+    generator = torch.Generator().manual_seed(width)
+    mix = torch.randn(width, _SKETCHED, generator=generator) / _SKETCHED**0.5
+    return rows @ mix.to(rows)
+
+
+class Detection:
+    """What backward passes tell of the rows of a layer's output.
+
+    Args:
+        plain: Gradient of the sum of the samples' losses, ``[*lead, *features]``, or its sketch.
+        num_lead: Number of leading axes.
+        num_samples: N.
+        tolerance: Relative error of the gradients.
+    """
+
+    def __init__(self, plain: Tensor, num_lead: int, num_samples: int, tolerance: float):
+        self._plain, self._lead = plain, tuple(plain.shape[:num_lead])
+        self._num_samples, self._tolerance = num_samples, tolerance
+        norms = self._rows(plain).norm(dim=1)
+        self._size = float(norms.norm())
+        eps = min(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
+        #: Whether gradients of some rows are zero, up to rounding.
+        self.has_blanks = bool((norms <= 10 * eps * self._size).any())
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the gradient is zero, and tells nothing."""
+        return self._size == 0.0
+
+    def regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
+        """Return the regular layouts that explain the gradients.
+
+        Several ones differ in rows whose gradient is zero.
+
+        Args:
+            weighted: Gradient of the sum weighted by ``r``.
+            r: The weights, ``[N]``.
+        """
+        if self._num_samples == 1:
+            return [Single()]
+        found: list[Layout] = []
+        for layout in regular(self._lead, self._num_samples):
+            if self.is_blank or self._explains(layout, weighted, r):
+                found.append(layout)
+                if not self.has_blanks:
+                    break
+        return self._different(found)
+
+    def scattered(self, weighted: list[Tensor], r: list[Tensor]) -> Scattered | None:
+        """Return the layout that explains the gradients, whichever it is, or ``None``.
+
+        Args:
+            weighted: Gradients of sums with different weights.
+            r: These, ``[N]`` each, which together tell the samples apart.
+        """
+        own, rows = torch.zeros(self._num_samples), torch.zeros(prod(self._lead))
+        own, rows = own.long().to(r[0].device), rows.long().to(r[0].device)
+        for found, values in zip(weighted, r, strict=True):
+            levels = values.double().unique()
+            between = (levels[1:] + levels[:-1]) / 2
+            own = own * len(levels) + torch.bucketize(values.double(), between)
+            rows = rows * len(levels) + torch.bucketize(self._ratio(found), between)
+        order = own.argsort()
+        place = torch.searchsorted(own[order], rows).clamp(max=self._num_samples - 1)
+        layout = Scattered.of(order[place], self._num_samples)
+        pairs = zip(weighted, r, strict=True)
+        return layout if all(self._explains(layout, found, v) for found, v in pairs) else None
+
+    def _different(self, layouts: list[Layout]) -> list[Layout]:
+        """Return one of each group of layouts that are the same for rows of these lengths."""
+        if len(layouts) < 2:
+            return layouts
+        each = {
+            tuple(assignment(layout, self._lead, self._num_samples).tolist()): layout
+            for layout in reversed(layouts)  # of equal ones, the first
+        }
+        return list(reversed(each.values()))
+
+    def _rows(self, g: Tensor) -> Tensor:
+        """Return a gradient as rows, ``[R, features]``."""
+        return g.double().reshape(prod(self._lead), prod(g.shape[len(self._lead) :]))
+
+    def _ratio(self, weighted: Tensor) -> Tensor:
+        """Return how much larger gradients are with weights, for each row, ``[R]``."""
+        rows, found = self._rows(self._plain), self._rows(weighted)
+        tiny = torch.finfo(torch.float64).tiny
+        return (rows * found).sum(1) / rows.square().sum(1).clamp(min=tiny)
+
+    def _explains(self, layout: Layout, weighted: Tensor, r: Tensor) -> bool:
+        """Return whether a layout explains what weights make of the gradients."""
+        num_lead = len(self._lead)
+        rows, found = (
+            layout.by_sample(g, 0, num_lead, self._num_samples) for g in (self._plain, weighted)
+        )
+        rows, found = (g.double().reshape(*g.shape[:2], -1) for g in (rows, found))
+        error = (found - r.double().reshape(-1, 1, 1) * rows).norm(dim=2)
+        norms = rows.norm(dim=2)
+        # rounding errors are relative to the largest numbers; in half precision, many of them
+        # would hide a wrong layout
+        is_half = self._tolerance >= TOLERANCES[torch.float16]
+        noise = 100 * torch.finfo(self._plain.dtype).eps * self._size
+        allowed = 0.2 * self._tolerance * norms.max() if is_half else noise
+        return bool((error <= self._tolerance * norms + allowed).all())
+
+
+def settle(
+    candidates: Mapping[Key, list[Layout]],
+    leads: Mapping[Key, tuple[int, ...]],
+    guessed: AbstractSet[Key],
+) -> tuple[dict[Key, Layout], set[Key]]:
+    """Choose layouts of uses; of several ones that which others with as many rows have.
+
+    Args:
+        candidates: The layouts that are possible.
+        leads: The lengths of the axes that number the rows.
+        guessed: Uses whose gradients are all zero.
+
+    Returns:
+        The layouts, and the uses for which another one may be right.
+    """
+    chosen = {key: found[0] for key, found in candidates.items() if found}
+    several = {key for key, found in candidates.items() if len(found) > 1}
+    known = {(leads[key], chosen[key]) for key in set(chosen) - several - guessed}
+    for key in list(several):
+        likely = [layout for layout in candidates[key] if (leads[key], layout) in known]
+        if len(likely) == 1:
+            chosen[key] = likely[0]
+            several.remove(key)
+    return chosen, several
