@@ -6,6 +6,7 @@ import functools
 import importlib
 import random
 import types
+import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -17,7 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops import GGNLinearOperator, HessianLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 from curvlinops.core.references import references
 
 SCALE = 1.0
@@ -513,3 +523,47 @@ def test_packages_of_another_environment(folder: str, tmp_path, monkeypatch):
     (place / f"neighbor_{folder[:4]}.py").write_text("import json\ndef f():\n    return json\n")
     monkeypatch.syspath_prepend(place)
     assert not list(references(importlib.import_module(f"neighbor_{folder[:4]}").f))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(HessianLinearOperator, GGNLinearOperator, JacobianLinearOperator, EFLinearOperator),
+        *(PerSampleGradientLinearOperator, GGNDiagonalLinearOperator),
+        *(KFACLinearOperator, EKFACLinearOperator),
+    ],
+    ids=lambda cls: cls.__name__,
+)
+@pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d(5)], ids=["dropout", "norm"])
+def test_train_mode_after_construction(cls: type, middle: nn.Module):
+    """What would have been refused at construction is refused later, each time."""
+    torch.manual_seed(0)
+    middle.eval()
+    model = nn.Sequential(nn.Linear(4, 5), middle, nn.Linear(5, 3)).double().eval()
+    loss = () if cls is JacobianLinearOperator else (nn.CrossEntropyLoss(),)
+    data = [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in (7, 5)]
+    options = {"fallback": "diagonal"} if cls in (KFACLinearOperator, EKFACLinearOperator) else {}
+    A = cls(model, *loss, list(model.parameters()), data, **options)
+    v = torch.ones(A.shape[1]).double()
+    before = A @ v
+
+    def again() -> Tensor:
+        if options:
+            A.compute_kronecker_factors()
+        return A @ v
+
+    model.train()
+    for attempt in range(2):
+        if isinstance(middle, nn.Dropout):
+            with pytest.raises(RuntimeError, match="'1' .Dropout.*train mode"):
+                again()
+        elif cls in (HessianLinearOperator, GGNLinearOperator, JacobianLinearOperator):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again()
+            assert ["BatchNorm" in str(w.message) for w in caught] == [True][attempt:]
+        else:
+            with pytest.raises(ValueError, match="BatchNorm in train mode"):
+                again()
+    model.eval()
+    torch.testing.assert_close(again(), before)

@@ -871,7 +871,9 @@ def test_samples_that_interact():
     model = Wrapped(nn.Linear(3, 2), lambda f, X: f(X) - 0.5 * f(X).mean(0)).double()
     data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
     params = list(model.parameters())
-    operator = PerSampleGradients(model, nn.MSELoss(), params, data)
+    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
+        PerSampleGradients(model, nn.MSELoss(), params, data)
+    operator = PerSampleGradients(model, nn.MSELoss(), params, data, check_deterministic=False)
     with pytest.raises(ValueError, match="depends on the other samples of its batch"):
         operator.dense()
     J = JacobianLinearOperator(model, params, data)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.counts import check_count
+from curvlinops.core.counts import check_choice, check_count
 from curvlinops.core.seeds import read_generator
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -56,10 +56,7 @@ class Probes:
         generator: torch.Generator | None = None,
         held: int = 1,
     ):
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(
-                f"distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}."
-            )
+        check_choice("distribution", distribution, DISTRIBUTIONS)
         self.matrix, self.distribution = matrix, distribution
         self.dim = matrix.shape[1]
         if chunk_size is None:

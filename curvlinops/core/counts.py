@@ -1,5 +1,6 @@
-"""Arguments that are numbers of something."""
+"""Arguments that are numbers of something, or one of a few choices."""
 
+from collections.abc import Iterable
 from operator import index
 from typing import Any
 
@@ -23,3 +24,14 @@ def check_count(name: str, value: Any, at_least: int = 1) -> int:
     if number is None or number < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}.")
     return number
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Check that an argument is one of some strings.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")

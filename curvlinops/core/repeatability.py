@@ -1,6 +1,9 @@
 """Two passes over data, model and loss, compared."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from curvlinops.core import autodiff
 from curvlinops.core.determinism import (
@@ -12,17 +15,29 @@ from curvlinops.core.determinism import (
     preserved_rng,
     seed_everything,
 )
+from curvlinops.core.independence import COUPLED, couples_samples
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 
 
-def check_repeatable(risk: EmpiricalRisk) -> None:
+def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
     """Pass twice over the data, with different random seeds, and compare.
 
+    Args:
+        risk: Model, loss and data.
+        independent: Whether the first few samples of a batch alone must have the same outputs.
+
     Raises:
-        ValueError: If a batch's loss or gradient is not finite, or there is no term.
+        ValueError: If a batch's loss or gradient is not finite, there is no term, or samples
+            interact.
         RuntimeError: If data, outputs, loss or gradient differ between the passes.
     """
-    first, second = _observe(risk, seed=0), _observe(risk, seed=1)
+    coupled: list[bool] = []
+
+    def look(bound: BatchRisk, output: Tensor) -> None:
+        if independent and not coupled:
+            coupled.append(couples_samples(risk, bound, output))
+
+    first, second = _observe(risk, 0, look), _observe(risk, 1, lambda *_: None)
     data = [[observation[0] for observation in run] for run in (first, second)]
     if not agree(data[0], data[1], 1e-6):
         raise RuntimeError(explain_data(risk.batches.data, *data))
@@ -30,9 +45,13 @@ def check_repeatable(risk: EmpiricalRisk) -> None:
         tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
         if not agree([values], [again], tolerance):
             raise RuntimeError(_explain_model(risk, index))
+    if any(coupled):  # only now it is known that it is not by chance
+        raise ValueError(COUPLED)
 
 
-def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[float]]]:
+def _observe(
+    risk: EmpiricalRisk, seed: int, look: Callable[[BatchRisk, Tensor], None]
+) -> list[tuple[list[float], list[float]]]:
     """Return, for each batch, numbers that identify the data and what the model makes of it."""
     observations, terms = [], 0.0
 
@@ -41,7 +60,9 @@ def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[flo
         if seed == 0:
             # on all batches, not only on the first
             risk.values_checked = risk.loss is None
-            terms = terms + bound.terms(risk.forward(bound))
+            output = risk.forward(bound)
+            terms = terms + bound.terms(output)
+            look(bound, output)
         data = fingerprint((bound.batch.X, bound.batch.y))
         observations.append((data, _evaluate(risk, bound)))
 

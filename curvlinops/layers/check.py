@@ -13,7 +13,8 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.data import Batch, map_leaves
-from curvlinops.layers.detection import TOLERANCES, weights
+from curvlinops.core.independence import COUPLED, differs
+from curvlinops.layers.detection import weights
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -141,15 +142,5 @@ def check_independent(bound: BoundModel, output: Tensor) -> None:
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return
     expected = output[0].detach()
-    if found.shape != expected.shape:
-        return
-    tolerance = 0.1 * TOLERANCES.get(output.dtype, 0.15)
-    if float((found - expected).double().norm()) > tolerance * float(
-        output.detach().double().norm()
-    ):
-        raise ValueError(
-            "The model's output for a sample depends on the other samples of its batch, so that "
-            "gradients of single samples are not defined. Let the model treat samples one by one; "
-            "if rows of its output are parts of samples, such as tokens, give samples an axis in "
-            "front of them."
-        )
+    if differs(found, expected, output):
+        raise ValueError(COUPLED)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
-from curvlinops.core.counts import check_count
+from curvlinops.core.counts import check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -42,8 +42,9 @@ class DataLinearOperator(TorchLinearOperator):
             dictionaries, lists and tuples with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
-            data, loss and gradient are the same in each pass; and for gradients of single samples
-            on each batch, which rows of a layer belong to which sample.
+            data, loss and gradient are the same in each pass; and for gradients of single samples,
+            that the first few ones alone have the same outputs as in a batch, and on each batch
+            which rows of a layer belong to which sample.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -99,7 +100,7 @@ class DataLinearOperator(TorchLinearOperator):
         autodiff: str = "auto",
     ):
         check_cache(cache, autodiff)
-        _check_option("autodiff", autodiff, ("auto", "forward", "reverse"))
+        check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         model = wrap_model(model_func, params)
         self._loss_arguments = (loss_func, reduction)
@@ -114,9 +115,8 @@ class DataLinearOperator(TorchLinearOperator):
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
         self._chosen: dict[bool, Mode] = {}
         self._kept = Keeper(cache, type(self).__name__)
-        self._check_coupling()
-        if check_deterministic:
-            check_repeatable(self.risk)
+        self._checked: set[tuple[bool, ...]] = set()
+        self._check_model()
         super().__init__(*self._spaces())
 
     # --- what a subclass says
@@ -197,7 +197,11 @@ class DataLinearOperator(TorchLinearOperator):
 
         def start() -> None:
             if self._kept.start(self._dependencies(), self.risk.space.device):
-                self._reconsider()
+                try:
+                    self._reconsider()
+                except Exception:  # the next product shall meet it, too
+                    self._kept.clear()
+                    raise
 
         self.risk.run(step, "matmat", start, batches)
 
@@ -205,6 +209,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Draw conclusions about model and loss again, after something in them has changed."""
         self._chosen.clear()
         self.risk.reconsider(self._wrap_loss(*self._loss_arguments))
+        self._check_model()
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
@@ -253,6 +258,17 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- checks
 
+    def _check_model(self) -> None:
+        """Check, for each combination of train flags that is met, what no product would notice."""
+        modules = (module for root in self.risk.model.roots for module in root.modules())
+        flags = tuple(module.training for module in modules)
+        if flags in self._checked:
+            return
+        self._check_coupling()
+        if not self._trusting:
+            check_repeatable(self.risk, independent=self._per_sample)
+        self._checked.add(flags)
+
     def _check_coupling(self) -> None:
         names = uses_batch_statistics(self.risk.model.roots)
         if not names:
@@ -263,10 +279,12 @@ class DataLinearOperator(TorchLinearOperator):
                 f"that {type(self).__name__}, which is made of single samples' gradients, is not "
                 "defined. Call model.eval()."
             )
-        _warn(
+        message = (
             f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
             "split into batches. Call model.eval() to use running statistics."
         )
+        # attributed to the first caller outside of the package's constructors
+        warnings.warn(message, UserWarning, stacklevel=5)
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)
@@ -280,13 +298,3 @@ class DataLinearOperator(TorchLinearOperator):
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
             "derivative does not exist (norm or sqrt at zero?), or a number overflows."
         )
-
-
-def _check_option(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
-
-
-def _warn(message: str) -> None:
-    # attributed to the first caller outside of the package's constructors
-    warnings.warn(message, UserWarning, stacklevel=5)

@@ -1,0 +1,40 @@
+"""Does the output for a sample depend on the other samples of its batch?"""
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+
+#: Relative difference of outputs that rounding may explain.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
+
+COUPLED = (
+    "The model's output for a sample depends on the other samples of its batch, so that gradients "
+    "of single samples are not defined. Let the model treat samples one by one; if rows of its "
+    "output are parts of samples, such as tokens, give samples an axis in front of them."
+)
+
+
+def couples_samples(risk: EmpiricalRisk, bound: BatchRisk, output: Tensor) -> bool:
+    """Return whether the first few samples of a batch alone have other outputs.
+
+    Nothing is said of batches that cannot be cut, and of models that refuse a part of a batch.
+    """
+    with suppress(Exception):
+        few = bound.first_samples()
+        if few is not None and len(output) == bound.num_samples:
+            found = risk.forward(few)
+            # as many outputs as before: what was cut are not the samples
+            return len(found) < len(output) and differs(found, output[: len(found)], output)
+    return False
+
+
+def differs(found: Tensor, expected: Tensor, output: Tensor) -> bool:
+    """Return whether a part of an output differs by more than rounding errors of all of it."""
+    if found.shape != expected.shape:
+        return False
+    tolerance = _TOLERANCES.get(output.dtype, 1.5e-2)
+    error, scale = ((x.detach().double()).norm() for x in (found - expected, output))
+    return float(error) > tolerance * float(scale)
