@@ -59,7 +59,7 @@ def both(check: Callable[[bool], Any], error: type[Exception], match: str) -> No
 # --- parameters
 
 shared = net()
-EXPIRED = shared.parameters()
+EXPIRED, LAZY = shared.parameters(), nn.parameter.UninitializedParameter()
 list(EXPIRED)
 
 
@@ -92,6 +92,8 @@ class Functional:
             r"several devices, \['cpu', 'meta'\].*Move",
         ),
         ("model", [X], TypeError, "model_func must be a Module or a function"),
+        (nn.LazyLinear(3), None, ValueError, r"\['weight', 'bias'\] are not initialized.*Run the"),
+        (lambda x: x, [LAZY], ValueError, r"\['0'\] are not initialized"),
     ],
 )
 def test_parameters(model: Any, params: Any, error: type[Exception], match: str):

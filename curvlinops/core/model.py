@@ -13,6 +13,7 @@ from curvlinops.core.decompositions import check_modules
 from curvlinops.core.parameters import (
     alias,
     check_distinct,
+    check_initialized,
     check_params,
     named_parameters,
     without_ties,
@@ -86,6 +87,7 @@ class ModuleModel(Model):
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         own, self.module = named_parameters(module)
+        check_initialized({**own, **dict(module.named_buffers())})
         self.roots = [self.module]
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter
