@@ -41,7 +41,7 @@ def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[flo
         if seed == 0:
             # on all batches, not only on the first
             risk.values_checked = risk.loss is None
-            terms = terms + bound.terms(risk.forward(bound))
+            terms = terms + bound.terms(autodiff.evaluate(bound))
         data = fingerprint((bound.batch.X, bound.batch.y))
         observations.append((data, _evaluate(risk, bound)))
 
@@ -55,7 +55,7 @@ def _observe(risk: EmpiricalRisk, seed: int) -> list[tuple[list[float], list[flo
 
 def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> list[float]:
     if risk.loss is None:
-        return fingerprint(risk.forward(bound))
+        return fingerprint(autodiff.evaluate(bound))
     value, columns, _ = autodiff.gradient(bound, bound.loss_sum)
     check_finite(bound.batch, value, columns)
     norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
@@ -68,7 +68,7 @@ def _explain_model(risk: EmpiricalRisk, index: int) -> str:
     def step(bound: BatchRisk) -> None:
         nonlocal explanation
         if bound.batch.index == index:
-            explanation = explain_model(risk.model.module, lambda: risk.forward(bound))
+            explanation = explain_model(risk.model.module, lambda: autodiff.evaluate(bound))
 
     risk.run(step, "check_deterministic")
     return f"{explanation} (Noticed on batch {index}.)"
