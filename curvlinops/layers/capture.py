@@ -102,7 +102,7 @@ class Capture(TorchFunctionMode):
         """Call ``func``, and record it if it uses a tracked tensor."""
         kwargs = kwargs or {}
         if func in _DIFFERENTIATING:
-            raise RuntimeError("it differentiates itself")
+            raise RuntimeError("it computes gradients itself")
         tensors = _tensors(args, kwargs)
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or _transformed():

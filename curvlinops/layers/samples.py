@@ -113,7 +113,8 @@ class SampleBackward:
                 self._changes.clear()  # it was possible on an earlier batch
                 return self._run(bound, names, num_samples)
             autograd_sums(bound, num_samples)  # raises what the model does without being recorded
-            self._refuse(names, f"the model cannot be recorded: {error}")
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._refuse(names, f"the model cannot be recorded: {cause}")
             return None
 
     # --- layouts
