@@ -281,6 +281,25 @@ class Twice(nn.Module):
         return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
 
 
+class InnerSteps(nn.Module):
+    """Each sample is predicted after a step of gradient descent on it, of learned size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2))
+        self.size = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self._predict(one) for one in x])
+
+    @torch.enable_grad()
+    def _predict(self, x: Tensor) -> Tensor:
+        energy = torch.tanh(self.weight @ x + self.bias).square().sum()
+        own = self.weight, self.bias
+        weight, bias = torch.autograd.grad(energy, own, create_graph=True)
+        return torch.tanh((self.weight - self.size * weight) @ x + self.bias - self.size * bias)
+
+
 class PINN(nn.Module):
     """Residual of an equation: differentiates the net with respect to its input."""
 

@@ -309,6 +309,7 @@ for _case in [
     ("logistic", partial(nn.Linear, 4, 3), partial(_real, 4), _classify),
 ]:  # fmt: skip
     _add(*_case)
+_add("inner-steps", models.InnerSteps, partial(_real, 3), _regress, tags=frozenset({"inner-grad"}))
 _add("pinn", models.PINN, partial(_real, 2), _regress, tags=frozenset({"inner-grad"}))
 
 

@@ -77,6 +77,17 @@ def regularized(model: nn.Module):
     return loss
 
 
+def penalized(model: nn.Module):
+    """Return a loss with a penalty on its gradient with respect to the model's parameters."""
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        error = F.mse_loss(output, y)
+        slopes = torch.autograd.grad(error, list(model.parameters()), create_graph=True)
+        return error + 0.1 * sum(slope.square().sum() for slope in slopes)
+
+    return loss
+
+
 def supervised() -> Data:
     """Two batches."""
     return [(torch.randn(n, 2), torch.randn(n, 1)) for n in (4, 3)]
@@ -94,13 +105,15 @@ KINDS: dict[str, tuple[Callable, Callable]] = {
     "gradient without complaints": (lambda model: unused, collocation),
     "weight decay": (regularized, supervised),
 }
+#: No sum over samples.
+COUPLED = {"gradient penalty": (penalized, supervised)}
 
 
 @pytest.mark.parametrize("cache", ["none", "auto", "graph"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | COUPLED)
 @pytest.mark.parametrize("as_closure", [False, True])
 def test_hessian(kind: str, cache: str, as_closure: bool):
-    model, (build, points) = net(), KINDS[kind]
+    model, (build, points) = net(), (KINDS | COUPLED)[kind]
     loss, data = build(model), points()
     params = list(model.parameters())
     H = HessianLinearOperator(
@@ -295,13 +308,17 @@ def test_batches_that_cannot_be_cut():
         B.dense()
 
 
-def test_captured_parameters_are_refused():
+@pytest.mark.parametrize("options", [{}, {"allow_unused": True, "materialize_grads": True}, None])
+def test_captured_parameters_are_refused(options: dict | None):
     """They cannot be replaced, and their share of the derivative would be lost."""
     model = net()
     params = list(model.parameters())
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(output, y) + sum(p.square().sum() for p in params)
+        error, parts = F.mse_loss(output, y), params
+        if options is not None:  # a penalty on the gradient
+            parts = torch.autograd.grad(error, params, create_graph=True, **options)
+        return error + sum(p.square().sum() for p in parts)
 
     with pytest.raises(ValueError, match="by a reference that is not registered"):
         HessianLinearOperator(model, loss, params, supervised(), reduction="mean")

@@ -18,6 +18,8 @@ from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
     TransposedJacobianLinearOperator,
 )
 
@@ -59,7 +61,7 @@ def both(check: Callable[[bool], Any], error: type[Exception], match: str) -> No
 # --- parameters
 
 shared = net()
-EXPIRED = shared.parameters()
+EXPIRED, LAZY = shared.parameters(), nn.parameter.UninitializedParameter()
 list(EXPIRED)
 
 
@@ -92,6 +94,8 @@ class Functional:
             r"several devices, \['cpu', 'meta'\].*Move",
         ),
         ("model", [X], TypeError, "model_func must be a Module or a function"),
+        (nn.LazyLinear(3), None, ValueError, r"\['weight', 'bias'\] are not initialized.*Run the"),
+        (lambda x: x, [LAZY], ValueError, r"\['0'\] are not initialized"),
     ],
 )
 def test_parameters(model: Any, params: Any, error: type[Exception], match: str):
@@ -284,6 +288,46 @@ def test_jacobians_of_parameters_that_cannot_be_replaced(kind: type, check: bool
     model = Hidden()
     with pytest.raises(ValueError, match="'weight' by a reference that is not registered"):
         kind(model, list(model.parameters()), DATA, check_deterministic=check)
+
+
+class Memoizing(nn.Module):
+    """Computes a function of a parameter once and for all."""
+
+    def __init__(self, cache: Callable):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.root = cache(lambda: self.weight.tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.root() + self.bias
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("names", [["weight"], ["weight", "bias"]])
+@pytest.mark.parametrize("kind", [*KINDS, KFACLinearOperator, PerSampleGradientLinearOperator])
+def test_memoized_parameters(kind: type, names: list[str], check: bool):
+    model = Memoizing(functools.cache)
+    params = [getattr(model, name) for name in names]
+    for _ in range(2):  # the second operator meets what the first one left behind
+        with pytest.raises(ValueError, match="keeps what it computed of parameter 'weight'"):
+            multiply(model=model, params=params, kind=kind, check_deterministic=check)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", [JacobianLinearOperator, TransposedJacobianLinearOperator])
+def test_jacobians_of_memoized_parameters(kind: type, check: bool):
+    model = Memoizing(functools.cache)
+    with pytest.raises(ValueError, match="keeps what it computed of parameter 'weight'"):
+        kind(model, list(model.parameters()), DATA, check_deterministic=check)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_outputs_of_inputs_alone(check: bool):
+    """They may have a graph that does not lead to any parameter."""
+    model, data = Returns(lambda z: z), [(X.clone().requires_grad_(), None)]
+    model.forward = lambda x: 2 * x
+    with pytest.raises(ValueError, match="does not depend on any of the parameters"):
+        JacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=check)
 
 
 def test_scripted_modules():

@@ -211,3 +211,85 @@ def test_batch_norm_in_train_mode(case: str):
         multiply = product(case, net, batches())
     multiply()
     assert state(net) == before
+
+
+class Balanced(nn.Module):
+    """Divides by a moving average of its own values, which each evaluation moves."""
+
+    reduction = "mean"
+
+    def __init__(self, change: str):
+        super().__init__()
+        self.change, self.calls, self.armed = change, 0, False
+        self.register_buffer("average", torch.tensor(2.0))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        value = nn.functional.cross_entropy(output, target)
+        average = self.average.clone()
+        self.calls += 1
+        if self.change == "in place":
+            self.average.mul_(0.9).add_(0.1 * value.detach())
+        elif self.change == "assigned":
+            self.average = 0.9 * self.average + 0.1 * value.detach()
+        if self.armed:
+            raise RuntimeError("failed on purpose")
+        return value / average
+
+
+#: Those that need no square root of the loss's Hessian.
+ADDITIVE = [name for name, case in CASES.items() if case.takes_loss and not case.needs_root]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("change", ["in place", "assigned"])
+@pytest.mark.parametrize("case", [*ADDITIVE, "kfac"])
+def test_loss(case: str, change: str, wrapped: bool):
+    """Each evaluation starts from the buffers as found, after which they are as found."""
+
+    def multiply(loss: Balanced) -> Callable[[], Tensor]:
+        entry, net = ALL[case], nn.Linear(3, 3)
+        nn.init.ones_(net.weight), nn.init.zeros_(net.bias)
+        function = (lambda output, y: loss(output, y)) if wrapped else loss
+        options = dict(entry.arguments) | ({"fisher_type": "empirical"} if case == "kfac" else {})
+        operator = entry.operator(
+            net, function, list(net.parameters()), batches(), reduction="mean", **options
+        )
+        return lambda: operator @ torch.ones(operator.shape[1])
+
+    loss = Balanced(change)
+    before, product = state(loss), multiply(loss)
+    torch.testing.assert_close(product(), multiply(Balanced("none"))())
+    assert state(loss) == before
+    if case == "kfac":  # a snapshot
+        return
+    loss.armed = True
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        product()
+    loss.armed = False
+    assert state(loss) == before
+
+
+def test_loss_of_what_the_model_keeps():
+    """A buffer that the model computed in the same pass has its derivative."""
+    net = Keeping()
+    params = list(net.parameters())
+    data = [(torch.ones(2, 3), None)]
+
+    def loss(output: Tensor, _: None) -> Tensor:
+        return output.sum(1).mean() + net.size
+
+    operator = ALL["hessian"].operator(net, loss, params, data, reduction="mean")
+    torch.testing.assert_close(operator @ torch.eye(3), 2 * torch.eye(3))
+
+
+class Keeping(nn.Module):
+    """Keeps the squared norm of its weights in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("size", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = self.weight.square().sum()
+        return x * self.weight

@@ -11,7 +11,7 @@ from test_layers import check, loop, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
-from curvlinops import PerSampleGradientLinearOperator
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
 
@@ -292,6 +292,32 @@ def _inner_gradient(s: Model, x: Tensor) -> Tensor:
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
+@torch.enable_grad()
+def _inner_steps(s: Model, x: Tensor) -> Tensor:
+    out = []
+    for one in x:
+        energy = (s.a(one) @ s.w[:2]).square().sum()
+        step = torch.autograd.grad(energy, (s.a.weight, s.w), create_graph=True)
+        out.append(F.linear(one, s.a.weight - step[0], s.a.bias) @ (s.w - step[1])[2:])
+    return torch.stack(out)
+
+
+@torch.enable_grad()
+def _on_a_later_batch(s: Model, x: Tensor) -> Tensor:
+    if len(x) > 3:
+        return s.a(x) @ s.w[:2] / 2
+    step = torch.autograd.grad(s.w.square().sum() / 4, s.w, create_graph=True)[0]
+    return s.a(x) @ (s.w - step)[:2]
+
+
+def _looks_at_its_graph(s: Model, x: Tensor) -> Tensor:
+    y = s.a(x)
+    if y.requires_grad:
+        found = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+        assert any(leaf is s.a.bias for leaf in found), "not its bias"
+    return y @ s.w[:2]
+
+
 def _spectrum(s: Model, x: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(s.a(s.w[:, :4].T)[:, 0]), n=4)
 
@@ -308,6 +334,9 @@ FALLBACKS: dict[str, Callable] = {
     "custom function": lambda s, x: s.a(Square.apply(x, s.w).repeat(1, 2)),
     "vmap": _vmapped,
     "inner gradient": _inner_gradient,
+    "inner steps": _inner_steps,
+    "inner step on a later batch": _on_a_later_batch,
+    "looks at its graph": _looks_at_its_graph,
     "spectrum": _spectrum,
     "parts of an output": _parts_of_an_output,
 }
@@ -319,6 +348,23 @@ def test_sample_by_sample(name: str):
     shape = (4, 4) if name == "spectrum" else (4, 2)
     function = FALLBACKS[name]
     check(Model(function, a=nn.Linear(4, 2), w=weight(*shape)), vectors(), covered=False)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [("inner steps", "it computes gradients itself"), ("looks at its graph", "not its bias")],
+)
+def test_models_that_cannot_be_recorded(name: str, reason: str, caplog: pytest.LogCaptureFixture):
+    net = Model(FALLBACKS[name], a=nn.Linear(4, 2), w=weight(4, 2))
+    data = [(x, torch.zeros(len(x), 2)) for x in vectors()]
+    arguments = net, nn.MSELoss(), list(net.parameters()), data
+    gradients = PerSampleGradientLinearOperator(*arguments)
+    gradients.norms(), gradients.norms()
+    reason = f"the model cannot be recorded: {reason}"
+    assert gradients.fallbacks == dict.fromkeys(gradients.domain.names, reason)
+    assert len(caplog.records) == 3
+    with pytest.raises(NotImplementedError, match=reason):
+        KFACLinearOperator(*arguments).trace()
 
 
 def _key_bias(s: Model, x: Tensor) -> Tensor:

@@ -39,11 +39,21 @@ class BoundModel(Protocol):
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, which require gradients."""
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return tensors with these values for a pass that nobody differentiates."""
+
     def scope(self, values: Tensors, purpose: str) -> Scope:
         """Return the scope in which the parameters have these values."""
 
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model inside an active scope."""
+
+
+def evaluate(bound: BoundModel) -> Tensor:
+    """Return the output, without its graph."""
+    scope = bound.scope(bound.constants(), "gradient")
+    with scope.active():
+        return bound.output(scope).detach()
 
 
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:

@@ -83,6 +83,8 @@ def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns
 def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) -> None:
     """Add products of some columns to a total, in place; ``None`` is zero."""
     names = [name for name, product in part.items() if product is not None]
+    if not names:
+        return
     torch._foreach_add_(
         [total[name][rows] for name in names], [part[name].detach() for name in names]
     )

@@ -1,10 +1,11 @@
 """What do output and loss depend on, and through which graph?"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.model import Model
@@ -13,30 +14,66 @@ Tensors = Mapping[str, Tensor]
 
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
+_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
-def check_graph(value: Tensor, model: Model) -> None:
+class Watch(TorchFunctionMode):
+    """Watches whether model and loss differentiate with respect to parameters.
+
+    Args:
+        model: The user's model.
+        leaves: The tensors by which the parameters are replaced.
+
+    Attributes:
+        differentiates: Whether they do.
+
+    Raises:
+        ValueError: At its end, if they do so with respect to the user's own tensors, which were
+            replaced, so that PyTorch finds no derivative, or zero.
+    """
+
+    def __init__(self, model: Model, leaves: Tensors):
+        super().__init__()
+        self._own, self._leaves = _own_names(model), {id(leaf) for leaf in leaves.values()}
+        self._hidden: str | None = None
+        self.differentiates = False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call ``func``, and look at what it differentiates with respect to."""
+        kwargs = kwargs or {}
+        # transforms of torch.func need no tensors that require gradients
+        if func in _DIFFERENTIATING and torch._C._functorch.peek_interpreter_stack() is None:
+            # grad passes these on as a tuple, backward as it got them, perhaps as a generator
+            for x in args[1] if func is torch.autograd.grad else (None,):
+                self._hidden = self._own.get(id(x), self._hidden)
+                if not isinstance(x, Tensor) or x.grad_fn is not None or id(x) in self._leaves:
+                    self.differentiates = True
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Stop watching; raise the error that explains PyTorch's."""
+        super().__exit__(kind, error, traceback)
+        if self._hidden is not None:
+            raise ValueError(_explain(self._hidden)) from error
+
+
+def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
     """Check that a graph is one that can be differentiated with respect to the parameters.
 
     Args:
         value: Output or loss, evaluated with the parameters replaced by aliases, all others by
             constants.
         model: The user's model.
+        leaves: These aliases.
 
     Raises:
         ValueError: If the value does not depend on the parameters, was computed with reentrant
-            checkpointing, or uses a parameter by a reference that is not registered.
+            checkpointing, or uses a parameter by a reference that is not registered, or what an
+            earlier evaluation made of it.
     """
-    if not value.requires_grad:
-        raise ValueError(
-            "The model's output does not depend on any of the parameters. A closure must use the "
-            "very tensors in params, and no part may run under torch.no_grad() or reentrant "
-            "checkpointing."
-        )
-    own = {}
-    if model.substitutable:
-        registered = {} if model.module is None else dict(model.module.named_parameters())
-        own = {id(param): name for name, param in {**model.params, **registered}.items()}
+    own, current, depends = _own_names(model), {id(leaf) for leaf in leaves.values()}, False
     for node in graph_nodes(value):
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
@@ -45,13 +82,39 @@ def check_graph(value: Tensor, model: Model) -> None:
                 "torch.utils.checkpoint.checkpoint."
             )
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in own:
+        if id(variable) in current:
+            depends = True
+        elif id(variable) in own:
+            raise ValueError(_explain(own[id(variable)]))
+        elif hasattr(variable, "replaces"):
             raise ValueError(
-                f"The model, or its loss, uses parameter '{own[id(variable)]}' by a reference that "
-                "is not registered (a plain list, attribute or closure), where it cannot be "
-                "replaced. Access it as an attribute of its module, or pass the model as a "
-                "function X -> output with a list of params."
+                "The model, or its loss, keeps what it computed of parameter "
+                f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache?), so "
+                "that the output does not depend on the parameter itself. Compute it in each "
+                "evaluation."
             )
+    if not depends:
+        raise ValueError(
+            "The model's output does not depend on any of the parameters. A closure must use the "
+            "very tensors in params, and no part may run under torch.no_grad() or reentrant "
+            "checkpointing."
+        )
+
+
+def _own_names(model: Model) -> dict[int, str]:
+    """Return the names of the user's own tensors that are replaced in an evaluation, by id."""
+    if not model.substitutable:
+        return {}
+    registered = {} if model.module is None else dict(model.module.named_parameters())
+    return {id(param): name for name, param in {**model.params, **registered}.items()}
+
+
+def _explain(name: str) -> str:
+    return (
+        f"The model, or its loss, uses parameter '{name}' by a reference that is not registered (a "
+        "plain list, attribute or closure), where it cannot be replaced. Access it as an attribute "
+        "of its module, or pass the model as a function X -> output with a list of params."
+    )
 
 
 def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params: Tensors) -> bool:

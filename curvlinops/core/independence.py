@@ -5,7 +5,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+from curvlinops.core.autodiff import evaluate
+from curvlinops.core.risk import BatchRisk
 
 #: Relative difference of outputs that rounding may explain.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
@@ -17,7 +18,7 @@ COUPLED = (
 )
 
 
-def couples_samples(risk: EmpiricalRisk, bound: BatchRisk, output: Tensor) -> bool:
+def couples_samples(bound: BatchRisk, output: Tensor) -> bool:
     """Return whether the first few samples of a batch alone have other outputs.
 
     Nothing is said of batches that cannot be cut, and of models that refuse a part of a batch.
@@ -25,7 +26,7 @@ def couples_samples(risk: EmpiricalRisk, bound: BatchRisk, output: Tensor) -> bo
     with suppress(Exception):
         few = bound.first_samples()
         if few is not None and len(output) == bound.num_samples:
-            found = risk.forward(few)
+            found = evaluate(few)
             # as many outputs as before: what was cut are not the samples
             return len(found) < len(output) and differs(found, output[: len(found)], output)
     return False

@@ -13,6 +13,7 @@ from curvlinops.core.decompositions import check_modules
 from curvlinops.core.parameters import (
     alias,
     check_distinct,
+    check_initialized,
     check_params,
     named_parameters,
     without_ties,
@@ -30,11 +31,14 @@ class Model(ABC):
         module: The user's module, if the model is one.
         roots: All modules that the model is known to use.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
+        differentiates: Whether it is known to differentiate with respect to parameters itself, as
+            meta-learning does, so that these have to require gradients in each evaluation.
     """
 
     module: nn.Module | None = None
     roots: Sequence[nn.Module] = ()
     substitutable = True
+    differentiates = False
 
     def __init__(self, params: dict[str, Tensor], as_list: bool):
         check_params(params)
@@ -57,7 +61,17 @@ class Model(ABC):
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, to differentiate with respect to."""
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
-        return {name: alias(param).requires_grad_() for name, param in self.params.items()}
+        leaves = {name: alias(param).requires_grad_() for name, param in self.params.items()}
+        for name, leaf in leaves.items():
+            leaf.replaces = name  # to know it if it turns up in a later evaluation
+        return leaves
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return tensors with the parameters' values, for a pass that nobody differentiates."""
+        leaves = self.leaves()
+        if self.differentiates:
+            return leaves
+        return {name: leaf.detach() for name, leaf in leaves.items()}
 
     def in_double(self, values: Mapping[str, Tensor]) -> "Model":
         """Return a copy in float64, at other parameter values."""
@@ -86,6 +100,7 @@ class ModuleModel(Model):
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         own, self.module = named_parameters(module)
+        check_initialized({**own, **dict(module.named_buffers())})
         self.roots = [self.module]
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter

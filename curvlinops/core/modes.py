@@ -243,9 +243,7 @@ def _dual_scope(
     bound: BoundModel, v: Tensors, requires_grad: bool = True
 ) -> tuple[Scope, dict[str, Tensor]]:
     """Return a scope in which the parameters carry the tangents ``v``."""
-    leaves = bound.leaves()
-    if not requires_grad:
-        leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    leaves = bound.leaves() if requires_grad else bound.constants()
     duals = {
         name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
         for name, leaf in leaves.items()

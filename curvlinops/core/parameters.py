@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
@@ -47,7 +48,8 @@ def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
 
 
 def check_params(params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that are not real, or not on one device."""
+    """Refuse parameters that have no values yet, are not real, or not on one device."""
+    check_initialized(params)
     for name, param in params.items():
         if not param.is_floating_point():
             raise TypeError(
@@ -58,6 +60,16 @@ def check_params(params: Mapping[str, Tensor]) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
+        )
+
+
+def check_initialized(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse parameters and buffers of lazy modules that no input has given a shape."""
+    names = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if names:
+        raise ValueError(
+            f"{names} are not initialized: lazy modules, such as LazyLinear, get shapes from their "
+            "first input. Run the model once before, on any batch."
         )
 
 

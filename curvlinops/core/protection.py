@@ -7,7 +7,7 @@ from torch import nn
 
 
 @contextmanager
-def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
+def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) -> Iterator[None]:
     """Undo all that happens to modules inside the context.
 
     Buffers are replaced by copies, which are made once per ``state``: a checkpoint that is
@@ -16,11 +16,14 @@ def protected(roots: Iterable[nn.Module], state: dict) -> Iterator[None]:
     Args:
         roots: The modules; their children are included.
         state: Kept by the caller from one entry to the next, empty at the first.
+        constant: Whether buffers are constants. If not, those that require gradients, such as what
+            the model computed in this very pass, stay as they are.
     """
     modules = list(dict.fromkeys(child for root in roots for child in root.modules()))
     if not state:
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
-        state.update({id(buffer): buffer.detach().clone() for buffer in buffers})
+        copied = (b for b in buffers if constant or not b.requires_grad)
+        state.update({id(buffer): buffer.detach().clone() for buffer in copied})
     found = []
     try:
         for module in modules:

@@ -35,7 +35,7 @@ def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
 
     def look(bound: BatchRisk, output: Tensor) -> None:
         if independent and not coupled:
-            coupled.append(couples_samples(risk, bound, output))
+            coupled.append(couples_samples(bound, output))
 
     first, second = _observe(risk, 0, look), _observe(risk, 1, lambda *_: None)
     data = [[observation[0] for observation in run] for run in (first, second)]
@@ -60,7 +60,7 @@ def _observe(
         if seed == 0:
             # on all batches, not only on the first
             risk.values_checked = risk.loss is None
-            output = risk.forward(bound)
+            output = autodiff.evaluate(bound)
             terms = terms + bound.terms(output)
             look(bound, output)
         data = fingerprint((bound.batch.X, bound.batch.y))
@@ -76,7 +76,7 @@ def _observe(
 
 def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> list[float]:
     if risk.loss is None:
-        return fingerprint(risk.forward(bound))
+        return fingerprint(autodiff.evaluate(bound))
     value, columns, _ = autodiff.gradient(bound, bound.loss_sum)
     check_finite(bound.batch, value, columns)
     norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
@@ -89,7 +89,7 @@ def _explain_model(risk: EmpiricalRisk, index: int) -> str:
     def step(bound: BatchRisk) -> None:
         nonlocal explanation
         if bound.batch.index == index:
-            explanation = explain_model(risk.model.module, lambda: risk.forward(bound))
+            explanation = explain_model(risk.model.module, lambda: autodiff.evaluate(bound))
 
     risk.run(step, "check_deterministic")
     return f"{explanation} (Noticed on batch {index}.)"

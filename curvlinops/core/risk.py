@@ -1,6 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from curvlinops.core import autodiff
 from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, first_samples, to_double
-from curvlinops.core.dependence import check_graph, needs_graph
+from curvlinops.core.dependence import Watch, check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
 from curvlinops.core.graph import footprint, graph_nodes
 from curvlinops.core.model import Model
@@ -47,7 +48,7 @@ class BatchRisk:
         self.batch = batch
         self.space = risk.space
         self.loss = risk.loss
-        self.leaves = risk.model.leaves
+        self.leaves, self.constants = risk.model.leaves, risk.model.constants
 
     @property
     def graph_bytes(self) -> int:
@@ -272,20 +273,16 @@ class EmpiricalRisk:
             self.loss.to(device)
         self.space = ParameterSpace.of(self.model.params)
 
-    def forward(self, risk: BatchRisk) -> Tensor:
-        """Return the output on a batch, without a graph if that is possible."""
-        leaves = risk.leaves()
-        if self.model.substitutable:
-            leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-        scope = risk.scope(leaves, "gradient")
-        with scope.active():
-            return risk.output(scope)
-
     def _check_graph(self, risk: BatchRisk) -> None:
         """Check that output and loss can be differentiated with respect to the parameters."""
+        if any(ref() is not None for ref in self._check_evaluation(risk)):
+            self._check_evaluation(risk)  # someone keeps the graph: perhaps to use it again
+
+    def _check_evaluation(self, risk: BatchRisk) -> list[weakref.ref]:
+        """Check one evaluation; return weak references to the tensors of its parameters."""
         leaves = risk.leaves()
         scope = risk.scope(leaves, "gradient")
-        with scope.active():
+        with Watch(self.model, leaves) as watch, scope.active():
             value = output = risk.output(scope)
             if not self._checked:
                 with suppress(Exception):  # products have better messages
@@ -295,6 +292,8 @@ class EmpiricalRisk:
             ):
                 self.loss.needs_graph = True
                 value = risk.loss_sum(value)[0]
-        check_graph(value, self.model)
+        self.model.differentiates |= watch.differentiates
+        check_graph(value, self.model, leaves)
         if not self._checked:
             self.graph_bytes = footprint(value)
+        return [weakref.ref(leaf) for leaf in leaves.values() if self.model.substitutable]

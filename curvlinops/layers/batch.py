@@ -124,8 +124,6 @@ class RecordedBatch:
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
-        if self._capture.differentiates:
-            return self.names
         own = {id(self._leaves[name]): name for name in self.names}
         found = (id(getattr(node, "variable", None)) for node in self._nodes)
         overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]

@@ -81,8 +81,10 @@ class Capture(TorchFunctionMode):
 
     Attributes:
         uses: Recorded uses, in the order of the calls.
-        differentiates: Whether the model itself differentiates, so that parameters enter in ways
-            that calls do not show.
+
+    Raises:
+        RuntimeError: While the model runs, if it differentiates: calls do not show then how
+            parameters enter.
     """
 
     def __init__(
@@ -96,7 +98,6 @@ class Capture(TorchFunctionMode):
         self._changes, self._num_samples = dict(changes or {}), num_samples
         self._calls: Counter[Callable] = Counter()
         self.uses: dict[tuple[Call, int | str], Recorded] = {}
-        self.differentiates = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -104,7 +105,7 @@ class Capture(TorchFunctionMode):
         """Call ``func``, and record it if it uses a tracked tensor."""
         kwargs = kwargs or {}
         if func in _DIFFERENTIATING:
-            self.differentiates = True
+            raise RuntimeError("it computes gradients itself")
         tensors = _tensors(args, kwargs)
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or _transformed():

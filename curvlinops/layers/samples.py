@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
@@ -79,14 +80,8 @@ class SampleBackward:
         # on the first batch while no other graph is in memory
         num_samples = bound.num_samples if self._grouped else None
         truth = None if self._checked else autograd_sums(bound, num_samples)
-        try:
-            batch = RecordedBatch(bound, names, self._changes, num_samples)
-        except Exception:
-            if not self._changes:
-                raise
-            self._changes.clear()  # it was possible on an earlier batch
-            batch = RecordedBatch(bound, names, self._changes, num_samples)
-        if batch.num_samples == 0:
+        batch = self._run(bound, names, num_samples)
+        if batch is None or batch.num_samples == 0:
             return None
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
@@ -104,6 +99,23 @@ class SampleBackward:
             self._changes.clear()
         batch.drop(self.fallbacks)
         return batch
+
+    def _run(
+        self, bound: BoundModel, names: list[str], num_samples: int | None
+    ) -> RecordedBatch | None:
+        """Run the model and record it, ``None`` if it can only run without."""
+        try:
+            return RecordedBatch(bound, names, self._changes, num_samples)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the user's model raises
+            if self._changes:
+                self._changes.clear()  # it was possible on an earlier batch
+                return self._run(bound, names, num_samples)
+            autograd_sums(bound, num_samples)  # raises what the model does without being recorded
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._refuse(names, f"the model cannot be recorded: {cause}")
+            return None
 
     # --- layouts
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.functions import wide
+from curvlinops.core.protection import protected
+from curvlinops.core.references import find_modules
 from curvlinops.losses.base import Loss
 
 
@@ -17,7 +19,14 @@ class AdditiveLoss(Loss):
     A term is one sample, l_t the loss of a batch that consists of this sample alone. Output
     derivatives are PyTorch's, of the whole batch's loss. If it needs the graph of the output, it
     cannot be evaluated on single samples, and is taken at its word.
+
+    Modules in it, such as the loss itself, are given back as found by each evaluation: a moving
+    average must not depend on how often the loss was evaluated before.
     """
+
+    def __init__(self, module: Any, reduction: str):
+        super().__init__(module, reduction)
+        self._roots = find_modules(module)
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises what it does not accept."""
@@ -129,7 +138,8 @@ class AdditiveLoss(Loss):
         return leaf, gradient
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
-        value = self.module(output, target)
+        with protected(self._roots, {}, constant=False):
+            value = self.module(output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

@@ -62,7 +62,7 @@ class RowsLinearOperator(DataLinearOperator):
         shapes: list[tuple[int, ...]] = []
 
         def step(bound: BatchRisk) -> None:
-            shapes.append(self._rows_shape(self.risk.forward(bound)))
+            shapes.append(self._rows_shape(autodiff.evaluate(bound)))
 
         self.risk.run(step, "count_rows")
         self._lengths = [prod(shape) for shape in shapes]
