@@ -60,11 +60,11 @@ def _observe(
         if seed == 0:
             # on all batches, not only on the first
             risk.values_checked = risk.loss is None
-            output = autodiff.evaluate(bound)
-            terms = terms + bound.terms(output)
-            look(bound, output)
         data = fingerprint((bound.batch.X, bound.batch.y))
-        observations.append((data, _evaluate(risk, bound)))
+        numbers, output, own = _evaluate(risk, bound)
+        terms = terms + own
+        look(bound, output)
+        observations.append((data, numbers))
 
     with preserved_rng(risk.space.device):
         seed_everything(seed)
@@ -74,13 +74,21 @@ def _observe(
     return observations
 
 
-def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> list[float]:
+def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tensor, Tensor]:
+    """Return numbers that identify what the model makes of a batch, its output, and the terms."""
     if risk.loss is None:
-        return fingerprint(autodiff.evaluate(bound))
-    value, columns, _ = autodiff.gradient(bound, bound.loss_sum)
+        output = autodiff.evaluate(bound)
+        return fingerprint(output), output, bound.terms(output)
+    outputs = []
+
+    def head(output: Tensor) -> tuple[Tensor, Tensor]:
+        outputs.append(output.detach())
+        return bound.loss_sum(output)
+
+    value, columns, terms = autodiff.gradient(bound, head)
     check_finite(bound.batch, value, columns)
     norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
-    return [float(value), norm]
+    return [float(value), norm], outputs[0], terms
 
 
 def _explain_model(risk: EmpiricalRisk, index: int) -> str:
