@@ -191,6 +191,28 @@ def test_several_dampings_at_once(name: str):
     assert int(solutions[0].iterations.max()) <= int(worst.iterations.max()) + 2
 
 
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_calls_do_not_disturb_each_other(inverse: type):
+    # as if another thread used the inverse in the midst of every product
+    A, b, between = spectra.matrix("positive"), RNG.standard_normal(spectra.DIM), []
+
+    def multiply(x: np.ndarray) -> np.ndarray:
+        if len(between) < 3:
+            place = len(between)
+            between.append(None)
+            between[place] = outer @ b
+        return A @ x
+
+    outer = inverse(
+        sla.LinearOperator(A.shape, multiply, multiply, dtype=float), damping=1.0, rtol=1e-10
+    )
+    found = outer.solve_shifted(b, [0.5, 2.0])[1].x if inverse is CG else outer @ b
+    eye = np.eye(len(A))
+    np.testing.assert_allclose(found, np.linalg.solve(A + (1 + (inverse is CG)) * eye, b), 1e-6)
+    for x in between:
+        np.testing.assert_allclose(x, np.linalg.solve(A + eye, b), 1e-6)
+
+
 def test_indefinite_matrices_are_refused_by_name():
     A, B = system("indefinite")
     with pytest.raises(NegativeCurvatureError, match="MINRESInverseLinearOperator"):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.inverse import Systems, norms, scaled
+from curvlinops.algorithms.inverse import Systems
 from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.algorithms.products import norms, scaled
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
