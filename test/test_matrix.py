@@ -21,6 +21,10 @@ KINDS = {
     "tensor": torch.from_numpy,
     "requires-grad": lambda A: torch.from_numpy(A).requires_grad_(),
     "sparse-tensor": lambda A: torch.from_numpy(A).to_sparse(),
+    "csr-tensor": lambda A: torch.from_numpy(A).to_sparse_csr(),
+    "csc-tensor": lambda A: torch.from_numpy(A).to_sparse_csc(),
+    "bsr-tensor": lambda A: torch.from_numpy(A).to_sparse_bsr((5, 1)),
+    "bsc-tensor": lambda A: torch.from_numpy(A).to_sparse_bsc((1, 7)),
     "csr": sp.csr_matrix,
     "coo-array": sp.coo_array,
     "scipy": sla.aslinearoperator,
@@ -28,6 +32,11 @@ KINDS = {
 }
 
 
+#: PyTorch says so at the first such tensor.
+BETA = pytest.mark.filterwarnings("ignore:.*tensor support is in beta")
+
+
+@BETA
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_multiplies(kind: str, dtype: type):
@@ -43,7 +52,10 @@ def test_multiplies(kind: str, dtype: type):
     assert kind == "only-matvec" or A.dtype == torch.from_numpy(DENSE.astype(dtype)).dtype
 
 
-@pytest.mark.parametrize("kind", ["numpy", "tensor", "sparse-tensor", "csr", "coo-array", "scipy"])
+@BETA
+@pytest.mark.parametrize(
+    "kind", ["numpy", "tensor", "sparse-tensor", "csr-tensor", "csr", "coo-array", "scipy"]
+)
 def test_pickles(kind: str):
     A = pickle.loads(pickle.dumps(Matrix(KINDS[kind](DENSE))))
     X, Y = torch.randn(7, 3, dtype=A.dtype), torch.randn(5, 2, dtype=A.dtype)

@@ -154,7 +154,11 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
         raise TypeError(f"The matrix must be real, got {A.dtype}.")
     narrow = A.is_floating_point() and A.dtype != torch.float64
     A = A.detach().to(torch.float32 if narrow else torch.float64)
-    products = (partial(torch.matmul, matrix) for matrix in (A, A.T))
+    if A.layout in (torch.strided, torch.sparse_coo):
+        both = (A, A.T)
+    else:  # compressed by rows they multiply fastest, but have no transpose
+        both = (A.to_sparse_coo().to_sparse_csr(), A.to_sparse_coo().T.to_sparse_csr())
+    products = (partial(torch.matmul, matrix) for matrix in both)
     return ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
 
 
