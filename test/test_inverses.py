@@ -192,6 +192,15 @@ def test_several_dampings_at_once(name: str):
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_no_right_hand_sides(inverse: type):
+    A, nothing = inverse(np.eye(3)), np.zeros((3, 0))
+    solutions = [A.solve(nothing), A.solve(nothing, x0=np.ones(3))]
+    solutions += A.solve_shifted(nothing, [0.1, 1.0]) if inverse is CG else []
+    for solution in solutions:
+        assert solution.x.shape == (3, 0) and solution.converged.shape == (0,)
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
 def test_calls_do_not_disturb_each_other(inverse: type):
     # as if another thread used the inverse in the midst of every product
     A, b, between = spectra.matrix("positive"), RNG.standard_normal(spectra.DIM), []

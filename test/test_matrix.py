@@ -10,6 +10,7 @@ import scipy.sparse.linalg as sla
 import torch
 from contract import CASES
 
+from curvlinops import dottest, xdiag
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.seeds import read_generator
 
@@ -100,6 +101,20 @@ def test_reads_vectors(x):
 def test_errors(make, error: type, message: str):
     with pytest.raises(error, match=message):
         make()
+
+
+class OneWay(sla.LinearOperator):
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "A", [OneWay(float, (9, 9)), sla.LinearOperator((9, 9), lambda x: 2 * x, dtype=float)]
+)
+@pytest.mark.parametrize("call", [lambda A: xdiag(A, 4), dottest])
+def test_operators_without_a_transpose(call, A: sla.LinearOperator):
+    with pytest.raises(NotImplementedError, match="does not have. Give it rmatvec"):
+        call(A)
 
 
 def test_seeds():

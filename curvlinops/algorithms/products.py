@@ -31,7 +31,7 @@ class Products:
             ValueError: If products show that the matrix is not symmetric.
         """
         out = (self._matrix @ rows.T).T.contiguous()
-        if not self._matrix.operator.self_adjoint:
+        if len(rows) and not self._matrix.operator.self_adjoint:
             self._check_symmetric(rows, out)
         return out.add_(rows, alpha=self._damping) if self._damping else out
 
