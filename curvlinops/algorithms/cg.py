@@ -124,7 +124,9 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         """
         if self._preconditioner is not None:
             raise ValueError("Several dampings at once work without a preconditioner only.")
-        shifts = torch.tensor([float(damping) for damping in dampings], dtype=torch.float64)
+        shifts = torch.tensor(
+            [float(damping) for damping in dampings], dtype=torch.float64, device="cpu"
+        )
         if not len(shifts) or not bool(shifts.isfinite().all()):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         solutions, least = [], shifts.min()

@@ -135,7 +135,9 @@ class Axis:
         if high - low < 1e-4 * unit:
             low, high = low - 1e-2 * unit, high + 1e-2 * unit
         extra = margin * (high - low)
-        points = torch.linspace(low - extra, high + extra, num_points, dtype=torch.float64)
+        points = torch.linspace(
+            low - extra, high + extra, num_points, dtype=torch.float64, device="cpu"
+        )
         length = high - low + 2 * extra
         return cls(points, length / ((ncv - 1) * sqrt(8 * log(kappa))))
 
