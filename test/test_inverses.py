@@ -113,7 +113,7 @@ def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
 
 
 @pytest.mark.parametrize("dtype, exponents", [(np.float32, (-30, -22, 22, 30)),
-                         (np.float64, (-100, 100))])  # fmt: skip
+                         (np.float64, (-300, -170, -100, 100, 160, 300))])  # fmt: skip
 @pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
 def test_scales_whose_squares_are_no_numbers(inverse: type, dtype: type, exponents: tuple):
     A, B = system("positive", dtype)
@@ -124,9 +124,30 @@ def test_scales_whose_squares_are_no_numbers(inverse: type, dtype: type, exponen
             found = (inverse(big * A) @ (right * b)).astype(float) * (float(big) / float(right))
             assert np.abs(found - x).max() <= 5e-3 * np.abs(x).max()
         if inverse is CG:
-            X = [s.x.astype(float) / scale for s in CG(A).solve_shifted(dtype(scale) * b, [0, 1])]
-            assert true_residuals(A, X[0], b) <= 2e-5 * size
-            assert true_residuals(A + np.eye(len(A)), X[1], b) <= 2e-5 * size
+            for big, right in [(1, scale), (scale, 1)]:
+                family = CG(dtype(big) * A).solve_shifted(dtype(right) * b, [0, big])
+                X = [s.x.astype(float) * (big / right) for s in family]
+                assert true_residuals(A, X[0], b) <= 2e-5 * size
+                assert true_residuals(A + np.eye(len(A)), X[1], b) <= 2e-5 * size
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_scales_of_preconditioners_and_starts(inverse: type):
+    A, B = system("positive")
+    for scale in (1e-290, 1e-170, 1e160, 1e300):
+        x = np.linalg.solve(A, B) * 1e-5
+        for M in (scale * np.eye(len(A)), None):
+            solver = inverse(1e-5 * scale * A, preconditioner=M, rtol=1e-10)
+            for x0 in (None, np.zeros(len(A)), x[:, 0] + 1e-8):
+                found = solver.solve(1e-10 * scale * B, x0).x
+                np.testing.assert_allclose(found, x, rtol=0, atol=1e-9 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_solutions_that_are_no_numbers(inverse: type, scale: float):
+    with pytest.raises(ValueError, match="too large or too small"):
+        inverse(scale * np.eye(3)) @ np.full(3, 1 / scale)
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])

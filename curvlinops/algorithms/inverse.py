@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.products import Products, norms, scaled, unit_rows
+from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
@@ -51,8 +51,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
 
     Raises:
-        ValueError: If an argument is out of its range, or products show that the matrix is not
-            symmetric.
+        ValueError: If an argument is out of its range, products show that the matrix is not
+            symmetric, or a solution is too large or too small for the matrix's type.
     """
 
     def __init__(
@@ -143,9 +143,12 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
         B, sizes = unit_rows(B)
         goal = (self.rtol * norms(B)).maximum(self.atol / sizes)
-        X = torch.zeros_like(B) if x0 is None else scaled(1 / sizes, _expand(x0, B))
-        X[~B.any(dim=1)] = 0.0  # no other start is better
-        R = B if x0 is None else B - A.multiply(X)
+        X, R = torch.zeros_like(B), B
+        if x0 is not None and bool(x0.any()):
+            X = multiples(_expand(x0, B), 1 / sizes)
+            X[~B.any(dim=1)] = 0.0  # no other start is better
+            R = B - A.multiply(X) * A.unit
+            X *= A.unit
         residuals = norms(R)
         iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
         trying = residuals > goal
@@ -170,7 +173,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             trying[chosen] = (found > goal[chosen]) & (found < before / 2)
         converged = residuals <= goal
         self._report(converged, residuals, norms(B), iterations)
-        return scaled(sizes, X), sizes * residuals, iterations, converged
+        unit = A.unit or 1.0  # nothing is multiplied for zeros
+        return solutions(X, sizes / unit), sizes * residuals, iterations, converged
 
     def _report(
         self, converged: Tensor, residuals: Tensor, sizes: Tensor, iterations: Tensor
