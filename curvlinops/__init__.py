@@ -8,7 +8,7 @@ from curvlinops.algorithms.convergence import (
 )
 from curvlinops.algorithms.dottest import dottest
 from curvlinops.algorithms.eigsh import eigsh
-from curvlinops.algorithms.exchangeable import xdiag, xnystrace, xtrace
+from curvlinops.algorithms.exchangeable import xdiag, xtrace
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
     hutchinson_squared_fro,
@@ -20,6 +20,7 @@ from curvlinops.algorithms.lanczos import Eigenpairs
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
+from curvlinops.algorithms.nystrom import xnystrace
 from curvlinops.algorithms.plotting import plot_spectrum
 from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (

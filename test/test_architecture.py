@@ -114,6 +114,22 @@ def test_files_stay_short(path: Path):
     assert len(path.read_text().splitlines()) <= 300
 
 
+#: What makes tensors where PyTorch's default device is, unless told otherwise.
+_FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
+_FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tensors_are_made_on_a_device_of_our_choice(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        module, _, name = ast.unparse(node.func).rpartition(".")
+        if module == "torch" and name in _FACTORIES:
+            # further keywords may have it
+            assert {"device", None} & {keyword.arg for keyword in node.keywords}, node.lineno
+
+
 def test_public_names():
     assert set(curvlinops.__all__) == PUBLIC
     assert all(getattr(curvlinops, name).__doc__ for name in PUBLIC)

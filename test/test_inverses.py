@@ -113,7 +113,7 @@ def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
 
 
 @pytest.mark.parametrize("dtype, exponents", [(np.float32, (-30, -22, 22, 30)),
-                         (np.float64, (-100, 100))])  # fmt: skip
+                         (np.float64, (-300, -170, -100, 100, 160, 300))])  # fmt: skip
 @pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
 def test_scales_whose_squares_are_no_numbers(inverse: type, dtype: type, exponents: tuple):
     A, B = system("positive", dtype)
@@ -124,9 +124,30 @@ def test_scales_whose_squares_are_no_numbers(inverse: type, dtype: type, exponen
             found = (inverse(big * A) @ (right * b)).astype(float) * (float(big) / float(right))
             assert np.abs(found - x).max() <= 5e-3 * np.abs(x).max()
         if inverse is CG:
-            X = [s.x.astype(float) / scale for s in CG(A).solve_shifted(dtype(scale) * b, [0, 1])]
-            assert true_residuals(A, X[0], b) <= 2e-5 * size
-            assert true_residuals(A + np.eye(len(A)), X[1], b) <= 2e-5 * size
+            for big, right in [(1, scale), (scale, 1)]:
+                family = CG(dtype(big) * A).solve_shifted(dtype(right) * b, [0, big])
+                X = [s.x.astype(float) * (big / right) for s in family]
+                assert true_residuals(A, X[0], b) <= 2e-5 * size
+                assert true_residuals(A + np.eye(len(A)), X[1], b) <= 2e-5 * size
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_scales_of_preconditioners_and_starts(inverse: type):
+    A, B = system("positive")
+    for scale in (1e-290, 1e-170, 1e160, 1e300):
+        x = np.linalg.solve(A, B) * 1e-5
+        for M in (scale * np.eye(len(A)), None):
+            solver = inverse(1e-5 * scale * A, preconditioner=M, rtol=1e-10)
+            for x0 in (None, np.zeros(len(A)), x[:, 0] + 1e-8):
+                found = solver.solve(1e-10 * scale * B, x0).x
+                np.testing.assert_allclose(found, x, rtol=0, atol=1e-9 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_solutions_that_are_no_numbers(inverse: type, scale: float):
+    with pytest.raises(ValueError, match="too large or too small"):
+        inverse(scale * np.eye(3)) @ np.full(3, 1 / scale)
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])
@@ -189,6 +210,37 @@ def test_several_dampings_at_once(name: str):
     # one product for the true residual of each
     assert together <= calls.count + len(dampings) + 3
     assert int(solutions[0].iterations.max()) <= int(worst.iterations.max()) + 2
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_no_right_hand_sides(inverse: type):
+    A, nothing = inverse(np.eye(3)), np.zeros((3, 0))
+    solutions = [A.solve(nothing), A.solve(nothing, x0=np.ones(3))]
+    solutions += A.solve_shifted(nothing, [0.1, 1.0]) if inverse is CG else []
+    for solution in solutions:
+        assert solution.x.shape == (3, 0) and solution.converged.shape == (0,)
+
+
+@pytest.mark.parametrize("inverse", [CG, MINRES])
+def test_calls_do_not_disturb_each_other(inverse: type):
+    # as if another thread used the inverse in the midst of every product
+    A, b, between = spectra.matrix("positive"), RNG.standard_normal(spectra.DIM), []
+
+    def multiply(x: np.ndarray) -> np.ndarray:
+        if len(between) < 3:
+            place = len(between)
+            between.append(None)
+            between[place] = outer @ b
+        return A @ x
+
+    outer = inverse(
+        sla.LinearOperator(A.shape, multiply, multiply, dtype=float), damping=1.0, rtol=1e-10
+    )
+    found = outer.solve_shifted(b, [0.5, 2.0])[1].x if inverse is CG else outer @ b
+    eye = np.eye(len(A))
+    np.testing.assert_allclose(found, np.linalg.solve(A + (1 + (inverse is CG)) * eye, b), 1e-6)
+    for x in between:
+        np.testing.assert_allclose(x, np.linalg.solve(A + eye, b), 1e-6)
 
 
 def test_indefinite_matrices_are_refused_by_name():

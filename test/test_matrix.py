@@ -10,6 +10,7 @@ import scipy.sparse.linalg as sla
 import torch
 from contract import CASES
 
+from curvlinops import dottest, xdiag
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.seeds import read_generator
 
@@ -21,6 +22,10 @@ KINDS = {
     "tensor": torch.from_numpy,
     "requires-grad": lambda A: torch.from_numpy(A).requires_grad_(),
     "sparse-tensor": lambda A: torch.from_numpy(A).to_sparse(),
+    "csr-tensor": lambda A: torch.from_numpy(A).to_sparse_csr(),
+    "csc-tensor": lambda A: torch.from_numpy(A).to_sparse_csc(),
+    "bsr-tensor": lambda A: torch.from_numpy(A).to_sparse_bsr((5, 1)),
+    "bsc-tensor": lambda A: torch.from_numpy(A).to_sparse_bsc((1, 7)),
     "csr": sp.csr_matrix,
     "coo-array": sp.coo_array,
     "scipy": sla.aslinearoperator,
@@ -28,6 +33,11 @@ KINDS = {
 }
 
 
+#: PyTorch says so at the first such tensor.
+BETA = pytest.mark.filterwarnings("ignore:.*tensor support is in beta")
+
+
+@BETA
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_multiplies(kind: str, dtype: type):
@@ -43,7 +53,10 @@ def test_multiplies(kind: str, dtype: type):
     assert kind == "only-matvec" or A.dtype == torch.from_numpy(DENSE.astype(dtype)).dtype
 
 
-@pytest.mark.parametrize("kind", ["numpy", "tensor", "sparse-tensor", "csr", "coo-array", "scipy"])
+@BETA
+@pytest.mark.parametrize(
+    "kind", ["numpy", "tensor", "sparse-tensor", "csr-tensor", "csr", "coo-array", "scipy"]
+)
 def test_pickles(kind: str):
     A = pickle.loads(pickle.dumps(Matrix(KINDS[kind](DENSE))))
     X, Y = torch.randn(7, 3, dtype=A.dtype), torch.randn(5, 2, dtype=A.dtype)
@@ -88,6 +101,20 @@ def test_reads_vectors(x):
 def test_errors(make, error: type, message: str):
     with pytest.raises(error, match=message):
         make()
+
+
+class OneWay(sla.LinearOperator):
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "A", [OneWay(float, (9, 9)), sla.LinearOperator((9, 9), lambda x: 2 * x, dtype=float)]
+)
+@pytest.mark.parametrize("call", [lambda A: xdiag(A, 4), dottest])
+def test_operators_without_a_transpose(call, A: sla.LinearOperator):
+    with pytest.raises(NotImplementedError, match="does not have. Give it rmatvec"):
+        call(A)
 
 
 def test_seeds():

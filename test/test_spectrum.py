@@ -302,9 +302,13 @@ _BAD = [
     *(
         (f, {"kappa": kappa}, "kappa must be larger than one")
         for f in DENSITIES
-        for kappa in (1, -2.0)
+        for kappa in (1, -2.0, float("inf"), float("nan"))
     ),
-    *((f, {"margin": -0.1}, "margin must not be negative") for f in DENSITIES),
+    *(
+        (f, {"margin": margin}, "margin must not be negative")
+        for f in DENSITIES
+        for margin in (-0.1, float("inf"))
+    ),
     *((f, {"num_points": 1}, "num_points must be an integer >= 2") for f in DENSITIES),
     *((f, {"num_repeats": 0}, "num_repeats must be an integer >= 1") for f in DENSITIES),
     *((f, {"return_error": True}, "num_repeats must be an integer >= 2") for f in DENSITIES),
@@ -317,6 +321,7 @@ _BAD = [
     (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
+    (DENSITIES[1], {"epsilon": float("inf")}, "epsilon must be positive and finite"),
     (lanczos_logdet, {}, "not positive definite"),
     (lanczos_logdet, {"A": A["singular"]}, "not positive definite"),
     (lanczos_logdet, {"A": torch.zeros(30, 30)}, "not positive definite"),
@@ -333,3 +338,8 @@ _BAD = [
 def test_errors(call, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         call(**({"A": _B, "ncv": 20} | changes))
+
+
+def test_functions_must_be_real():
+    with pytest.raises(TypeError, match="real numbers"):
+        trace_function(-_B, lambda x: x.to(torch.complex128).sqrt(), 20, seed=0)

@@ -12,11 +12,9 @@ from curvlinops.algorithms.inverse import (
     KrylovInverseLinearOperator,
     Solution,
     Systems,
-    dots,
-    norms,
-    scaled,
-    unit_rows,
+    check_positive,
 )
+from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
 from curvlinops.core.border import read
 
 #: How other libraries call the options.
@@ -71,14 +69,14 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         self._set(found["rtol"], atol, found["maxiter"], x0)
         self._preconditioner = preconditioner
 
-    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def _correct(self, A: Products, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
-        P = self._precondition(R)
-        rho, place = self._positive(dots(R, P), R), torch.arange(len(R), device=R.device)
+        P = A.precondition(R)
+        rho, place = check_positive(dots(R, P), R), torch.arange(len(R), device=R.device)
         s = _State(place, R, goal, P, rho, torch.zeros_like(goal))
         for _ in range(budget):
-            Q = self._multiply(s.P)
-            curvature = self._curvature(s, Q)
+            Q = A.multiply(s.P)
+            curvature = _curvature(A, s, Q)
             # a direction without curvature is of no use: the matrix is singular
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.place, scaled(alpha, s.P))
@@ -88,25 +86,10 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             if not bool(going.any()):
                 break
             s.keep(going)
-            Z = self._precondition(s.R)
-            s.rho, before = self._positive(dots(s.R, Z), s.R), s.rho
+            Z = A.precondition(s.R)
+            s.rho, before = check_positive(dots(s.R, Z), s.R), s.rho
             s.P = Z + scaled(s.rho / before, s.P)
         return X, count
-
-    def _curvature(self, s: "_State", Q: Tensor) -> Tensor:
-        """Return ``<p, A p>``, unless it is negative beyond rounding."""
-        curvature, size = dots(s.P, Q), dots(s.P, s.P)
-        s.scale = s.scale.maximum(norms(Q) / size.sqrt())
-        negative = curvature < -100 * torch.finfo(Q.dtype).eps * s.scale * size
-        if bool(negative.any()):
-            lowest = float((curvature / size)[negative].min())
-            raise NegativeCurvatureError(
-                f"The matrix is not positive definite: conjugate gradients met a direction of "
-                f"curvature {lowest:.1e} (the norm is at least {float(s.scale.max()):.1e}). Use "
-                "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
-                f"{-lowest:.1e}."
-            )
-        return curvature
 
     def solve_shifted(self, B: Any, dampings: Sequence[float]) -> list[Solution]:
         """Solve for several values of the damping, with the products of one.
@@ -126,26 +109,23 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         """
         if self._preconditioner is not None:
             raise ValueError("Several dampings at once work without a preconditioner only.")
-        shifts = torch.tensor([float(damping) for damping in dampings], dtype=torch.float64)
+        shifts = torch.tensor(
+            [float(damping) for damping in dampings], dtype=torch.float64, device="cpu"
+        )
         if not len(shifts) or not bool(shifts.isfinite().all()):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
-        base, solutions = self.damping, []
-        try:
-            with torch.inference_mode(False):
-                columns, write = read(B, self.domain)
-                rows = self.domain.join(columns)
-                self.damping = float(shifts.min())
-                starts, shared = self._solve_family(rows, (shifts - shifts.min()).to(rows.device))
-                for damping, start in zip(dampings, starts.unbind(1), strict=True):
-                    self.damping = float(damping)
-                    X, residuals, extra, converged = self._solve(rows, start)
-                    out = write(self.codomain.split(X), self.codomain)
-                    solutions.append(Solution(out, residuals, shared + extra, converged))
-        finally:
-            self.damping = base
-        return solutions
+        found, least = [], shifts.min()
+        with torch.inference_mode(False):
+            columns, write = read(B, self.domain)
+            rows, family = self.domain.join(columns), self._products(float(least))
+            starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))
+            for damping, start in zip(shifts.tolist(), starts.unbind(1), strict=True):
+                X, residuals, extra, converged = self._solve(self._products(damping), rows, start)
+                out = write(self.codomain.split(X), self.codomain)
+                found.append(Solution(out, residuals, shared + extra, converged))
+        return found
 
-    def _solve_family(self, B: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
+    def _solve_family(self, A: Products, B: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[K, S, D]``, solutions as the recursion sees them, and the iterations."""
         B, sizes = unit_rows(B)
         goal = 0.9 * (self.rtol * norms(B)).maximum(self.atol / sizes)
@@ -154,11 +134,11 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         s = _start_family(B, goal, len(shifts))
         s.keep(norms(B) > goal)
         for _ in range(self.maxiter if len(s.place) else 0):
-            Q = self._multiply(s.P)
-            curvature = self._curvature(s, Q)
+            Q = A.multiply(s.P)
+            curvature = _curvature(A, s, Q)
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             going = s.zeta.abs() * s.rho.sqrt()[:, None] > s.goal[:, None]
-            ratio = _ratio(s, alpha, shifts).where(going, 0.0)
+            ratio = _ratio(s, alpha, shifts / A.unit).where(going, 0.0)
             X.index_add_(0, s.place, (alpha[:, None] * ratio)[..., None].to(B) * s.shifted)
             count[s.place] += 1
             s.R = s.R - scaled(alpha, Q)
@@ -174,7 +154,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             if not bool(going.any()):
                 break
             s.keep(going)
-        return sizes.to(X)[:, None, None] * X, count
+        factors = (sizes / (A.unit or 1.0)).repeat_interleave(len(shifts))
+        return solutions(X.flatten(0, 1), factors).view_as(X), count
 
 
 @dataclass
@@ -197,6 +178,23 @@ class _Family(_State):
     zeta_old: Tensor
     alpha: Tensor  # of the step before
     beta: Tensor
+
+
+def _curvature(A: Products, s: _State, Q: Tensor) -> Tensor:
+    """Return ``<p, A p>``, unless it is negative beyond rounding."""
+    curvature, size = dots(s.P, Q), dots(s.P, s.P)
+    s.scale = s.scale.maximum(norms(Q) / size.sqrt())
+    negative = curvature < -100 * torch.finfo(Q.dtype).eps * s.scale * size
+    if bool(negative.any()):
+        lowest = A.unit * float((curvature / size)[negative].min())
+        norm = A.unit * float(s.scale.max())
+        raise NegativeCurvatureError(
+            f"The matrix is not positive definite: conjugate gradients met a direction of "
+            f"curvature {lowest:.1e} (the norm is at least {norm:.1e}). Use "
+            "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
+            f"{-lowest:.1e}."
+        )
+    return curvature
 
 
 def _start_family(B: Tensor, goal: Tensor, num_shifts: int) -> _Family:

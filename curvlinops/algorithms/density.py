@@ -1,7 +1,7 @@
 """Lanczos runs that are kept, and the smoothed densities that are made of them."""
 
 from dataclasses import dataclass
-from math import isfinite, log, sqrt
+from math import inf, isfinite, log, sqrt
 from typing import Any
 
 import torch
@@ -127,15 +127,17 @@ class Axis:
         Ends that coincide, compared with ``unit``, are moved apart.
         """
         num_points = check_count("num_points", num_points, 2)
-        if not kappa > 1:
-            raise ValueError(f"kappa must be larger than one, got {kappa!r}.")
-        if not margin >= 0:
-            raise ValueError(f"margin must not be negative, got {margin!r}.")
+        if not 1 < kappa < inf:
+            raise ValueError(f"kappa must be larger than one, and finite, got {kappa!r}.")
+        if not 0 <= margin < inf:
+            raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         low, high = ends
         if high - low < 1e-4 * unit:
             low, high = low - 1e-2 * unit, high + 1e-2 * unit
         extra = margin * (high - low)
-        points = torch.linspace(low - extra, high + extra, num_points, dtype=torch.float64)
+        points = torch.linspace(
+            low - extra, high + extra, num_points, dtype=torch.float64, device="cpu"
+        )
         length = high - low + 2 * extra
         return cls(points, length / ((ncv - 1) * sqrt(8 * log(kappa))))
 

@@ -6,6 +6,7 @@ the variance of both (Epperly, Tropp and Webber, XTrace: making the most of ever
 stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 2024).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def xtrace(
         sketch.grow(num)
         return _traces_of_sketch(sketch)
 
-    return _average(probes, num_matvecs, 2, Goal(rtol, return_error), samples)
+    return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
 
 
 def xdiag(
@@ -107,74 +108,47 @@ def xdiag(
         known = (sketch.Q * sketch.Z).sum(1, keepdim=True)
         return known + QS * (sketch.X * lengths - sketch.Z @ S)
 
-    return _average(probes, num_matvecs, 2, Goal(rtol, return_error), samples)
+    return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
 
 
-def xnystrace(
-    A: Any,
+def grow(
+    probes: Probes,
     num_matvecs: int,
-    distribution: str = "rademacher",
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
+    parts: int,
+    goal: Goal,
+    estimate: Callable[[int], tuple[Tensor, Tensor]],
 ) -> Any:
-    """Estimate the trace of a symmetric positive semi-definite matrix with XNysTrace.
-
-    ``tr(A) = mean_i  tr(A_i) + x_i^T (A - A_i) x_i``, with A_i the Nyström approximation of A from
-    all random vectors but x_i (equation 2.8 and Algorithm 2.2 of Epperly et al. 2024). Unbiased;
-    exact if the rank is below ``num_matvecs``, twice that of ``xtrace``. Gaussian and spherical
-    vectors are scaled as there.
+    """Estimate with more and more vectors, until the error is as small as wanted.
 
     Args:
-        A: See ``hutchinson_trace``, also for the other arguments. Positive semi-definite.
-        num_matvecs: The number of products with ``A``, at most D; an upper limit if ``rtol`` is
-            given.
-        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate.
-        return_error: Whether to return the standard error, too; see ``xtrace``.
-        chunk_size: How many vectors are multiplied at once.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
-        ``standard_error``.
-
-    Raises:
-        ValueError: If products show that the matrix is not symmetric, or not positive
-            semi-definite.
+        probes: The random vectors.
+        num_matvecs: The number of products.
+        parts: How many products each vector needs.
+        goal: When to stop, and what to return.
+        estimate: Takes the number of vectors, returns the estimate and its standard error.
     """
-    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
-    empty = probes.draw(0)
-    X, AX = empty, empty
-
-    def samples(num: int) -> Tensor:
-        nonlocal X, AX
-        new = probes.draw(num - X.shape[1])
-        X, AX = _append(X, new), _append(AX, probes.multiply(new))
-        return _nystrom_traces(probes, X, AX)
-
-    return _average(probes, num_matvecs, 1, Goal(rtol, return_error), samples)
+    num = check_split(num_matvecs, parts, probes.dim, goal)
+    for count in goal.steps(num):
+        mean, error = estimate(count)
+        if goal.reached(mean, error, count):
+            break
+    return goal.report(probes.matrix, mean, error)
 
 
-def _average(probes: Probes, num_matvecs: int, parts: int, goal: Goal, samples: Any) -> Any:
+def _average(probes: Probes, num_matvecs: int, goal: Goal, samples: Any) -> Any:
     """Average over the vector that is left out, for more and more vectors.
 
     The samples depend on each other through all vectors. Where pairs of vectors dominate, the mean
     of all has twice the variance that it would have were they independent: a sum over ordered pairs
     has each pair twice. Experiments with many spectra show from 0.9 to 3 times.
     """
-    num = check_split(num_matvecs, parts, probes.dim, goal)
-    for count in goal.steps(num):
+
+    def estimate(count: int) -> tuple[Tensor, Tensor]:
         average = Average()
         average.update(samples(count).to(probes.matrix.dtype))
-        error = 2**0.5 * average.standard_error
-        if goal.reached(average.mean, error, count):
-            break
-    return goal.report(probes.matrix, average.mean, error)
+        return average.mean, 2**0.5 * average.standard_error
+
+    return grow(probes, num_matvecs, 2, goal, estimate)
 
 
 class _Sketch:
@@ -198,13 +172,14 @@ class _Sketch:
         R = self.R.new_zeros(num, num)
         old = len(self.R)
         R[:old, :old], R[:old, old:], R[old:, old:] = self.R, above + again @ first, second @ first
-        self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
+        self.X, self.Q, self.R = append(self.X, new), append(self.Q, basis), R
         # contiguous vectors multiply fastest
         product = self._probes.multiply(basis.T.contiguous().T, self._adjoint)
-        self.Z = _append(self.Z, product)
+        self.Z = append(self.Z, product)
 
 
-def _append(columns: Tensor, more: Tensor) -> Tensor:
+def append(columns: Tensor, more: Tensor) -> Tensor:
+    """Return columns ``[D, K]`` and more of them, each contiguous."""
     return torch.cat([columns.T, more.T]).T
 
 
@@ -232,45 +207,10 @@ def _traces_of_sketch(sketch: _Sketch) -> Tensor:
     V = W - S * (S * W).sum(0)  # P_i x_i = Q v_i
     outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
     lengths = sketch.X.double().square().sum(0)
-    return inside + _rescale(outside, lengths - V.square().sum(0), lengths, sketch._probes, len(R))
+    return inside + rescale(outside, lengths - V.square().sum(0), lengths, sketch._probes, len(R))
 
 
-def _nystrom_traces(probes: Probes, X: Tensor, AX: Tensor) -> Tensor:
-    """Return XNysTrace's estimates ``[K]``, each of which leaves one random vector out.
-
-    With ``H = X^T A X``, ``x_i^T (A - A_i) x_i = 1 / (H^-1)_ii`` and ``tr(A_i) = tr(A_X) -
-    |A X H^-1 e_i|^2 / (H^-1)_ii``. All is done for A plus a multiple of the identity that rounding
-    errors do not exceed.
-    """
-    H, gram = (X.T @ AX).double(), (X.T @ X).double()
-    _check_symmetric(probes.matrix, H)
-    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    eps = torch.finfo(X.dtype).eps
-    scale = float(torch.linalg.vector_norm(AX, dtype=torch.float64)) / probes.dim**0.5 or 1.0
-    shift, failed = eps * scale, True
-    while failed:
-        if shift > eps**0.5 * scale:
-            raise ValueError(
-                "The matrix is not positive semi-definite, which xnystrace needs. Use xtrace."
-            )
-        # random signs may depend on each other, which a multiple of the identity makes up for
-        shifted = (H + H.T) / 2 + shift * (gram + 0.01 * probes.dim * eye)
-        L, info = torch.linalg.cholesky_ex(shifted)
-        failed = bool(info)
-        used, shift = shift, 10 * shift
-    R = torch.linalg.qr(AX + used * X, mode="r").R.double()
-    inverse = torch.cholesky_inverse(L)
-    B = torch.linalg.solve_triangular(L, R.T, upper=False)
-    without = (R @ inverse).square().sum(0) / inverse.diagonal()
-    inside = B.square().sum() - without - used * probes.dim
-    outside = 1 / inverse.diagonal()
-    if probes.distribution == "rademacher":
-        return inside + outside
-    left = 1 / torch.linalg.inv(gram).diagonal()
-    return inside + _rescale(outside, left, gram.diagonal(), probes, len(H))
-
-
-def _rescale(forms: Tensor, left: Tensor, lengths: Tensor, probes: Probes, num: int) -> Tensor:
+def rescale(forms: Tensor, left: Tensor, lengths: Tensor, probes: Probes, num: int) -> Tensor:
     """Scale quadratic forms of what is left out of vectors to the expected length of that.
 
     Its direction is uniformly distributed if the vector's is, and independent of its length.
@@ -286,9 +226,3 @@ def _rescale(forms: Tensor, left: Tensor, lengths: Tensor, probes: Probes, num: 
         return forms
     some = left > torch.finfo(probes.matrix.dtype).eps * lengths
     return torch.where(some, forms * (probes.dim - num + 1) / left, 0.0)
-
-
-def _check_symmetric(matrix: Matrix, H: Tensor) -> None:
-    tolerance = torch.finfo(matrix.dtype).eps ** 0.5
-    if not matrix.operator.self_adjoint and (H - H.T).norm() > tolerance * H.norm():
-        raise ValueError("The matrix is not symmetric, which xnystrace needs. Use xtrace.")

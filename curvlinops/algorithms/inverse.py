@@ -9,13 +9,11 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
-
-#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
-_ASYMMETRY = 1e-3
 
 
 class Solution(NamedTuple):
@@ -53,8 +51,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
 
     Raises:
-        ValueError: If an argument is out of its range, or products show that the matrix is not
-            symmetric.
+        ValueError: If an argument is out of its range, products show that the matrix is not
+            symmetric, or a solution is too large or too small for the matrix's type.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, self_adjoint=True)
         self._preconditioner = self._read_preconditioner(preconditioner)
         self._set(rtol, atol, maxiter, x0)
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
         self._limit = 100 * torch.finfo(self.torch_dtype).eps
         self.damping = float(damping)
         if not isfinite(self.damping):
@@ -83,10 +80,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         check_on_failure(on_failure)
         self.on_failure = on_failure
 
-    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def _correct(self, A: Products, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """Solve ``(A + damping I) X = R`` approximately, starting from zero.
 
         Args:
+            A: Multiplies by the matrix, damped, and by the preconditioner.
             R: Right-hand sides as rows, ``[K, D]``, none of which has reached its goal.
             goal: The residual norms that shall be reached, ``[K]``.
             budget: Largest number of iterations.
@@ -127,57 +125,30 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         with torch.inference_mode(False):
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
-            X, *info = self._solve(self.domain.join(columns), start)
+            X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
             return Solution(write(self.codomain.split(X), self.codomain), *info)
 
     def _apply(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.domain.join(columns), self._x0)
+        A = self._products(self.damping)
+        X, *_ = self._solve(A, self.domain.join(columns), self._x0)
         return self.codomain.split(X)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
-        out = (self._matrix @ rows.T).T.contiguous()
-        if not self._matrix.operator.self_adjoint:
-            self._check_symmetric(rows, out)
-        return out.add_(rows, alpha=self.damping) if self.damping else out
+    def _products(self, damping: float) -> Products:
+        """Return what multiplies in one call, so that calls in several threads do not meet."""
+        return Products(self._matrix, damping, self._preconditioner, type(self).__name__)
 
-    def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
-        """Check ``<x, A y> = <A x, y>`` for the last two products, which costs none."""
-        size = norms(rows)
-        largest = (norms(products) / size.where(size > 0, 1.0)).max()
-        if self._last is not None:
-            old_rows, old_products, before = self._last
-            largest = largest.maximum(before)
-        if self._last is not None and old_rows.shape == rows.shape:
-            difference = dots(old_rows, products) - dots(old_products, rows)
-            rounding = _ASYMMETRY * largest * norms(old_rows) * size
-            tiny = torch.finfo(rows.dtype).tiny  # inner products underflow
-            if bool((difference.abs() > rounding.clamp(min=tiny)).any()):
-                raise ValueError(
-                    f"The matrix is not symmetric, which {type(self).__name__} needs. Use "
-                    "LSMRInverseLinearOperator, or the symmetric part (A + A.T) / 2 if that is "
-                    "meant."
-                )
-        self._last = rows.clone(), products.clone(), largest
-
-    def _precondition(self, rows: Tensor) -> Tensor:
-        if self._preconditioner is None:
-            return rows
-        return (self._preconditioner @ rows.T).T.to(rows).contiguous()
-
-    def _positive(self, product: Tensor, rows: Tensor) -> Tensor:
-        """Return ``<r, M r>`` if the preconditioner M is positive definite."""
-        if bool(((product <= 0) & (rows.abs().amax(dim=1) > 0)).any()):
-            raise ValueError("The preconditioner is not positive definite.")
-        return product
-
-    def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _solve(
+        self, A: Products, B: Tensor, x0: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
-        self._last = None
         B, sizes = unit_rows(B)
         goal = (self.rtol * norms(B)).maximum(self.atol / sizes)
-        X = torch.zeros_like(B) if x0 is None else scaled(1 / sizes, _expand(x0, B))
-        X[~B.any(dim=1)] = 0.0  # no other start is better
-        R = B if x0 is None else B - self._multiply(X)
+        X, R = torch.zeros_like(B), B
+        if x0 is not None and bool(x0.any()):
+            X = multiples(_expand(x0, B), 1 / sizes)
+            X[~B.any(dim=1)] = 0.0  # no other start is better
+            R = B - A.multiply(X) * A.unit
+            X *= A.unit
         residuals = norms(R)
         iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
         trying = residuals > goal
@@ -187,9 +158,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             target = (0.9 * goal[chosen]).maximum(self._limit * residuals[chosen])
             # and what it has spoiled is not worth more products than there were
             budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
-            step, count = self._correct(R[chosen], target, budget)
+            step, count = self._correct(A, R[chosen], target, budget)
             step += X[chosen]
-            rest = B[chosen] - self._multiply(step)
+            rest = B[chosen] - A.multiply(step)
             found, before = norms(rest), residuals[chosen]
             iterations[chosen] += count
             better = found < before
@@ -200,9 +171,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             trying = torch.zeros_like(trying)
             # what does not even halve has come as far as rounding allows
             trying[chosen] = (found > goal[chosen]) & (found < before / 2)
-        converged, self._last = residuals <= goal, None
+        converged = residuals <= goal
         self._report(converged, residuals, norms(B), iterations)
-        return scaled(sizes, X), sizes * residuals, iterations, converged
+        unit = A.unit or 1.0  # nothing is multiplied for zeros
+        return solutions(X, sizes / unit), sizes * residuals, iterations, converged
 
     def _report(
         self, converged: Tensor, residuals: Tensor, sizes: Tensor, iterations: Tensor
@@ -237,6 +209,13 @@ class Systems:
             setattr(self, field.name, getattr(self, field.name)[going])
 
 
+def check_positive(product: Tensor, rows: Tensor) -> Tensor:
+    """Return ``<r, M r>`` if the preconditioner M is positive definite."""
+    if bool(((product <= 0) & (rows.abs().amax(dim=1) > 0)).any()):
+        raise ValueError("The preconditioner is not positive definite.")
+    return product
+
+
 def _expand(x0: Tensor, B: Tensor) -> Tensor:
     if len(x0) not in (1, len(B)):
         raise ValueError(
@@ -244,33 +223,3 @@ def _expand(x0: Tensor, B: Tensor) -> Tensor:
             "each."
         )
     return x0.expand_as(B).clone()
-
-
-def norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows, ``[K]``, in double precision, which has room for squares."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-
-
-def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows whose inner products neither overflow nor vanish, and their sizes.
-
-    Args:
-        rows: Finite rows, ``[K, D]``.
-
-    Returns:
-        The rows with entries of at most one, and the powers of two that they are multiples of.
-    """
-    sizes = rows.abs().amax(dim=1).double()
-    sizes = torch.exp2(torch.frexp(sizes).exponent.double()).where(sizes > 0, 1.0)
-    # their reciprocals need not be numbers of the rows' type
-    return (rows.double() / sizes.unsqueeze(1)).to(rows.dtype), sizes
-
-
-def dots(first: Tensor, second: Tensor) -> Tensor:
-    """Return the inner products of rows, ``[K]``, in double precision."""
-    return torch.linalg.vecdot(first, second).double()
-
-
-def scaled(factors: Tensor, rows: Tensor) -> Tensor:
-    """Multiply each row by its factor."""
-    return factors.to(rows.dtype).unsqueeze(1) * rows

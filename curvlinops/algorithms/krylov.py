@@ -59,8 +59,8 @@ class KrylovSpace:
         self._A = A
         self._eps = torch.finfo(A.dtype).eps
         self._rows = start.new_zeros(max_dim + start.shape[0], A.shape[0])
-        self._H = torch.zeros(0, 0, dtype=torch.float64)
-        self._drift = torch.zeros(0, dtype=torch.float64)
+        self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+        self._drift = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.dim, self.norm, self.unit = 0, 0.0, 1.0
         self.inject(start)
 
@@ -83,7 +83,7 @@ class KrylovSpace:
             block = block - (block @ basis.T) @ basis
         q, _ = self._factor(block, 100 * self._eps, self.dim)
         q, _ = self._factor(q - (q @ basis.T) @ basis, 0.5, self.dim)
-        self._set_pending(q, torch.zeros(len(q), self.dim, dtype=torch.float64))
+        self._set_pending(q, torch.zeros(len(q), self.dim, dtype=torch.float64, device="cpu"))
         self._coupled = 0
 
     def expand(self) -> None:
@@ -91,7 +91,7 @@ class KrylovSpace:
         start, end = self.dim, self.dim + self.pending
         W = self._multiply(self._rows[start:end])
         self.norm = max(self.norm, float(W.norm(dim=1).max()))
-        H = torch.zeros(end, end, dtype=torch.float64)
+        H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
         H[:start, :start], H[start:, :start] = self._H, self._B
         # the first pass removes what theory says is there, the second one what rounding adds
         for first in (self._coupled, 0):
@@ -107,8 +107,10 @@ class KrylovSpace:
             q, correction = self._factor(q - (q @ rows.T) @ rows, 0.5, end)
             R = correction @ R
         self.dim, self._H, self._coupled = end, H, start
-        self._drift = torch.cat([self._drift, torch.zeros(end - start, dtype=torch.float64)])
-        B = torch.zeros(len(q), end, dtype=torch.float64)
+        self._drift = torch.cat(
+            [self._drift, torch.zeros(end - start, dtype=torch.float64, device="cpu")]
+        )
+        B = torch.zeros(len(q), end, dtype=torch.float64, device="cpu")
         B[:, start:] = R
         self._set_pending(q, B)
 

@@ -199,7 +199,7 @@ def random_rows(count: int, matrix: Matrix, generator: torch.Generator) -> Tenso
 
 def _order(values: Tensor, which: str) -> Tensor:
     """Return the indices of ascending values, the most wanted ones first."""
-    up = torch.arange(len(values))
+    up = torch.arange(len(values), device="cpu")
     if which == "SA":
         return up
     if which == "LA":

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.inverse import Systems, norms, scaled
+from curvlinops.algorithms.inverse import Systems
 from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
@@ -62,6 +63,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
+        ValueError: If a solution is too large or too small for the matrix's type.
     """
 
     def __init__(
@@ -114,16 +116,22 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``."""
-        forward = partial(_rows, self._matrix.__matmul__)
-        backward = partial(_rows, self._matrix.adjoint_matmul)
+        multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
         if adjoint:
-            forward, backward = backward, forward
-        state, X = _start(B, backward, self.damp)
+            multiply, transposed = transposed, multiply
+        # squares of what is measured in units neither overflow nor vanish
+        B, scale = unit_rows(B)
+        u, beta = _unit(B)
+        image = _rows(transposed, 1.0, u)
+        unit = unit_of(image, u, self.damp)
+        forward, backward = partial(_rows, multiply, unit), partial(_rows, transposed, unit)
+        damp = self.damp / unit
+        state, X = _start(B, u, beta, image / unit, damp)
         info = torch.zeros(5, len(B), dtype=torch.float64, device=B.device)
         sizes = norms(B)
         while len(state.place):
             # the first check is for solutions that are zero
-            stop = self._stop(state, norms(X[state.place]), sizes[state.place])
+            stop = self._stop(state, norms(X[state.place]), sizes[state.place], damp)
             ended = stop >= 0
             done = state.place[ended]
             info[:, done] = torch.stack(
@@ -131,18 +139,20 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
             )[:, ended]
             state.keep(~ended)
             if len(state.place):
-                X.index_add_(0, state.place, _advance(state, forward, backward, self.damp))
+                X.index_add_(0, state.place, _advance(state, forward, backward, damp))
         istop, itn, normar, norma, conda = info
         R, size = _unit(B - forward(X))
-        gradient = backward(R) - scaled(self.damp**2 / size.where(size > 0, 1.0), X)
+        gradient = backward(R) - scaled(damp**2 / size.where(size > 0, 1.0), X)
         true = norms(gradient) * size.where(size > 0, 1.0)
-        normx, normr = norms(X), torch.hypot(size, self.damp * norms(X))
+        normx, normr = norms(X), torch.hypot(size, damp * norms(X))
         self._report(istop, true, normar, normr, norma)
-        return X, istop.long(), itn.long(), normr, true, norma, conda, normx
+        X, normx = solutions(X, scale / unit), scale / unit * normx
+        norms_of = (scale * normr, scale * unit * true, unit * norma)
+        return X, istop.long(), itn.long(), *norms_of, conda, normx
 
-    def _stop(self, s: "_State", normx: Tensor, normb: Tensor) -> Tensor:
+    def _stop(self, s: "_State", normx: Tensor, normb: Tensor, damp: float) -> Tensor:
         """Return for each system why it ends, or -1."""
-        normr = torch.hypot(norms(s.R), self.damp * normx)
+        normr = torch.hypot(norms(s.R), damp * normx)
         solved = normr <= self.btol * normb + self.atol * s.norma * normx
         least = s.normar <= self.atol * s.norma * normr
         reasons = [
@@ -178,8 +188,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         )
 
 
-def _rows(multiply: Product, rows: Tensor) -> Tensor:
-    return multiply(rows.T).T.contiguous()
+def _rows(multiply: Product, unit: float, rows: Tensor) -> Tensor:
+    return multiply(rows.T).T.contiguous() / unit
 
 
 @dataclass
@@ -224,9 +234,8 @@ def _unit(rows: Tensor) -> tuple[Tensor, Tensor]:
     return scaled(1 / size.where(size > 0, 1.0), rows), size
 
 
-def _start(B: Tensor, backward: Product, damp: float) -> tuple[_State, Tensor]:
-    u, beta = _unit(B)
-    v, alpha = _unit(backward(u))
+def _start(B: Tensor, u: Tensor, beta: Tensor, image: Tensor, damp: float) -> tuple[_State, Tensor]:
+    v, alpha = _unit(image)
     zero, one = torch.zeros_like(beta), torch.ones_like(beta)
     rows, images = torch.zeros_like(v), torch.zeros_like(u)
     state = _State(

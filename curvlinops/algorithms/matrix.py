@@ -154,7 +154,11 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
         raise TypeError(f"The matrix must be real, got {A.dtype}.")
     narrow = A.is_floating_point() and A.dtype != torch.float64
     A = A.detach().to(torch.float32 if narrow else torch.float64)
-    products = (partial(torch.matmul, matrix) for matrix in (A, A.T))
+    if A.layout in (torch.strided, torch.sparse_coo):
+        both = (A, A.T)
+    else:  # compressed by rows they multiply fastest, but have no transpose
+        both = (A.to_sparse_coo().to_sparse_csr(), A.to_sparse_coo().T.to_sparse_csr())
+    products = (partial(torch.matmul, matrix) for matrix in both)
     return ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
 
 
@@ -170,8 +174,27 @@ def _wrap_scipy(A: Any) -> TorchLinearOperator:
 
 
 def _through_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Tensor:
-    # not every operator has a transpose
-    out = np.asarray((A.T if adjoint else A) @ X.cpu().numpy())
+    X_numpy = X.cpu().numpy()
+    out = np.asarray(_transposed_product(A, X_numpy) if adjoint else A @ X_numpy)
     if np.iscomplexobj(out):
         raise TypeError("A product with the matrix is complex; it must be real.")
     return torch.from_numpy(np.array(out)).to(X.device, dtype)
+
+
+def _transposed_product(A: Any, X: np.ndarray) -> np.ndarray:
+    try:
+        return A.T @ X
+    except (NotImplementedError, TypeError):
+        _check_transpose(A, X)
+        raise
+
+
+def _check_transpose(A: Any, X: np.ndarray) -> None:
+    """Say so if the reason why products with the transpose fail is that there are none."""
+    try:
+        A.rmatvec(X[:, 0])
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"Products with the transpose are needed, which the operator, a {type(A).__name__}, "
+            "does not have. Give it rmatvec or rmatmat."
+        ) from error

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.inverse import (
-    KrylovInverseLinearOperator,
-    Systems,
-    dots,
-    norms,
-    scaled,
-)
+from curvlinops.algorithms.inverse import KrylovInverseLinearOperator, Systems, check_positive
+from curvlinops.algorithms.products import Products, dots, norms, scaled
 
 #: What may turn out to be no curvature at all, relative to the matrix's norm.
 _LITTLE = 1e-3
@@ -38,13 +33,13 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
     """
 
-    def _correct(self, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def _correct(self, A: Products, R: Tensor, goal: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
-        z = self._precondition(R)
-        state = _start(R, z, self._positive(_inner(R, z), R).sqrt(), goal)
+        z = A.precondition(R)
+        state = _start(R, z, check_positive(_inner(R, z), R).sqrt(), goal)
         retreat, unsolved = _Retreat(X), torch.ones_like(goal, dtype=torch.bool)
         for _ in range(budget):
-            v, alpha = self._lanczos(state)
+            v, alpha = _lanczos(A, state)
             tau, curvature, ended = _rotate(state, v, alpha)
             retreat.offer(state.place, curvature)
             X.index_add_(0, state.place, scaled(tau, state.w))
@@ -54,32 +49,7 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
             if not bool(going.any()):
                 break
             state.keep(going)
-        return self._better(X, retreat, R, unsolved), count
-
-    def _better(self, X: Tensor, retreat: "_Retreat", R: Tensor, unsolved: Tensor) -> Tensor:
-        """Return the solutions of ``A X = R`` with the smaller true residuals, where unsolved."""
-        rows = unsolved.nonzero().squeeze(1)
-        if retreat.X is not None and len(rows):
-            both = torch.cat([X[rows], retreat.X[rows]])
-            residuals = norms(R[rows].repeat(2, 1) - self._multiply(both)).nan_to_num(torch.inf)
-            found, before = residuals.unflatten(0, (2, -1))
-            worse = rows[before < found]
-            X[worse] = retreat.X[worse]
-        return X
-
-    def _lanczos(self, s: "_State") -> tuple[Tensor, Tensor]:
-        """Extend the Krylov space; return its last vector, and the matrix's value there."""
-        v = scaled(1 / s.beta, s.z)
-        u = self._multiply(v) - scaled(s.beta / s.beta_old, s.y_old)
-        alpha = dots(v, u)
-        u = u - scaled(alpha / s.beta, s.y)
-        s.y, s.y_old, s.z = u, s.y, self._precondition(u)
-        product = _inner(s.y, s.z)
-        # rounding may make it negative where the space ends
-        slack = 100 * torch.finfo(v.dtype).eps * norms(s.y) * norms(s.z)
-        self._positive((product + slack).where(product < 0, 1.0), s.y)
-        s.beta, s.beta_old = product.clamp(min=0.0).sqrt(), s.beta
-        return v, alpha
+        return _better(A, X, retreat, R, unsolved), count
 
 
 class _Retreat:
@@ -127,6 +97,33 @@ class _State(Systems):
     above: Tensor
     w: Tensor  # directions
     w_old: Tensor
+
+
+def _better(A: Products, X: Tensor, retreat: _Retreat, R: Tensor, unsolved: Tensor) -> Tensor:
+    """Return the solutions of ``A X = R`` with the smaller true residuals, where unsolved."""
+    rows = unsolved.nonzero().squeeze(1)
+    if retreat.X is not None and len(rows):
+        both = torch.cat([X[rows], retreat.X[rows]])
+        residuals = norms(R[rows].repeat(2, 1) - A.multiply(both)).nan_to_num(torch.inf)
+        found, before = residuals.unflatten(0, (2, -1))
+        worse = rows[before < found]
+        X[worse] = retreat.X[worse]
+    return X
+
+
+def _lanczos(A: Products, s: _State) -> tuple[Tensor, Tensor]:
+    """Extend the Krylov space; return its last vector, and the matrix's value there."""
+    v = scaled(1 / s.beta, s.z)
+    u = A.multiply(v) - scaled(s.beta / s.beta_old, s.y_old)
+    alpha = dots(v, u)
+    u = u - scaled(alpha / s.beta, s.y)
+    s.y, s.y_old, s.z = u, s.y, A.precondition(u)
+    product = _inner(s.y, s.z)
+    # rounding may make it negative where the space ends
+    slack = 100 * torch.finfo(v.dtype).eps * norms(s.y) * norms(s.z)
+    check_positive((product + slack).where(product < 0, 1.0), s.y)
+    s.beta, s.beta_old = product.clamp(min=0.0).sqrt(), s.beta
+    return v, alpha
 
 
 def _inner(y: Tensor, z: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceError
-from curvlinops.algorithms.inverse import norms
 from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.algorithms.products import norms
 from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns

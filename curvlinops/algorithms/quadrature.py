@@ -159,6 +159,7 @@ def trace_function(
     Raises:
         ValueError: If the matrix is not square, products show that it is not symmetric, f is not
             finite at an approximate eigenvalue, or an argument is not among its choices.
+        TypeError: If f returns complex numbers.
     """
     matrix, goal = Matrix(A, square=True), Goal(rtol, return_error)
     ncv = check_ncv(ncv, matrix)
@@ -245,6 +246,8 @@ def _evaluate(f: Callable[[Tensor], Tensor], nodes: Tensor) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != nodes.shape:
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"f must return a tensor of shape {list(nodes.shape)}, got {shape}.")
+    if values.is_complex():
+        raise TypeError("f must return real numbers. Take real and imaginary parts, one at a time.")
     if not bool(values.isfinite().all()):
         where = float(nodes[~values.isfinite()][0])
         raise ValueError(f"f is not finite at {where:.3e}, an approximate eigenvalue.")

@@ -1,7 +1,7 @@
 """Densities of spectra, smoothed, on linear and logarithmic axes."""
 
 from dataclasses import replace
-from math import log
+from math import inf, log
 from typing import Any, NamedTuple
 
 import torch
@@ -117,8 +117,8 @@ class LanczosApproximateLogSpectrumCached:
         return_error: bool = False,
     ) -> Any:
         """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
-        if not epsilon > 0:
-            raise ValueError(f"epsilon must be positive, got {epsilon!r}.")
+        if not 0 < epsilon < inf:
+            raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}.")
         num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         rules = self._runs.take(num_repeats)
         shifted = rules.nodes.abs() + epsilon

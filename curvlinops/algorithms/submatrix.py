@@ -80,13 +80,13 @@ class _Selection:
     @classmethod
     def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
         """Return the selection of coordinates ``[n]`` of the flat vector."""
-        ends = torch.tensor([parent.slice(name).stop for name in parent.names])
+        ends = torch.tensor([parent.slice(name).stop for name in parent.names], device="cpu")
         # tensors without entries end where they start, and are never the first with a larger end
         owners = torch.bucketize(indices, ends, right=True)
         touched = owners.unique().tolist()
         names = [parent.names[owner] for owner in touched]
         inner = parent.restricted(names)
-        shifts = torch.zeros(len(parent.names), dtype=torch.long)
+        shifts = torch.zeros(len(parent.names), dtype=torch.long, device="cpu")
         for owner, name in zip(touched, names, strict=True):
             shifts[owner] = inner.slice(name).start - parent.slice(name).start
         return cls(parent, names, (indices + shifts[owners]).to(parent.device))
@@ -121,7 +121,7 @@ class _Selection:
     def _indices(self) -> Tensor:
         """Return the coordinates in the parent's flat vector, ``[n]``."""
         slices = [self.parent.slice(name) for name in self.names]
-        every = torch.cat([torch.arange(part.start, part.stop) for part in slices])
+        every = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in slices])
         return every if self._places is None else every[self._places.cpu()]
 
 
@@ -139,7 +139,7 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     if kinds != {int}:
         names = sorted(kind.__name__ for kind in kinds)
         raise TypeError(f"{what} must be integers, or names of parameters, got {names}.")
-    indices = torch.tensor(values)
+    indices = torch.tensor(values, device="cpu")
     outside = indices[(indices < 0) | (indices >= space.dim)]
     if len(outside):
         raise ValueError(

@@ -31,9 +31,10 @@ def is_scalar(x: Any) -> bool:
     Raises:
         TypeError: If it is complex.
     """
-    if isinstance(x, complex | np.complexfloating):
-        raise TypeError("The operator is real and cannot be multiplied by a complex number.")
-    return isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
+    scalar = isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
+    if scalar and (x.is_complex() if isinstance(x, Tensor) else np.iscomplexobj(x)):
+        raise TypeError("The operator is real and cannot be combined with a complex number.")
+    return scalar
 
 
 def check_shapes(fit: bool, first: tuple, second: tuple, verb: str) -> None:

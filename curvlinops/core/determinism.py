@@ -48,8 +48,8 @@ def agree(first: list[list[float]], second: list[list[float]], tolerance: float)
     """Return whether the numbers of two passes agree up to a relative tolerance."""
     if [len(values) for values in first] != [len(values) for values in second]:
         return False
-    one = torch.tensor([v for values in first for v in values], dtype=torch.float64)
-    two = torch.tensor([v for values in second for v in values], dtype=torch.float64)
+    one = torch.tensor([v for values in first for v in values], dtype=torch.float64, device="cpu")
+    two = torch.tensor([v for values in second for v in values], dtype=torch.float64, device="cpu")
     return torch.allclose(one, two, rtol=tolerance, atol=1e-12, equal_nan=True)
 
 

@@ -64,11 +64,10 @@ class TorchLinearOperator(LinearMap):
         if isinstance(other, TorchLinearOperator):
             total = self._plus(other)
             return SumLinearOperator(self, other) if total is None else total
-        return super().__add__(other)
-
-    def __radd__(self, other: Any) -> LinearOperator:
         # Python's sum() starts with zero
         return self if is_scalar(other) and other == 0 else super().__add__(other)
+
+    __radd__ = __add__
 
     def __neg__(self) -> "TorchLinearOperator":
         return self._scaled(-1.0)

@@ -24,7 +24,7 @@ Tensors = Mapping[str, Tensor]
 def probe(output: Tensor) -> Tensor:
     """Return random numbers in an output's shape, always the same."""
     generator = torch.Generator().manual_seed(0)
-    random = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    random = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
     return random.to(output.device, output.dtype)
 
 

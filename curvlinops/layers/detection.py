@@ -41,7 +41,9 @@ def digits(num_samples: int, tolerance: float, like: Tensor) -> list[Tensor]:
 
 
 def _order(num_samples: int) -> Tensor:
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(num_samples))
+    return torch.randperm(
+        num_samples, generator=torch.Generator().manual_seed(num_samples), device="cpu"
+    )
 
 
 def sketch(rows: Tensor, num_lead: int) -> Tensor:
@@ -55,7 +57,7 @@ def sketch(rows: Tensor, num_lead: int) -> Tensor:
     if width <= _SKETCHED or rows.dtype.itemsize < 4:
         return rows
     generator = torch.Generator().manual_seed(width)
-    mix = torch.randn(width, _SKETCHED, generator=generator) / _SKETCHED**0.5
+    mix = torch.randn(width, _SKETCHED, generator=generator, device="cpu") / _SKETCHED**0.5
     return rows @ mix.to(rows)
 
 
@@ -109,7 +111,10 @@ class Detection:
             weighted: Gradients of sums with different weights.
             r: These, ``[N]`` each, which together tell the samples apart.
         """
-        own, rows = torch.zeros(self._num_samples), torch.zeros(prod(self._lead))
+        own, rows = (
+            torch.zeros(self._num_samples, device="cpu"),
+            torch.zeros(prod(self._lead), device="cpu"),
+        )
         own, rows = own.long().to(r[0].device), rows.long().to(r[0].device)
         for found, values in zip(weighted, r, strict=True):
             levels = values.double().unique()

@@ -70,13 +70,13 @@ def relation(kind: Kind, other: Kind) -> str | None:
     if (kind.groups, kind.shift) != (other.groups, other.shift):
         return None
     size = kind.groups * kind.outputs * kind.inputs
-    index = other.arrangement.apply(torch.arange(size).unsqueeze(0), 1)
+    index = other.arrangement.apply(torch.arange(size, device="cpu").unsqueeze(0), 1)
     index = kind.arrangement.undo(index, 1).flatten()
     if (kind.outputs, kind.inputs) == (other.outputs, other.inputs) and bool(
-        (index == torch.arange(size)).all()
+        (index == torch.arange(size, device="cpu")).all()
     ):
         return "same"
-    matrix = torch.arange(size).reshape(other.groups, other.outputs, other.inputs)
+    matrix = torch.arange(size, device="cpu").reshape(other.groups, other.outputs, other.inputs)
     transposed = (kind.outputs, kind.inputs) == (other.inputs, other.outputs)
     return "transposed" if transposed and bool((index == matrix.mT.flatten()).all()) else None
 

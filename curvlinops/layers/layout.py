@@ -80,7 +80,7 @@ class Scattered:
     @classmethod
     def anyhow(cls, lead: tuple[int, ...], num_samples: int) -> "Scattered":
         """Return a layout of rows for which it does not matter."""
-        return cls.of(torch.arange(prod(lead)) % num_samples, num_samples)
+        return cls.of(torch.arange(prod(lead), device="cpu") % num_samples, num_samples)
 
     @classmethod
     def of(cls, samples: Tensor, num_samples: int) -> "Scattered":
@@ -132,8 +132,8 @@ def regular(lead: tuple[int, ...], num_samples: int) -> Iterator[Along]:
 
 def assignment(layout: Layout, lead: tuple[int, ...], num_samples: int) -> Tensor:
     """Return each row's sample, ``[R]``."""
-    rows = torch.arange(prod(lead)).reshape(lead)
+    rows = torch.arange(prod(lead), device="cpu").reshape(lead)
     rows = layout.by_sample(rows, 0, len(lead), num_samples)
-    out = torch.empty(prod(lead), dtype=torch.int64)
-    out[rows.flatten()] = torch.arange(num_samples).repeat_interleave(rows.shape[1])
+    out = torch.empty(prod(lead), dtype=torch.int64, device="cpu")
+    out[rows.flatten()] = torch.arange(num_samples, device="cpu").repeat_interleave(rows.shape[1])
     return out

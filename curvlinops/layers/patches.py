@@ -162,10 +162,13 @@ def _mean_over_groups(x: Tensor, groups: int) -> Tensor:
 
 def _seen(window: Window, axis: int, length: int, like: Tensor) -> Tensor:
     """Return the matrix ``[K, I]`` with ones where a patch sees a position through the kernel's."""
-    first = torch.arange(window.kernel_size[axis]) * window.dilation[axis] - window.pads[axis][0]
-    seen = first[:, None] + torch.arange(window.size[axis]) * window.stride[axis]
+    first = (
+        torch.arange(window.kernel_size[axis], device="cpu") * window.dilation[axis]
+        - window.pads[axis][0]
+    )
+    seen = first[:, None] + torch.arange(window.size[axis], device="cpu") * window.stride[axis]
     k, o = torch.nonzero((seen >= 0) & (seen < length), as_tuple=True)
-    matrix = torch.zeros(window.kernel_size[axis], length, dtype=like.dtype)
+    matrix = torch.zeros(window.kernel_size[axis], length, dtype=like.dtype, device="cpu")
     matrix[k, seen[k, o]] = 1
     return matrix.to(like.device)
 

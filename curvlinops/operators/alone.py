@@ -51,7 +51,7 @@ class SamplesAlone:
         space = bound.space
 
         def rows(samples: slice | Tensor) -> Tensor:
-            wanted = torch.arange(num_samples)[
+            wanted = torch.arange(num_samples, device="cpu")[
                 samples if isinstance(samples, slice) else samples.cpu()
             ]
             out = space.zeros(len(wanted))

@@ -269,7 +269,7 @@ def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:
         return torch.arange(rows.dim, device=rows.device)
     try:
         given = subsampling if isinstance(subsampling, Tensor) else list(subsampling)
-        indices = torch.as_tensor(given)
+        indices = torch.as_tensor(given, device=rows.device)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"subsampling must be a list of indices of samples, got {subsampling!r}."

@@ -59,7 +59,7 @@ class IdentityLinearOperator(StructuredLinearOperator):
         return self._power(-1.0)
 
     def _power(self, exponent: float) -> "IdentityLinearOperator":
-        value = torch.tensor([self.scalar], dtype=torch.float64)
+        value = torch.tensor([self.scalar], dtype=torch.float64, device="cpu")
         return IdentityLinearOperator(self.domain, float(powers(value, exponent)))
 
     def _scaled(self, scalar: float) -> "IdentityLinearOperator":

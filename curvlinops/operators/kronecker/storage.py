@@ -36,7 +36,11 @@ def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
         sums: The sums.
         own: The fingerprint of what computed them.
     """
-    tensors: dict[str, Tensor] = {"terms": torch.as_tensor(sums.terms, dtype=torch.float64)}
+    tensors: dict[str, Tensor] = {
+        "terms": torch.as_tensor(
+            sums.terms, dtype=torch.float64, device=getattr(sums.terms, "device", "cpu")
+        )
+    }
     for (number, kind), factors in sums.products.items():
         prefix = f"{number}.{sums.blocks[number].kinds.index(kind)}"
         tensors[f"{prefix}.inputs"] = factors.inputs

@@ -168,7 +168,7 @@ class Sums:
             if factors.gradients is not None:
                 factors.gradients = factors.gradients.to(device)
         self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
-        self.terms = torch.as_tensor(self.terms).to(device)
+        self.terms = torch.as_tensor(self.terms, device=device)
 
 
 def successors(before: Sequence[Block], after: Sequence[Block], uses: Uses) -> Mapping[int, int]:
