@@ -514,6 +514,111 @@ def test_singular():
     assert operator.sample().isfinite().all()
 
 
+def gram(n: int, rank: int, seed: int = 0) -> Tensor:
+    """Return a singular positive semidefinite float32 matrix whose entries are exact."""
+    x = (3 * randn(n, rank, seed=seed)).round()
+    return (x @ x.T).float()
+
+
+NEARLY_SINGULAR = {
+    "matrix": lambda: (Kron(gram(20, 6)), gram(20, 6).double()),
+    "two factors": lambda: (
+        Kron(gram(4, 4), gram(20, 6)),
+        kron(gram(4, 4).double(), gram(20, 6).double()),
+    ),
+    "rearranged": lambda: (
+        RearrangedLinearOperator(
+            Kron(gram(4, 4), gram(20, 6)),
+            space := ParameterSpace({"weight": (4, 20)}),
+            JoinedMatrices(space.shapes, lead=1),
+        ),
+        kron(gram(4, 4).double(), gram(20, 6).double()),
+    ),
+    "blocks": lambda: (
+        Blocks([Kron(gram(4, 2), gram(6, 4)), Kron(gram(20, 6)), Diag(a.float())]),
+        torch.block_diag(
+            kron(gram(4, 2).double(), gram(6, 4).double()),
+            gram(20, 6).double(),
+            a.float().double().diag(),
+        ),
+    ),
+}
+LITTLE_DAMPING = {
+    "inverse": lambda op, c: op.inverse(c),
+    "sum": lambda op, c: (op + c * IdentityLinearOperator(op.space)).inverse(),
+    "power": lambda op, c: (op + c * IdentityLinearOperator(op.space)) ** -1,
+    "decomposition": lambda op, c: op.eigh().inverse(c),
+    "scaled": lambda op, c: 4 * (4 * op.eigh()).inverse(4 * c),
+}
+
+
+@pytest.mark.parametrize("damping", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("name", NEARLY_SINGULAR)
+def test_little_damping_in_float32(name: str, damping: float):
+    """Eigenvalues that are rounding errors in float32 are computed in float64."""
+    operator, dense = NEARLY_SINGULAR[name]()
+    top = float(torch.linalg.eigvalsh(dense)[-1])
+    damped = dense + damping * top * eye(len(dense))
+    expected = torch.linalg.inv(damped)
+    for label, invert in LITTLE_DAMPING.items():
+        found = invert(operator, damping * top)
+        assert found.torch_dtype == torch.float32
+        error = (found.to_dense() - expected).norm() / expected.norm()
+        assert error < 2e-3, (label, error)
+    for one in (operator, operator.eigh()):
+        logdet = (one + damping * top * IdentityLinearOperator(one.space)).logdet()
+        torch.testing.assert_close(logdet.double(), torch.logdet(damped), rtol=1e-5, atol=0.02)
+
+
+def test_no_float64_where_rounding_does_not_matter(monkeypatch):
+    def refused(*args):
+        raise AssertionError("decomposed in float64")
+
+    for cls in (Kron, Blocks, EighDecomposedLinearOperator):
+        monkeypatch.setattr(cls, "_wide_eigh", refused)
+    operator, dense = NEARLY_SINGULAR["blocks"]()
+    damping = 1e-3 * float(torch.linalg.eigvalsh(dense)[-1])
+    for invert in LITTLE_DAMPING.values():
+        invert(operator, damping)
+    (operator + damping * IdentityLinearOperator(operator.space)).logdet()
+
+
+def singular_product() -> Kron:
+    x = randn(20, 6)
+    return Kron(B, x @ x.T)
+
+
+@pytest.mark.parametrize(
+    "invert",
+    [
+        lambda op: op.inverse(),
+        lambda op: op**-1,
+        lambda op: op.eigh().inverse(),
+        lambda op: op.eigh() ** -0.5,
+        lambda op: op.inverse(1e-18),
+        lambda op: (op + IdentityLinearOperator(op.space) - IdentityLinearOperator(op.space)) ** -1,
+        lambda op: Blocks({"first": op}).eigh().inverse(),
+        lambda op: (Blocks({"first": op}) + 1e-18 * IdentityLinearOperator(op.space)).inverse(),
+        lambda op: op.inverse(1e-18, retry_double_precision=False),
+        lambda op: Kron(*(f.float() for f in op.factors)).inverse(1e-8, False),
+    ],
+)
+def test_singular_to_working_precision(invert):
+    with pytest.raises(ValueError, match="singular to working precision"):
+        invert(singular_product())
+
+
+def test_determinants_that_rounding_decides():
+    operator = singular_product()
+    assert operator.eigh().logdet() == -torch.inf and operator.eigh().det() == 0
+    with pytest.raises(ValueError, match="Block 'first': The determinant is not known"):
+        (Blocks({"first": operator}) + 1e-18 * IdentityLinearOperator(60)).logdet()
+    torch.testing.assert_close(
+        (operator + 1e-3 * IdentityLinearOperator(operator.space)).logdet(),
+        torch.logdet(operator.to_dense() + 1e-3 * eye(60)),
+    )
+
+
 # --- edges
 
 

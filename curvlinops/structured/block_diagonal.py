@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import decompose
+from curvlinops.structured.together import decompose
 
 
 class BlockDiagonalLinearOperator(StructuredLinearOperator):
@@ -186,7 +186,13 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 blocks[name] = block.eigh()
         values = self._whole_vector([block.eigenvalues for block in blocks.values()])
         vectors = self._with({name: block.eigenvectors for name, block in blocks.items()})
-        return EighDecomposedLinearOperator(values, vectors)
+        return EighDecomposedLinearOperator.of(self._with(blocks), values, vectors)
+
+    def _errors(self, of_factor: Callable) -> Tensor:
+        return self._whole_vector([block._errors(of_factor) for block in self])
+
+    def _wide_eigh(self) -> EighDecomposedLinearOperator:
+        return self._map(lambda block: block._wide_eigh())._eigh()
 
     def _inverse(self, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
         self._decompose(lambda block: block._matrices_to_invert())

@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.structured.eigenvalues import rounding
+from curvlinops.structured.eigenvalues import SLACK, rounding
 from curvlinops.structured.low_rank import low_rank, wide_product
 
 #: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
@@ -159,7 +159,7 @@ def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Te
         # rounding may turn a zero eigenvalue into a positive one
         done[~done] = success & _is_regular(double, wide)
     if not bool(done.all()):
-        out[~done] = _indefinite_inverse(matrix[~done], name)
+        out[~done] = _indefinite_inverse(matrix[~done], name, retry_double_precision)
     return out
 
 
@@ -203,13 +203,17 @@ def _is_finite(matrix: Tensor) -> bool:
     return matrix.numel() == 0 or all(bool(end.isfinite()) for end in matrix.aminmax())
 
 
-def _indefinite_inverse(matrix: Tensor, name: str) -> Tensor:
+def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:
     [(values, vectors)] = eigh_batched([matrix], [name])
-    if bool((values.abs().amin(-1) <= rounding(values)).any()):
+    lowest = values.abs().amin(-1)
+    if bool((lowest <= rounding(values)).any()):
         raise ValueError(
             f"{name} is singular to working precision (eigenvalues from {float(values.min()):.2e} "
             f"to {float(values.max()):.2e}). Pass damping > 0, or compute in float64."
         )
+    retry = retry_double_precision and matrix.dtype != torch.float64
+    if retry and bool((lowest <= rounding(values, SLACK)).any()):
+        return _indefinite_inverse(matrix.double(), name, False).to(matrix.dtype)
     return symmetrized(vectors / values.unsqueeze(-2) @ vectors.mT)
 
 

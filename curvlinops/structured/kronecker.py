@@ -1,5 +1,6 @@
 """Kronecker products, and block-diagonals of equally large ones."""
 
+from collections.abc import Callable
 from functools import reduce
 from math import prod
 
@@ -11,9 +12,10 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Diagonal, Factor, decompose, multiply, unit
+from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.structured.together import decompose, multiply
 
 
 class KroneckerProductLinearOperator(StructuredLinearOperator):
@@ -128,7 +130,18 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
             # diagonal factors only: the groups must not get lost
             return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-        return EighDecomposedLinearOperator(values, KroneckerProductLinearOperator(*vectors))
+        vectors = KroneckerProductLinearOperator(*vectors)
+        if all(isinstance(factor, Diagonal) for factor in self._factors):
+            return EighDecomposedLinearOperator(values, vectors)
+        # another operator: this one keeps its decomposition, which must not keep it in turn
+        origin = KroneckerProductLinearOperator(*self._factors)
+        return EighDecomposedLinearOperator.of(origin, values, vectors)
+
+    def _errors(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
+        values = [factor.eigenvalues().abs() for factor in self._factors]
+        errors = [of_factor(factor).unsqueeze(-1) for factor in self._factors]
+        wrong = self._outer([one + error for one, error in zip(values, errors, strict=True)])
+        return wrong - self._outer(values)
 
     def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(
@@ -159,7 +172,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return KroneckerProductLinearOperator(*factors)
 
     def _shifted(self, scalar: float) -> StructuredLinearOperator:
-        if len(self._factors) == 1 and self._factors[0].groups == self._groups:
+        first, *others = self._factors
+        if not others and first.groups == self._groups and first.keeps(scalar):
             return KroneckerProductLinearOperator(self._factors[0].shifted(scalar))
         return ShiftedLinearOperator(self, scalar)
 
