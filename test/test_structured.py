@@ -619,6 +619,80 @@ def test_determinants_that_rounding_decides():
     )
 
 
+NEAR_IDENTITY = {
+    "matrix": (Kron, (4,)),
+    "two factors": (Kron, (3, 4)),
+    "three factors": (Kron, (2, 3, 4)),
+    "sum": (lambda *f: SumOfKroneckersLinearOperator([Kron(*f)]), (3, 4)),
+    "sum of two": (lambda *f: SumOfKroneckersLinearOperator([Kron(*f)] * 2) / 2, (3, 4)),
+    "blocks": (lambda *f: Blocks([Kron(*f), Kron(f[0])]), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("name", NEAR_IDENTITY)
+def test_norms_of_differences(name: str, dtype: torch.dtype, symmetric: bool):
+    """Nothing cancels but entries."""
+    build, sizes = NEAR_IDENTITY[name]
+    for size in (1e-1, 1e-3, 1e-5):
+        noise = [randn(n, n) for n in sizes]
+        noise = [x + x.T for x in noise] if symmetric else noise
+        factors = [(eye(len(x)) + size * x).to(dtype) for x in noise]
+        factors[0], exact = -factors[0], [factor.double() for factor in factors]
+        operator = build(*factors)
+        expected = build(*[-exact[0], *exact[1:]]).to_dense() + eye(operator.shape[0])
+        total = operator + IdentityLinearOperator(operator.space)
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-9
+        found = total.frobenius_norm()
+        torch.testing.assert_close(found.double(), expected.norm(), rtol=tolerance, atol=1e-12)
+        if name.startswith("sum"):
+            assert float((operator - operator).frobenius_norm()) <= 1e-13
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("groups", [False, True])
+def test_norms_of_sums_that_cancel(axis: int, groups: bool):
+    operator, dense = diagonal_axis(axis, groups)
+    almost = (1 + 1e-7) * operator
+    torch.testing.assert_close((almost - operator).frobenius_norm(), 1e-7 * dense.norm())
+
+
+SCALES = {torch.float32: [1e-30, 1e-24, 1.0, 1e21, 1e30], DOUBLE: [1e-200, 1e-170, 1e170, 1e200]}
+SCALED = {
+    "matrix": lambda x: Kron(x),
+    "two factors": lambda x: Kron(x, B.to(x.dtype)),
+    "groups": lambda x: Kron(torch.stack([x, 2 * x])),
+    "diagonal": lambda x: Diag(x.diag()),
+    "blocks": lambda x: Blocks([Kron(x), Kron(x)]),
+    "decomposed": lambda x: Kron((x + x.T) / 2, B.to(x.dtype)).eigh(),
+    "sum": lambda x: SumOfKroneckersLinearOperator([Kron(x, B.to(x.dtype))] * 2),
+    "shifted": lambda x: (op := Kron(x, B.to(x.dtype))) + float(x[0, 0]) * (
+        IdentityLinearOperator(op.space)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+@pytest.mark.parametrize("name", SCALED)
+def test_norms_of_any_scale(name: str, dtype: torch.dtype):
+    for scale in SCALES[dtype] if name != "sum" or dtype == torch.float32 else []:
+        operator = SCALED[name]((scale * randn(4, 4)).to(dtype))
+        expected = scale * (operator.to_dense().double() / scale).norm()
+        torch.testing.assert_close(operator.frobenius_norm().double() / expected, eye(1)[0, 0],
+                                   rtol=1e-5, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+def test_symmetry_of_any_scale(dtype: torch.dtype):
+    for scale in SCALES[dtype]:
+        matrix = (scale * randn(4, 4)).to(dtype)
+        operator = Kron(matrix)
+        assert not operator.self_adjoint and Kron(matrix + matrix.T).self_adjoint
+        X = randn(4, 3).to(dtype)
+        torch.testing.assert_close((operator @ X) / scale, (matrix @ X) / scale)
+
+
 # --- edges
 
 

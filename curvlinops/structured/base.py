@@ -219,6 +219,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return ``A + scalar I``."""
         raise self._lacks("sum with the identity")
 
+    def _shifted_norm(self, scalar: float) -> Tensor:
+        """Return the Frobenius norm of ``A + scalar I``, in float64."""
+        raise self._lacks("norm of a sum with the identity")
+
     def _added(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
         """Return the sum with another operator if that has structure, else None."""
         return None

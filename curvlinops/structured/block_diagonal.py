@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.together import decompose
 
 
@@ -151,7 +152,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return torch.linalg.vector_norm(self._stack(lambda block: block.frobenius_norm()))
+        norms = self._stack(lambda block: block.frobenius_norm())
+        return wide_norm(norms, 0).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

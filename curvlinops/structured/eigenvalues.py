@@ -52,6 +52,12 @@ def rounding(values: Tensor, slack: float = 0.0) -> Tensor:
     return size * torch.finfo(values.dtype).eps * values.abs().amax(-1)
 
 
+def is_added(x: Tensor, scalar: float) -> bool:
+    """Return whether a number that is added to others is not lost in their rounding."""
+    added = (x + scalar).double() - x.double()
+    return bool(((added - scalar).abs() <= 1e-3 * abs(scalar)).all())
+
+
 class Floor(NamedTuple):
     """What is known of symmetric matrices' eigenvalues before these are computed.
 

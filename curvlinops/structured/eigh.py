@@ -10,6 +10,7 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
 from curvlinops.structured.eigenvalues import SLACK, powers, signed_logarithm
+from curvlinops.structured.norms import wide_norm
 
 
 class EighDecomposedLinearOperator(StructuredLinearOperator):
@@ -75,7 +76,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return torch.linalg.vector_norm(self.eigenvalues)
+        return wide_norm(self.eigenvalues, 0).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

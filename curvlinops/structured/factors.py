@@ -8,10 +8,12 @@ from curvlinops.structured.eigenvalues import (
     NO_FLOOR,
     SLACK,
     Floor,
+    is_added,
     powers,
     rounding,
     signed_logarithm,
 )
+from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
 class Dense:
@@ -63,18 +65,22 @@ class Dense:
         return self.tensor.diagonal(dim1=-2, dim2=-1)
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``."""
-        return torch.linalg.matrix_norm(self.tensor)
+        """Return the Frobenius norms, ``[G]``, in float64."""
+        return wide_norm(self.tensor, (-2, -1))
+
+    def deviation(self) -> tuple[Tensor, Tensor]:
+        """Return the means a of the diagonals, and the norms of ``A - a I``, in float64."""
+        return deviation(self.tensor)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, ``[G]`` each."""
         return tuple(torch.linalg.slogdet(self.tensor))
 
     def inner(self, other: "Dense | Diagonal") -> Tensor:
-        """Return the sums of products of entries with those of another factor, ``[G]``."""
+        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
         if isinstance(other, Diagonal):
-            return (self.diagonal() * other.entries).sum(-1)
-        return (self.tensor * other.tensor).sum((-2, -1))
+            return other.inner(self)
+        return wide_inner(self.tensor, other.tensor)
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues, ``[G, n]``; ``decompose`` must have been called.
@@ -99,7 +105,7 @@ class Dense:
         """Return the inverses of symmetric matrices."""
         if self.floor.eps > torch.finfo(self.tensor.dtype).eps:
             # rounding may have made them indefinite, which only eigenvalues tell
-            self.decomposition = self.decomposition or eigh_batched([self.tensor], [name])[0]
+            [self.decomposition] = eigh_batched([self.tensor], [name])
             return self.power(-1.0, name)
         return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
 
@@ -143,9 +149,8 @@ class Dense:
 
     def shifted(self, scalar: float) -> "Dense":
         """Return the sum with a multiple of the identity."""
-        tensor = self.tensor.clone()
-        tensor.diagonal(dim1=-2, dim2=-1).add_(scalar)
-        out = Dense(tensor, self.symmetric, self.floor.shifted(scalar))
+        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(scalar))
+        out.diagonal().add_(scalar)
         if self.decomposition is not None:
             values, vectors = self.decomposition
             out.decomposition = (values + scalar, vectors)
@@ -153,9 +158,7 @@ class Dense:
 
     def keeps(self, scalar: float) -> bool:
         """Return whether a number that is added to the diagonal is not lost in its rounding."""
-        before = self.diagonal()
-        added = (before + scalar).double() - before.double()
-        return bool(((added - scalar).abs() <= 1e-3 * abs(scalar)).all())
+        return is_added(self.diagonal(), scalar)
 
     def plus(self, other: "Dense | Diagonal") -> "Dense":
         """Return the sum with another factor."""
@@ -206,16 +209,21 @@ class Diagonal:
         return self.entries
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``."""
-        return torch.linalg.vector_norm(self.entries, dim=-1)
+        """Return the Frobenius norms, ``[G]``, in float64."""
+        return wide_norm(self.entries, -1)
+
+    def deviation(self) -> tuple[Tensor, Tensor]:
+        """Return the means a of the entries, and the norms of the differences, in float64."""
+        mean = self.entries.double().mean(-1)
+        return mean, wide_norm(self.entries - mean.unsqueeze(-1), -1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, ``[G]`` each."""
         return signed_logarithm(self.entries)
 
     def inner(self, other: "Dense | Diagonal") -> Tensor:
-        """Return the sums of products of entries with those of another factor, ``[G]``."""
-        return (self.entries * other.diagonal()).sum(-1)
+        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
+        return (self.entries.double() * other.diagonal()).sum(-1)
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues, ``[G, n]``."""
@@ -258,7 +266,7 @@ class Diagonal:
         return Diagonal(self.entries + scalar)
 
     def keeps(self, scalar: float) -> bool:
-        """Return whether the sum with a multiple of the identity is accurate, as each entry is."""
+        """Return that the sum with a multiple of the identity is accurate, as each entry is."""
         return True
 
     def plus(self, other: "Dense | Diagonal") -> "Dense | Diagonal":

@@ -14,6 +14,7 @@ from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.identity import IdentityLinearOperator
+from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.together import decompose, multiply
 
@@ -85,7 +86,27 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         norms = self._by_group([factor.norm() for factor in self._factors])
-        return torch.linalg.vector_norm(norms)
+        return wide_norm(norms, 0).to(self.torch_dtype)
+
+    def _shifted_norm(self, shift: float) -> Tensor:
+        """Return the Frobenius norm of the sum with a multiple of the identity, in float64.
+
+        With ``A_i = a_i I + R_i``, where the trace of ``R_i`` is zero, the products of these are
+        orthogonal, so that nothing cancels but ``prod a_i + shift``.
+        """
+        self._need_square_factors("A sum with the identity")
+        like = _tensor(self._factors[0])
+        means = like.new_ones(self._groups, dtype=torch.float64)
+        rest = torch.zeros_like(means)
+        if self.domain.dim == 0:
+            return rest.sum()
+        for factor in self._factors:
+            mean, deviation = factor.deviation()
+            own = factor.rows**0.5 * mean
+            rest = torch.hypot(rest * torch.hypot(own, deviation), means * deviation)
+            means = means * own
+        dim = prod(factor.rows for factor in self._factors)
+        return wide_norm(torch.stack([means + shift * dim**0.5, rest]), (0, 1))
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
