@@ -274,6 +274,17 @@ def test_nothing_is_changed(name: str):
     torch.testing.assert_close(operator.eigh().to_dense(), matrix)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ALL)
+def test_results_are_not_the_operator(name: str, change: str):
+    """Results may be changed in place."""
+    operator, _ = CHANGES[change](*ALL[name]())
+    before = operator.to_dense()
+    for quantity, _ in QUANTITIES.values():
+        quantity(operator).add_(100)
+    torch.testing.assert_close(operator.to_dense(), before)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_samples_have_the_covariance(name: str):
     operator, matrix = ALL[name]()
@@ -709,7 +720,8 @@ EMPTY = {
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty(name: str):
     operator = EMPTY[name]()
-    for changed in (operator, operator.inverse(), operator.inverse(0.1), operator**0.5):
+    powers = [operator**exponent for exponent in (-1, -0.5, 0, 0.5, 2)]
+    for changed in (operator, operator.inverse(), operator.inverse(0.1), *powers):
         assert changed.shape == (0, 0) and changed.to_dense().shape == (0, 0)
         assert changed.trace() == 0 and changed.logdet() == 0 and changed.det() == 1
         assert changed.diagonal().shape == changed.eigh().eigenvalues.shape == (0,)
@@ -803,6 +815,10 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: EighDecomposedLinearOperator(a, randn(4, 3)), ValueError, "must be square"),
         (lambda: EighDecomposedLinearOperator(a, np.eye(4)), TypeError, "must be a tensor"),
         (lambda: IdentityLinearOperator(3.0), TypeError, "integer"),
+        (lambda: IdentityLinearOperator(-1), ValueError, "must not be negative, got -1"),
+        (lambda: IdentityLinearOperator(3, 1e40), ValueError, "float32 cannot be 1e[+]40"),
+        (lambda: IdentityLinearOperator(3, float("nan")), ValueError, "cannot be nan"),
+        (lambda: IdentityLinearOperator(3, 1e-40).inverse(), ValueError, "no finite number"),
         (lambda: Kron(A).eigh().eigenvectors.T.inverse(), ValueError, "symmetric"),
         (lambda: Blocks([]), ValueError, "at least one block"),
         (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),

@@ -109,10 +109,10 @@ class Dense:
             return self.power(-1.0, name)
         return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
 
-    def power(self, exponent: float, name: str) -> "Dense | Diagonal":
-        """Return a power; if not a non-negative integer, ``decompose`` must have been called."""
-        if exponent == 0:
-            return unit(self.rows, self.tensor)
+    def power(self, exponent: float, name: str) -> "Dense":
+        """Return a power; if not a positive integer, ``decompose`` must have been called."""
+        if self.tensor.numel() == 0:
+            return self
         if exponent > 0 and exponent.is_integer():
             product = torch.linalg.matrix_power(self.tensor, int(exponent))
             return Dense(symmetrized(product), symmetric=True)

@@ -111,7 +111,9 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         self._need_square_factors("A diagonal")
-        return self._outer([factor.diagonal() for factor in self._factors])
+        diagonal = self._outer([factor.diagonal() for factor in self._factors])
+        # a product of several is a new tensor already
+        return diagonal.clone() if len(self._factors) == 1 else diagonal
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
