@@ -125,6 +125,41 @@ def test_ekfac_needs_eigenvalues():
     assert torch.equal(matrix(operator), expected)
 
 
+WRONG = {
+    "NaN": (lambda x: x * float("nan"), "contains NaN"),
+    "infinite": (lambda x: x + float("inf"), "contains NaN or infinite"),
+    "shape": (lambda x: x.new_ones(2, 3, 5), r"should be of shape .*, got \[2, 3, 5\]"),
+    "integers": (lambda x: x.long(), "float64, got .*int64"),
+    "complex": (lambda x: x.to(torch.complex128), "float64, got .*complex128"),
+    "missing": (None, "has no entry"),
+    "no tensor": (lambda x: x.tolist(), "has no entry"),
+}
+
+
+@both
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", ["mlp-ce-mean", "cnn"])
+def test_wrong_entries(cls: type, name: str, joint: bool):
+    """What cannot be the factors is refused by name, and nothing changes."""
+    p = problems.make(name)
+    operator = build(cls, p, separate_weight_and_bias=not joint)
+    state, before = operator.state_dict(), matrix(operator)
+    for entry in state.keys() - {"metadata"}:
+        for change, message in WRONG.values():
+            wrong = {k: v for k, v in state.items() if k != entry}
+            if change is not None:
+                wrong[entry] = change(state[entry])
+            with pytest.raises(ValueError, match=f"'{entry}'.*|no eigenvalues") as error:
+                operator.load_state_dict(wrong)
+            assert error.match(message + "|no eigenvalues")
+        if entry != "terms" and "basis" not in entry:
+            with pytest.raises(ValueError, match=f"'{entry}' .* negative"):
+                operator.load_state_dict(state | {entry: -state[entry]})
+    assert torch.equal(matrix(operator), before)
+    operator.load_state_dict(state)
+    assert torch.equal(matrix(operator), before)
+
+
 @both
 def test_copies(cls: type):
     p = problems.make("cnn")
