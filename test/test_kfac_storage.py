@@ -13,7 +13,12 @@ from problems import Problem
 from safetensors.torch import save_file
 from torch import nn
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops import (
+    EKFACLinearOperator,
+    IdentityLinearOperator,
+    KFACLinearOperator,
+    SubmatrixLinearOperator,
+)
 
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 both = pytest.mark.parametrize("cls", CLASSES)
@@ -44,6 +49,38 @@ def test_lazy_snapshot(cls: type):
     operator.compute_kronecker_factors()
     assert error(matrix(operator), matrix(build(cls, p))) <= 1e-12
     assert error(matrix(operator), before) > 1e-3
+
+
+DERIVED = {
+    "inverse": (lambda K: K.inverse(0.1), False),
+    "multiple": (lambda K: 2 * K, False),
+    "negative": (lambda K: -K, False),
+    "quotient": (lambda K: K / 2, False),
+    "damped": (lambda K: K + 0.1 * IdentityLinearOperator(K.space), False),
+    "power": (lambda K: K**2, False),
+    "product": (lambda K: K @ K, False),
+    "eigendecomposition": (lambda K: K.eigh(), False),
+    "structure": (lambda K: K.structure, False),
+    "adjoint": (lambda K: K.T, True),
+    "sum": (lambda K: K + K, True),
+    "submatrix": (lambda K: SubmatrixLinearOperator(K, [0, 1], [0, 1]), True),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_who_follows_new_factors(name: str):
+    """What has structure is a snapshot; what only multiplies by the operator is none."""
+    p = problems.make("mlp-ce-mean")
+    operator = build(KFACLinearOperator, p)
+    derive, follows = DERIVED[name]
+    derived = derive(operator)
+    before = matrix(derived)
+    with torch.no_grad():
+        p.params[0].mul_(1.5)
+    operator.compute_kronecker_factors()
+    expected = matrix(derive(operator)) if follows else before
+    assert error(before, matrix(derive(operator))) > 1e-3
+    assert error(matrix(derived), expected) <= 1e-12
 
 
 @both
