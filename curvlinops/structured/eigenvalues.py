@@ -44,11 +44,11 @@ def rounding(values: Tensor, slack: float = 0.0) -> Tensor:
 
     Args:
         values: Eigenvalues, those of one matrix along the last axis.
-        slack: What is added, in units of the rounding error of the largest one.
+        slack: How many rounding errors of the largest one it is at least.
     """
     if values.numel() == 0:
         return values.new_zeros(values.shape[:-1])
-    size = values.shape[-1] + slack
+    size = max(values.shape[-1], slack)
     return size * torch.finfo(values.dtype).eps * values.abs().amax(-1)
 
 
