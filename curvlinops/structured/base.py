@@ -254,11 +254,11 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self._wide_decomposition
 
     def _errors(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
-        """Return how far eigenvalues are off, ``[D]``.
+        """Return how far eigenvalues are off, ``[D]``, given how far a factor's are, ``[G]``."""
+        raise self._lacks("computed eigenvalues")
 
-        Args:
-            of_factor: By how much those of factors are, ``[G]``.
-        """
+    def _largest_error(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
+        """Return the largest of ``_errors``, or a bound of it."""
         raise self._lacks("computed eigenvalues")
 
     def _inverse(self, retry_double_precision: bool) -> "StructuredLinearOperator":

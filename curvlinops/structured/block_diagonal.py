@@ -193,6 +193,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _errors(self, of_factor: Callable) -> Tensor:
         return self._whole_vector([block._errors(of_factor) for block in self])
 
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        filled = [block for block in self if block.domain.dim]
+        return torch.stack([block._largest_error(of_factor) for block in filled]).amax()
+
     def _wide_eigh(self) -> EighDecomposedLinearOperator:
         return self._map(lambda block: block._wide_eigh())._eigh()
 

@@ -87,8 +87,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         if self._origin is None:
             return signed_logarithm(self.eigenvalues)
         found = self._accurate(retry_double_precision=True)
-        noise = 10 * found._errors(lambda factor: factor.noise())
-        lost = found._lost() | (found.eigenvalues.abs() < noise)
+        lost = found._lost() | found._within(lambda factor: 10 * factor.noise())
         if self._origin.shift != 0 and bool(lost.any()):
             raise ValueError(
                 "The determinant is not known to working precision: what was added to the diagonal "
@@ -107,8 +106,21 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def _lost(self, slack: float = 0.0) -> Tensor:
         """Return which eigenvalues may be rounding errors, ``[D]``."""
-        # also those that are NaN
-        return ~(self.eigenvalues.abs() > self._errors(lambda factor: factor.rounding(slack)))
+        return self._within(lambda factor: factor.rounding(slack))
+
+    def _within(self, of_factor: Callable) -> Tensor:
+        """Return which eigenvalues are not above their errors, ``[D]``, also NaN."""
+        sizes = self.eigenvalues.abs()
+        # one number tells of most operators that there are none
+        if sizes.numel() == 0 or bool(sizes.amin() > self._largest_error(of_factor)):
+            return torch.zeros_like(sizes, dtype=torch.bool)
+        return ~(sizes > self._errors(of_factor))
+
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        if self._origin is None:
+            return self.eigenvalues.new_tensor(-1.0)
+        largest = self._origin.operator._largest_error(of_factor)
+        return abs(self._origin.scale) * largest.to(self.eigenvalues)
 
     def _errors(self, of_factor: Callable) -> Tensor:
         if self._origin is None:

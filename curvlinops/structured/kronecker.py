@@ -166,6 +166,12 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         wrong = self._outer([one + error for one, error in zip(values, errors, strict=True)])
         return wrong - self._outer(values)
 
+    def _largest_error(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
+        sizes = [factor.eigenvalues().abs().amax(-1) for factor in self._factors]
+        errors = [of_factor(factor) for factor in self._factors]
+        wrong = self._by_group([one + error for one, error in zip(sizes, errors, strict=True)])
+        return (wrong - self._by_group(sizes)).amax()
+
     def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(
             *(

@@ -148,6 +148,9 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     def _errors(self, of_factor: Callable) -> Tensor:
         return self._vector(self.operator._errors(of_factor))
 
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        return self.operator._largest_error(of_factor)
+
     def _wide_eigh(self) -> EighDecomposedLinearOperator:
         return self._with(self.operator._wide_eigh())._eigh()
 
