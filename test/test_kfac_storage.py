@@ -13,7 +13,12 @@ from problems import Problem
 from safetensors.torch import save_file
 from torch import nn
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops import (
+    EKFACLinearOperator,
+    IdentityLinearOperator,
+    KFACLinearOperator,
+    SubmatrixLinearOperator,
+)
 
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 both = pytest.mark.parametrize("cls", CLASSES)
@@ -44,6 +49,38 @@ def test_lazy_snapshot(cls: type):
     operator.compute_kronecker_factors()
     assert error(matrix(operator), matrix(build(cls, p))) <= 1e-12
     assert error(matrix(operator), before) > 1e-3
+
+
+DERIVED = {
+    "inverse": (lambda K: K.inverse(0.1), False),
+    "multiple": (lambda K: 2 * K, False),
+    "negative": (lambda K: -K, False),
+    "quotient": (lambda K: K / 2, False),
+    "damped": (lambda K: K + 0.1 * IdentityLinearOperator(K.space), False),
+    "power": (lambda K: K**2, False),
+    "product": (lambda K: K @ K, False),
+    "eigendecomposition": (lambda K: K.eigh(), False),
+    "structure": (lambda K: K.structure, False),
+    "adjoint": (lambda K: K.T, True),
+    "sum": (lambda K: K + K, True),
+    "submatrix": (lambda K: SubmatrixLinearOperator(K, [0, 1], [0, 1]), True),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_who_follows_new_factors(name: str):
+    """What has structure is a snapshot; what only multiplies by the operator is none."""
+    p = problems.make("mlp-ce-mean")
+    operator = build(KFACLinearOperator, p)
+    derive, follows = DERIVED[name]
+    derived = derive(operator)
+    before = matrix(derived)
+    with torch.no_grad():
+        p.params[0].mul_(1.5)
+    operator.compute_kronecker_factors()
+    expected = matrix(derive(operator)) if follows else before
+    assert error(before, matrix(derive(operator))) > 1e-3
+    assert error(matrix(derived), expected) <= 1e-12
 
 
 @both
@@ -123,6 +160,41 @@ def test_ekfac_needs_eigenvalues():
     with pytest.raises(ValueError, match="no eigenvalues"):
         operator.load_state_dict(build(KFACLinearOperator, p).state_dict())
     assert torch.equal(matrix(operator), expected)
+
+
+WRONG = {
+    "NaN": (lambda x: x * float("nan"), "contains NaN"),
+    "infinite": (lambda x: x + float("inf"), "contains NaN or infinite"),
+    "shape": (lambda x: x.new_ones(2, 3, 5), r"should be of shape .*, got \[2, 3, 5\]"),
+    "integers": (lambda x: x.long(), "float64, got .*int64"),
+    "complex": (lambda x: x.to(torch.complex128), "float64, got .*complex128"),
+    "missing": (None, "has no entry"),
+    "no tensor": (lambda x: x.tolist(), "has no entry"),
+}
+
+
+@both
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", ["mlp-ce-mean", "cnn"])
+def test_wrong_entries(cls: type, name: str, joint: bool):
+    """What cannot be the factors is refused by name, and nothing changes."""
+    p = problems.make(name)
+    operator = build(cls, p, separate_weight_and_bias=not joint)
+    state, before = operator.state_dict(), matrix(operator)
+    for entry in state.keys() - {"metadata"}:
+        for change, message in WRONG.values():
+            wrong = {k: v for k, v in state.items() if k != entry}
+            if change is not None:
+                wrong[entry] = change(state[entry])
+            with pytest.raises(ValueError, match=f"'{entry}'.*|no eigenvalues") as error:
+                operator.load_state_dict(wrong)
+            assert error.match(message + "|no eigenvalues")
+        if entry != "terms" and "basis" not in entry:
+            with pytest.raises(ValueError, match=f"'{entry}' .* negative"):
+                operator.load_state_dict(state | {entry: -state[entry]})
+    assert torch.equal(matrix(operator), before)
+    operator.load_state_dict(state)
+    assert torch.equal(matrix(operator), before)
 
 
 @both

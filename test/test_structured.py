@@ -274,6 +274,17 @@ def test_nothing_is_changed(name: str):
     torch.testing.assert_close(operator.eigh().to_dense(), matrix)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ALL)
+def test_results_are_not_the_operator(name: str, change: str):
+    """Results may be changed in place."""
+    operator, _ = CHANGES[change](*ALL[name]())
+    before = operator.to_dense()
+    for quantity, _ in QUANTITIES.values():
+        quantity(operator).add_(100)
+    torch.testing.assert_close(operator.to_dense(), before)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_samples_have_the_covariance(name: str):
     operator, matrix = ALL[name]()
@@ -514,6 +525,185 @@ def test_singular():
     assert operator.sample().isfinite().all()
 
 
+def gram(n: int, rank: int, seed: int = 0) -> Tensor:
+    """Return a singular positive semidefinite float32 matrix whose entries are exact."""
+    x = (3 * randn(n, rank, seed=seed)).round()
+    return (x @ x.T).float()
+
+
+NEARLY_SINGULAR = {
+    "matrix": lambda: (Kron(gram(20, 6)), gram(20, 6).double()),
+    "two factors": lambda: (
+        Kron(gram(4, 4), gram(20, 6)),
+        kron(gram(4, 4).double(), gram(20, 6).double()),
+    ),
+    "rearranged": lambda: (
+        RearrangedLinearOperator(
+            Kron(gram(4, 4), gram(20, 6)),
+            space := ParameterSpace({"weight": (4, 20)}),
+            JoinedMatrices(space.shapes, lead=1),
+        ),
+        kron(gram(4, 4).double(), gram(20, 6).double()),
+    ),
+    "blocks": lambda: (
+        Blocks([Kron(gram(4, 2), gram(6, 4)), Kron(gram(20, 6)), Diag(a.float())]),
+        torch.block_diag(
+            kron(gram(4, 2).double(), gram(6, 4).double()),
+            gram(20, 6).double(),
+            a.float().double().diag(),
+        ),
+    ),
+}
+LITTLE_DAMPING = {
+    "inverse": lambda op, c: op.inverse(c),
+    "sum": lambda op, c: (op + c * IdentityLinearOperator(op.space)).inverse(),
+    "power": lambda op, c: (op + c * IdentityLinearOperator(op.space)) ** -1,
+    "decomposition": lambda op, c: op.eigh().inverse(c),
+    "scaled": lambda op, c: 4 * (4 * op.eigh()).inverse(4 * c),
+}
+
+
+@pytest.mark.parametrize("damping", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("name", NEARLY_SINGULAR)
+def test_little_damping_in_float32(name: str, damping: float):
+    """Eigenvalues that are rounding errors in float32 are computed in float64."""
+    operator, dense = NEARLY_SINGULAR[name]()
+    top = float(torch.linalg.eigvalsh(dense)[-1])
+    damped = dense + damping * top * eye(len(dense))
+    expected = torch.linalg.inv(damped)
+    for label, invert in LITTLE_DAMPING.items():
+        found = invert(operator, damping * top)
+        assert found.torch_dtype == torch.float32
+        error = (found.to_dense() - expected).norm() / expected.norm()
+        assert error < 2e-3, (label, error)
+    for one in (operator, operator.eigh()):
+        logdet = (one + damping * top * IdentityLinearOperator(one.space)).logdet()
+        torch.testing.assert_close(logdet.double(), torch.logdet(damped), rtol=1e-5, atol=0.02)
+
+
+def test_no_float64_where_rounding_does_not_matter(monkeypatch):
+    def refused(*args):
+        raise AssertionError("decomposed in float64")
+
+    for cls in (Kron, Blocks, EighDecomposedLinearOperator):
+        monkeypatch.setattr(cls, "_wide_eigh", refused)
+    operator, dense = NEARLY_SINGULAR["blocks"]()
+    damping = 1e-3 * float(torch.linalg.eigvalsh(dense)[-1])
+    for invert in LITTLE_DAMPING.values():
+        invert(operator, damping)
+    (operator + damping * IdentityLinearOperator(operator.space)).logdet()
+
+
+def singular_product() -> Kron:
+    x = randn(20, 6)
+    return Kron(B, x @ x.T)
+
+
+@pytest.mark.parametrize(
+    "invert",
+    [
+        lambda op: op.inverse(),
+        lambda op: op**-1,
+        lambda op: op.eigh().inverse(),
+        lambda op: op.eigh() ** -0.5,
+        lambda op: op.inverse(1e-18),
+        lambda op: (op + IdentityLinearOperator(op.space) - IdentityLinearOperator(op.space)) ** -1,
+        lambda op: Blocks({"first": op}).eigh().inverse(),
+        lambda op: (Blocks({"first": op}) + 1e-18 * IdentityLinearOperator(op.space)).inverse(),
+        lambda op: op.inverse(1e-18, retry_double_precision=False),
+        lambda op: Kron(*(f.float() for f in op.factors)).inverse(1e-8, False),
+    ],
+)
+def test_singular_to_working_precision(invert):
+    with pytest.raises(ValueError, match="singular to working precision"):
+        invert(singular_product())
+
+
+def test_determinants_that_rounding_decides():
+    operator = singular_product()
+    assert operator.eigh().logdet() == -torch.inf and operator.eigh().det() == 0
+    with pytest.raises(ValueError, match="Block 'first': The determinant is not known"):
+        (Blocks({"first": operator}) + 1e-18 * IdentityLinearOperator(60)).logdet()
+    torch.testing.assert_close(
+        (operator + 1e-3 * IdentityLinearOperator(operator.space)).logdet(),
+        torch.logdet(operator.to_dense() + 1e-3 * eye(60)),
+    )
+
+
+NEAR_IDENTITY = {
+    "matrix": (Kron, (4,)),
+    "two factors": (Kron, (3, 4)),
+    "three factors": (Kron, (2, 3, 4)),
+    "sum": (lambda *f: SumOfKroneckersLinearOperator([Kron(*f)]), (3, 4)),
+    "sum of two": (lambda *f: SumOfKroneckersLinearOperator([Kron(*f)] * 2) / 2, (3, 4)),
+    "blocks": (lambda *f: Blocks([Kron(*f), Kron(f[0])]), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("name", NEAR_IDENTITY)
+def test_norms_of_differences(name: str, dtype: torch.dtype, symmetric: bool):
+    """Nothing cancels but entries."""
+    build, sizes = NEAR_IDENTITY[name]
+    for size in (1e-1, 1e-3, 1e-5):
+        noise = [randn(n, n) for n in sizes]
+        noise = [x + x.T for x in noise] if symmetric else noise
+        factors = [(eye(len(x)) + size * x).to(dtype) for x in noise]
+        factors[0], exact = -factors[0], [factor.double() for factor in factors]
+        operator = build(*factors)
+        expected = build(*[-exact[0], *exact[1:]]).to_dense() + eye(operator.shape[0])
+        total = operator + IdentityLinearOperator(operator.space)
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-9
+        found = total.frobenius_norm()
+        torch.testing.assert_close(found.double(), expected.norm(), rtol=tolerance, atol=1e-12)
+        if name.startswith("sum"):
+            assert float((operator - operator).frobenius_norm()) <= 1e-13
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("groups", [False, True])
+def test_norms_of_sums_that_cancel(axis: int, groups: bool):
+    operator, dense = diagonal_axis(axis, groups)
+    almost = (1 + 1e-7) * operator
+    torch.testing.assert_close((almost - operator).frobenius_norm(), 1e-7 * dense.norm())
+
+
+SCALES = {torch.float32: [1e-30, 1e-24, 1.0, 1e21, 1e30], DOUBLE: [1e-200, 1e-170, 1e170, 1e200]}
+SCALED = {
+    "matrix": lambda x: Kron(x),
+    "two factors": lambda x: Kron(x, B.to(x.dtype)),
+    "groups": lambda x: Kron(torch.stack([x, 2 * x])),
+    "diagonal": lambda x: Diag(x.diag()),
+    "blocks": lambda x: Blocks([Kron(x), Kron(x)]),
+    "decomposed": lambda x: Kron((x + x.T) / 2, B.to(x.dtype)).eigh(),
+    "sum": lambda x: SumOfKroneckersLinearOperator([Kron(x, B.to(x.dtype))] * 2),
+    "shifted": lambda x: (op := Kron(x, B.to(x.dtype))) + float(x[0, 0]) * (
+        IdentityLinearOperator(op.space)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+@pytest.mark.parametrize("name", SCALED)
+def test_norms_of_any_scale(name: str, dtype: torch.dtype):
+    for scale in SCALES[dtype] if name != "sum" or dtype == torch.float32 else []:
+        operator = SCALED[name]((scale * randn(4, 4)).to(dtype))
+        expected = scale * (operator.to_dense().double() / scale).norm()
+        torch.testing.assert_close(operator.frobenius_norm().double() / expected, eye(1)[0, 0],
+                                   rtol=1e-5, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+def test_symmetry_of_any_scale(dtype: torch.dtype):
+    for scale in SCALES[dtype]:
+        matrix = (scale * randn(4, 4)).to(dtype)
+        operator = Kron(matrix)
+        assert not operator.self_adjoint and Kron(matrix + matrix.T).self_adjoint
+        X = randn(4, 3).to(dtype)
+        torch.testing.assert_close((operator @ X) / scale, (matrix @ X) / scale)
+
+
 # --- edges
 
 
@@ -530,7 +720,8 @@ EMPTY = {
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty(name: str):
     operator = EMPTY[name]()
-    for changed in (operator, operator.inverse(), operator.inverse(0.1), operator**0.5):
+    powers = [operator**exponent for exponent in (-1, -0.5, 0, 0.5, 2)]
+    for changed in (operator, operator.inverse(), operator.inverse(0.1), *powers):
         assert changed.shape == (0, 0) and changed.to_dense().shape == (0, 0)
         assert changed.trace() == 0 and changed.logdet() == 0 and changed.det() == 1
         assert changed.diagonal().shape == changed.eigh().eigenvalues.shape == (0,)
@@ -624,6 +815,10 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: EighDecomposedLinearOperator(a, randn(4, 3)), ValueError, "must be square"),
         (lambda: EighDecomposedLinearOperator(a, np.eye(4)), TypeError, "must be a tensor"),
         (lambda: IdentityLinearOperator(3.0), TypeError, "integer"),
+        (lambda: IdentityLinearOperator(-1), ValueError, "must not be negative, got -1"),
+        (lambda: IdentityLinearOperator(3, 1e40), ValueError, "float32 cannot be 1e[+]40"),
+        (lambda: IdentityLinearOperator(3, float("nan")), ValueError, "cannot be nan"),
+        (lambda: IdentityLinearOperator(3, 1e-40).inverse(), ValueError, "no finite number"),
         (lambda: Kron(A).eigh().eigenvectors.T.inverse(), ValueError, "symmetric"),
         (lambda: Blocks([]), ValueError, "at least one block"),
         (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),

@@ -1,5 +1,6 @@
 """What all matrices with structure can do."""
 
+from collections.abc import Callable
 from functools import reduce
 from math import isfinite
 from operator import matmul
@@ -33,6 +34,7 @@ class StructuredLinearOperator(TorchLinearOperator):
     ):
         super().__init__(domain, codomain, self_adjoint)
         self._decomposition: StructuredLinearOperator | None = None
+        self._wide_decomposition: StructuredLinearOperator | None = None
 
     # --- quantities
 
@@ -60,7 +62,8 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return the logarithm of the determinant, a scalar; minus infinity if that is zero.
 
         Raises:
-            ValueError: If the determinant is negative.
+            ValueError: If the determinant is negative; if a multiple of the identity was added that
+                is so small that rounding errors decide.
         """
         sign, logarithm = self._slogdet()
         if bool(sign < 0):
@@ -97,8 +100,8 @@ class StructuredLinearOperator(TorchLinearOperator):
 
         Args:
             damping: What is added to the diagonal.
-            retry_double_precision: Whether a matrix that cannot be factorized in float32 is
-                factorized in float64. The result is float32 in any case.
+            retry_double_precision: Whether a matrix that cannot be factorized accurately in float32
+                is factorized in float64. The result is float32 in any case.
 
         Raises:
             ValueError: If the operator is not symmetric, or singular to working precision.
@@ -216,6 +219,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return ``A + scalar I``."""
         raise self._lacks("sum with the identity")
 
+    def _shifted_norm(self, scalar: float) -> Tensor:
+        """Return the Frobenius norm of ``A + scalar I``, in float64."""
+        raise self._lacks("norm of a sum with the identity")
+
     def _added(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
         """Return the sum with another operator if that has structure, else None."""
         return None
@@ -239,6 +246,20 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _eigh(self) -> "StructuredLinearOperator":
         """Return the eigendecomposition."""
         raise self._lacks("eigendecomposition")
+
+    def _wide_eigh(self) -> "StructuredLinearOperator":
+        """Return the eigendecomposition in float64, which is kept."""
+        if self._wide_decomposition is None:
+            self._wide_decomposition = self._to(self.device, torch.float64).eigh()
+        return self._wide_decomposition
+
+    def _errors(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
+        """Return how far eigenvalues are off, ``[D]``, given how far a factor's are, ``[G]``."""
+        raise self._lacks("computed eigenvalues")
+
+    def _largest_error(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
+        """Return the largest of ``_errors``, or a bound of it."""
+        raise self._lacks("computed eigenvalues")
 
     def _inverse(self, retry_double_precision: bool) -> "StructuredLinearOperator":
         """Return the inverse."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import decompose
+from curvlinops.structured.norms import wide_norm
+from curvlinops.structured.together import decompose
 
 
 class BlockDiagonalLinearOperator(StructuredLinearOperator):
@@ -151,7 +152,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return torch.linalg.vector_norm(self._stack(lambda block: block.frobenius_norm()))
+        norms = self._stack(lambda block: block.frobenius_norm())
+        return wide_norm(norms, 0).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
@@ -186,7 +188,17 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 blocks[name] = block.eigh()
         values = self._whole_vector([block.eigenvalues for block in blocks.values()])
         vectors = self._with({name: block.eigenvectors for name, block in blocks.items()})
-        return EighDecomposedLinearOperator(values, vectors)
+        return EighDecomposedLinearOperator.of(self._with(blocks), values, vectors)
+
+    def _errors(self, of_factor: Callable) -> Tensor:
+        return self._whole_vector([block._errors(of_factor) for block in self])
+
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        filled = [block for block in self if block.domain.dim]
+        return torch.stack([block._largest_error(of_factor) for block in filled]).amax()
+
+    def _wide_eigh(self) -> EighDecomposedLinearOperator:
+        return self._map(lambda block: block._wide_eigh())._eigh()
 
     def _inverse(self, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
         self._decompose(lambda block: block._matrices_to_invert())

@@ -44,10 +44,14 @@ class CongruentLinearOperator(StructuredLinearOperator):
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         gram = KroneckerProductLinearOperator(
-            *(factor.transposed().times(factor).squared() for factor in self.basis._factors)
+            *(
+                factor.transposed().times(factor).to(self.device, torch.float64).squared()
+                for factor in self.basis._factors
+            )
         )
-        product = gram._apply({"": self.values.unsqueeze(0)})[""][0]
-        return (self.values @ product).clamp(min=0).sqrt()
+        values = self.values.double()
+        product = gram._apply({"": values.unsqueeze(0)})[""][0]
+        return (values @ product).clamp(min=0).sqrt().to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

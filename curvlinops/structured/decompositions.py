@@ -6,8 +6,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.structured.eigenvalues import rounding
+from curvlinops.structured.eigenvalues import SLACK, rounding
 from curvlinops.structured.low_rank import low_rank, wide_product
+from curvlinops.structured.norms import wide_norm
 
 #: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
 #: rounding error. Those of LAPACK stay below 10.
@@ -159,7 +160,7 @@ def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Te
         # rounding may turn a zero eigenvalue into a positive one
         done[~done] = success & _is_regular(double, wide)
     if not bool(done.all()):
-        out[~done] = _indefinite_inverse(matrix[~done], name)
+        out[~done] = _indefinite_inverse(matrix[~done], name, retry_double_precision)
     return out
 
 
@@ -183,7 +184,7 @@ def _solves(matrix: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
     solution = solve(B)
     correction = solve((B.double() - wide_product(matrix, solution)).to(B))
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
-    good = correction.norm(dim=1) <= tolerance * solution.norm(dim=1)  # false for NaN
+    good = wide_norm(correction, 1) <= tolerance * wide_norm(solution, 1)  # false for NaN
     return good.all(dim=-1)
 
 
@@ -203,13 +204,17 @@ def _is_finite(matrix: Tensor) -> bool:
     return matrix.numel() == 0 or all(bool(end.isfinite()) for end in matrix.aminmax())
 
 
-def _indefinite_inverse(matrix: Tensor, name: str) -> Tensor:
+def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:
     [(values, vectors)] = eigh_batched([matrix], [name])
-    if bool((values.abs().amin(-1) <= rounding(values)).any()):
+    lowest = values.abs().amin(-1)
+    if bool((lowest <= rounding(values)).any()):
         raise ValueError(
             f"{name} is singular to working precision (eigenvalues from {float(values.min()):.2e} "
             f"to {float(values.max()):.2e}). Pass damping > 0, or compute in float64."
         )
+    retry = retry_double_precision and matrix.dtype != torch.float64
+    if retry and bool((lowest <= rounding(values, SLACK)).any()):
+        return _indefinite_inverse(matrix.double(), name, False).to(matrix.dtype)
     return symmetrized(vectors / values.unsqueeze(-2) @ vectors.mT)
 
 
@@ -222,6 +227,11 @@ def is_symmetric(matrix: Tensor) -> bool:
     """Return whether matrices ``[..., n, m]`` are symmetric up to rounding."""
     if matrix.shape[-1] != matrix.shape[-2]:
         return False
-    scale = matrix.norm(dim=(-2, -1))
-    error = (matrix - matrix.mT).norm(dim=(-2, -1))
+    if matrix.numel() == 0:
+        return True
+    difference = matrix - matrix.mT
+    scale, error = (x.norm(dim=(-2, -1)) for x in (matrix, difference))
+    if not bool(((scale > 1e-10) & (scale < 1e15)).all()):
+        # squares may be no numbers of this precision; only then, as it takes longer
+        scale, error = (wide_norm(x, (-2, -1)) for x in (matrix, difference))
     return bool((error <= 100 * torch.finfo(matrix.dtype).eps * scale).all())

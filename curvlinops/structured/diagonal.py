@@ -9,6 +9,7 @@ from curvlinops.structured.checks import real
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.identity import IdentityLinearOperator
+from curvlinops.structured.norms import wide_norm
 
 
 class DiagonalLinearOperator(StructuredLinearOperator):
@@ -40,7 +41,7 @@ class DiagonalLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return torch.linalg.vector_norm(self._entries)
+        return wide_norm(self._entries, 0).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

@@ -1,7 +1,13 @@
 """Functions of eigenvalues, and the checks that they need."""
 
+from math import inf
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+#: Eigenvalues below so many rounding errors of the largest one have less than half of the digits.
+SLACK = 500.0
 
 
 def powers(values: Tensor, exponent: float, subject: str = "The operator") -> Tensor:
@@ -33,14 +39,70 @@ def powers(values: Tensor, exponent: float, subject: str = "The operator") -> Te
     return 1 / values if exponent == -1 else values**exponent
 
 
-def rounding(values: Tensor) -> Tensor:
+def rounding(values: Tensor, slack: float = 0.0) -> Tensor:
     """Return how far computed eigenvalues of a matrix may be off, ``[...]``.
 
     Args:
         values: Eigenvalues, those of one matrix along the last axis.
+        slack: How many rounding errors of the largest one it is at least.
     """
-    size = values.shape[-1]
+    if values.numel() == 0:
+        return values.new_zeros(values.shape[:-1])
+    size = max(values.shape[-1], slack)
     return size * torch.finfo(values.dtype).eps * values.abs().amax(-1)
+
+
+def is_added(x: Tensor, scalar: float) -> bool:
+    """Return whether a number that is added to others is not lost in their rounding."""
+    added = (x + scalar).double() - x.double()
+    return bool(((added - scalar).abs() <= 1e-3 * abs(scalar)).all())
+
+
+class Floor(NamedTuple):
+    """What is known of symmetric matrices' eigenvalues before these are computed.
+
+    Attributes:
+        value: No eigenvalue is below, but for rounding.
+        eps: The rounding error of the entries, which may be wide by now.
+    """
+
+    value: float
+    eps: float
+
+    def noise(self, values: Tensor) -> Tensor:
+        """Return by how much rounding of the entries is known to have moved eigenvalues, ``[G]``.
+
+        What is farther below the floor than by rounding is no noise.
+
+        Args:
+            values: Computed eigenvalues ``[G, n]``.
+        """
+        if values.numel() == 0:
+            return values.new_zeros(len(values))
+        below = (self.value - values.amin(-1)).clamp(min=0)
+        bound = (SLACK + values.shape[-1]) * self.eps * values.abs().amax(-1)
+        return below.where(below <= bound, 0)
+
+    def lift(self, values: Tensor) -> Tensor:
+        """Return eigenvalues, ``[G, n]``, of which none is below the floor by rounding."""
+        lifted = self.noise(values).unsqueeze(-1) > 0
+        return values.clamp(min=self.value).where(lifted, values)
+
+    def scaled(self, scalar: float) -> "Floor":
+        """Return the floor of a multiple."""
+        return self._replace(value=scalar * self.value) if scalar > 0 else NO_FLOOR
+
+    def shifted(self, scalar: float) -> "Floor":
+        """Return the floor of the sum with a multiple of the identity."""
+        return self._replace(value=self.value + scalar)
+
+    def rounded(self, dtype: torch.dtype) -> "Floor":
+        """Return the floor after a conversion to another dtype."""
+        return self._replace(eps=max(self.eps, torch.finfo(dtype).eps))
+
+
+#: Of matrices of which nothing is known.
+NO_FLOOR = Floor(-inf, 0.0)
 
 
 def signed_logarithm(values: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:

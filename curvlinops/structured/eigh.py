@@ -1,12 +1,16 @@
 """Matrices given by their eigenvalues and eigenvectors."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
-from curvlinops.structured.eigenvalues import powers, signed_logarithm
+from curvlinops.structured.eigenvalues import SLACK, powers, signed_logarithm
+from curvlinops.structured.norms import wide_norm
 
 
 class EighDecomposedLinearOperator(StructuredLinearOperator):
@@ -32,7 +36,23 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         space = eigenvectors.domain
         self.eigenvalues = values.to(space.device, space.dtype)
         self.eigenvectors = eigenvectors
+        self._origin: Origin | None = None
         super().__init__(space)
+
+    @classmethod
+    def of(
+        cls,
+        operator: StructuredLinearOperator,
+        eigenvalues: Tensor,
+        eigenvectors: Tensor | StructuredLinearOperator,
+    ) -> "EighDecomposedLinearOperator":
+        """Return the decomposition that was computed of an operator.
+
+        Eigenvalues that may be rounding errors are not inverted, but computed anew in float64.
+        """
+        found = cls(eigenvalues, eigenvectors)
+        found._origin = Origin(operator)
+        return found
 
     def _apply(self, columns: Columns) -> Columns:
         return self._multiply(columns, self.eigenvalues)
@@ -56,7 +76,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return torch.linalg.vector_norm(self.eigenvalues)
+        return wide_norm(self.eigenvalues, 0).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
@@ -64,7 +84,54 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         return self.domain.join(self.eigenvectors._squared_entries()._apply(values))[0].clone()
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return signed_logarithm(self.eigenvalues)
+        if self._origin is None:
+            return signed_logarithm(self.eigenvalues)
+        found = self._accurate(retry_double_precision=True)
+        lost = found._lost() | found._within(lambda factor: 10 * factor.noise())
+        if self._origin.shift != 0 and bool(lost.any()):
+            raise ValueError(
+                "The determinant is not known to working precision: what was added to the diagonal "
+                f"({self._origin.shift:.2e}) is less than the rounding errors of eigenvalues up to "
+                f"{float(found.eigenvalues.abs().max()):.2e}. Add more, or compute in float64."
+            )
+        sign, logarithm = signed_logarithm(found.eigenvalues.masked_fill(lost, 0))
+        return sign.to(self.torch_dtype), logarithm.to(self.torch_dtype)
+
+    def _accurate(self, retry_double_precision: bool) -> "EighDecomposedLinearOperator":
+        """Return the operator, in float64 if small eigenvalues have lost digits in float32."""
+        single = self.torch_dtype != torch.float64
+        if retry_double_precision and single and bool(self._lost(SLACK).any()):
+            return self._wide_eigh()
+        return self
+
+    def _lost(self, slack: float = 0.0) -> Tensor:
+        """Return which eigenvalues may be rounding errors, ``[D]``."""
+        return self._within(lambda factor: factor.rounding(slack))
+
+    def _within(self, of_factor: Callable) -> Tensor:
+        """Return which eigenvalues are not above their errors, ``[D]``, also NaN."""
+        sizes = self.eigenvalues.abs()
+        # one number tells of most operators that there are none
+        if sizes.numel() == 0 or bool(sizes.amin() > self._largest_error(of_factor)):
+            return torch.zeros_like(sizes, dtype=torch.bool)
+        return ~(sizes > self._errors(of_factor))
+
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        if self._origin is None:
+            return self.eigenvalues.new_tensor(-1.0)
+        largest = self._origin.operator._largest_error(of_factor)
+        return abs(self._origin.scale) * largest.to(self.eigenvalues)
+
+    def _errors(self, of_factor: Callable) -> Tensor:
+        if self._origin is None:
+            return torch.full_like(self.eigenvalues, -1.0)
+        errors = self._origin.operator._errors(of_factor)
+        return abs(self._origin.scale) * errors.to(self.eigenvalues)
+
+    def _wide_eigh(self) -> "EighDecomposedLinearOperator":
+        if self._origin is None:
+            return self._to(self.device, torch.float64)
+        return self._origin.wide()
 
     def _eigh(self) -> "EighDecomposedLinearOperator":
         return self
@@ -78,16 +145,34 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         return EighDecomposedLinearOperator(eigenvalues, self.eigenvectors)
 
     def _inverse(self, retry_double_precision: bool) -> "EighDecomposedLinearOperator":
-        return self._power(-1.0)
+        return self._power(-1.0, retry_double_precision)
 
-    def _power(self, exponent: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(powers(self.eigenvalues, exponent))
+    def _power(
+        self, exponent: float, retry_double_precision: bool = True
+    ) -> "EighDecomposedLinearOperator":
+        if exponent >= 0 or self._origin is None:
+            return self.with_eigenvalues(powers(self.eigenvalues, exponent))
+        found = self._accurate(retry_double_precision)
+        values = found.eigenvalues
+        if bool(found._lost().any()):
+            raise ValueError(
+                "The operator is singular to working precision (eigenvalues from "
+                f"{float(values.min()):.2e} to {float(values.max()):.2e}). Add damping."
+            )
+        inverse = found.with_eigenvalues(powers(values, exponent))
+        return inverse._to(self.device, self.torch_dtype)
 
     def _scaled(self, scalar: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(scalar * self.eigenvalues)
+        return self._changed(scalar, 0.0)
 
     def _shifted(self, scalar: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(self.eigenvalues + scalar)
+        return self._changed(1.0, scalar)
+
+    def _changed(self, scale: float, shift: float) -> "EighDecomposedLinearOperator":
+        out = self.with_eigenvalues(scale * self.eigenvalues + shift)
+        if self._origin is not None:
+            out._origin = self._origin.changed(scale, shift)
+        return out
 
     def _shares_eigenvectors(self, other: StructuredLinearOperator) -> bool:
         same = isinstance(other, EighDecomposedLinearOperator)
@@ -105,7 +190,40 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "EighDecomposedLinearOperator":
         vectors = self.eigenvectors._to(device, dtype)
-        return EighDecomposedLinearOperator(self.eigenvalues.to(device, dtype), vectors)
+        out = EighDecomposedLinearOperator(self.eigenvalues.to(device, dtype), vectors)
+        if self._origin is not None:
+            out._origin = self._origin.to(device)
+        return out
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where eigenvalues come from: they are ``scale`` times those of an operator, plus ``shift``.
+
+    Attributes:
+        operator: The operator.
+        scale: What its eigenvalues are multiplied by.
+        shift: What is added then.
+    """
+
+    operator: StructuredLinearOperator
+    scale: float = 1.0
+    shift: float = 0.0
+
+    def changed(self, scale: float, shift: float) -> "Origin":
+        """Return the origin of eigenvalues that are multiplied and shifted once more."""
+        return Origin(self.operator, scale * self.scale, scale * self.shift + shift)
+
+    def to(self, device: torch.device) -> "Origin":
+        """Return the origin on another device, in the precision that it has."""
+        if device == self.operator.device:
+            return self
+        moved = self.operator._to(device, self.operator.torch_dtype)
+        return Origin(moved, self.scale, self.shift)
+
+    def wide(self) -> EighDecomposedLinearOperator:
+        """Return the decomposition in float64. The entries in float32 are exact."""
+        return self.operator._wide_eigh()._changed(self.scale, self.shift)
 
 
 class OrthogonalMatrix(StructuredLinearOperator):

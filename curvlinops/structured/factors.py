@@ -1,13 +1,19 @@
 """The factors of Kronecker products, and products with them along one axis."""
 
-from collections.abc import Sequence
-from math import prod
-
 import torch
 from torch import Tensor
 
 from curvlinops.structured.decompositions import eigh_batched, inverse, is_symmetric, symmetrized
-from curvlinops.structured.eigenvalues import powers, rounding, signed_logarithm
+from curvlinops.structured.eigenvalues import (
+    NO_FLOOR,
+    SLACK,
+    Floor,
+    is_added,
+    powers,
+    rounding,
+    signed_logarithm,
+)
+from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
 class Dense:
@@ -16,10 +22,11 @@ class Dense:
     Args:
         tensor: The matrices, ``[G, n, m]``.
         symmetric: Whether they are symmetric. Default: look.
+        floor: What no eigenvalue is below; zero for sums of outer products.
     """
 
-    def __init__(self, tensor: Tensor, symmetric: bool | None = None):
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, symmetric: bool | None = None, floor: Floor = NO_FLOOR):
+        self.tensor, self.floor = tensor, floor
         self.groups, self.rows, self.columns = tensor.shape
         self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
         self.decomposition: tuple[Tensor, Tensor] | None = None
@@ -58,22 +65,37 @@ class Dense:
         return self.tensor.diagonal(dim1=-2, dim2=-1)
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``."""
-        return torch.linalg.matrix_norm(self.tensor)
+        """Return the Frobenius norms, ``[G]``, in float64."""
+        return wide_norm(self.tensor, (-2, -1))
+
+    def deviation(self) -> tuple[Tensor, Tensor]:
+        """Return the means a of the diagonals, and the norms of ``A - a I``, in float64."""
+        return deviation(self.tensor)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, ``[G]`` each."""
         return tuple(torch.linalg.slogdet(self.tensor))
 
     def inner(self, other: "Dense | Diagonal") -> Tensor:
-        """Return the sums of products of entries with those of another factor, ``[G]``."""
+        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
         if isinstance(other, Diagonal):
-            return (self.diagonal() * other.entries).sum(-1)
-        return (self.tensor * other.tensor).sum((-2, -1))
+            return other.inner(self)
+        return wide_inner(self.tensor, other.tensor)
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``; ``decompose`` must have been called."""
-        return self.decomposition[0]
+        """Return the eigenvalues, ``[G, n]``; ``decompose`` must have been called.
+
+        Those that are below the floor by rounding are lifted to it.
+        """
+        return self.floor.lift(self.decomposition[0])
+
+    def noise(self) -> Tensor:
+        """Return by how much rounding is known to have moved eigenvalues, ``[G]``."""
+        return self.floor.noise(self.decomposition[0])
+
+    def rounding(self, slack: float) -> Tensor:
+        """Return how far computed eigenvalues may be off, ``[G]``; see ``rounding``."""
+        return rounding(self.decomposition[0], slack)
 
     def eigenvectors(self) -> "Dense":
         """Return the eigenvectors as columns."""
@@ -81,36 +103,45 @@ class Dense:
 
     def inverse(self, name: str, retry_double_precision: bool) -> "Dense":
         """Return the inverses of symmetric matrices."""
+        if self.floor.eps > torch.finfo(self.tensor.dtype).eps:
+            # rounding may have made them indefinite, which only eigenvalues tell
+            [self.decomposition] = eigh_batched([self.tensor], [name])
+            return self.power(-1.0, name)
         return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
 
-    def power(self, exponent: float, name: str) -> "Dense | Diagonal":
-        """Return a power; if not a non-negative integer, ``decompose`` must have been called."""
-        if exponent == 0:
-            return unit(self.rows, self.tensor)
+    def power(self, exponent: float, name: str) -> "Dense":
+        """Return a power; if not a positive integer, ``decompose`` must have been called."""
+        if self.tensor.numel() == 0:
+            return self
         if exponent > 0 and exponent.is_integer():
             product = torch.linalg.matrix_power(self.tensor, int(exponent))
             return Dense(symmetrized(product), symmetric=True)
-        values, vectors = self.decomposition
+        values, vectors = self.eigenvalues(), self.decomposition[1]
         if exponent < 0 and bool((values.abs().amin(-1) <= rounding(values)).any()):
             raise ValueError(
                 f"{name} is singular to working precision and has no power {exponent:g}. Add "
                 "damping, as in A + damping * IdentityLinearOperator(A.space)."
             )
+        if exponent < 0 and bool((values.abs().amin(-1) <= self.rounding(SLACK)).any()):
+            wide = self.to(self.tensor.device, torch.float64)
+            if wide.tensor.dtype != self.tensor.dtype:
+                [wide.decomposition] = eigh_batched([wide.tensor], [name])
+                return wide.power(exponent, name).to(self.tensor.device, self.tensor.dtype)
         values = powers(values, exponent, name)
         return Dense(symmetrized(vectors * values.unsqueeze(-2) @ vectors.mT), symmetric=True)
 
     def is_semidefinite(self) -> bool:
         """Return whether all matrices are positive semidefinite, up to rounding."""
-        values = self.decomposition[0]
+        values = self.eigenvalues()
         return values.numel() == 0 or bool((values.amin(-1) >= -rounding(values)).all())
 
     def transposed(self) -> "Dense":
         """Return the transposed matrices."""
-        return Dense(self.tensor.mT, self.symmetric)
+        return Dense(self.tensor.mT, self.symmetric, self.floor)
 
     def scaled(self, scalar: float) -> "Dense":
         """Return a multiple."""
-        out = Dense(scalar * self.tensor, self.symmetric)
+        out = Dense(scalar * self.tensor, self.symmetric, self.floor.scaled(scalar))
         if self.decomposition is not None:
             values, vectors = self.decomposition
             out.decomposition = (scalar * values, vectors)
@@ -118,13 +149,16 @@ class Dense:
 
     def shifted(self, scalar: float) -> "Dense":
         """Return the sum with a multiple of the identity."""
-        tensor = self.tensor.clone()
-        tensor.diagonal(dim1=-2, dim2=-1).add_(scalar)
-        out = Dense(tensor, self.symmetric)
+        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(scalar))
+        out.diagonal().add_(scalar)
         if self.decomposition is not None:
             values, vectors = self.decomposition
             out.decomposition = (values + scalar, vectors)
         return out
+
+    def keeps(self, scalar: float) -> bool:
+        """Return whether a number that is added to the diagonal is not lost in its rounding."""
+        return is_added(self.diagonal(), scalar)
 
     def plus(self, other: "Dense | Diagonal") -> "Dense":
         """Return the sum with another factor."""
@@ -142,7 +176,7 @@ class Dense:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Dense":
         """Return the factor elsewhere, or in another dtype."""
-        return Dense(self.tensor.to(device, dtype), self.symmetric)
+        return Dense(self.tensor.to(device, dtype), self.symmetric, self.floor.rounded(dtype))
 
 
 class Diagonal:
@@ -175,20 +209,33 @@ class Diagonal:
         return self.entries
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``."""
-        return torch.linalg.vector_norm(self.entries, dim=-1)
+        """Return the Frobenius norms, ``[G]``, in float64."""
+        return wide_norm(self.entries, -1)
+
+    def deviation(self) -> tuple[Tensor, Tensor]:
+        """Return the means a of the entries, and the norms of the differences, in float64."""
+        mean = self.entries.double().mean(-1)
+        return mean, wide_norm(self.entries - mean.unsqueeze(-1), -1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, ``[G]`` each."""
         return signed_logarithm(self.entries)
 
     def inner(self, other: "Dense | Diagonal") -> Tensor:
-        """Return the sums of products of entries with those of another factor, ``[G]``."""
-        return (self.entries * other.diagonal()).sum(-1)
+        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
+        return (self.entries.double() * other.diagonal()).sum(-1)
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues, ``[G, n]``."""
         return self.entries
+
+    def noise(self) -> Tensor:
+        """Return zeros, ``[G]``: the eigenvalues are the entries."""
+        return self.entries.new_zeros(self.groups)
+
+    def rounding(self, slack: float) -> Tensor:
+        """Return zeros, ``[G]``: the eigenvalues are the entries."""
+        return self.noise()
 
     def eigenvectors(self) -> "Diagonal":
         """Return the eigenvectors, the identity."""
@@ -217,6 +264,10 @@ class Diagonal:
     def shifted(self, scalar: float) -> "Diagonal":
         """Return the sum with a multiple of the identity."""
         return Diagonal(self.entries + scalar)
+
+    def keeps(self, scalar: float) -> bool:
+        """Return that the sum with a multiple of the identity is accurate, as each entry is."""
+        return True
 
     def plus(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
         """Return the sum with another factor."""
@@ -247,41 +298,3 @@ Factor = Dense | Diagonal
 def unit(size: int, like: Tensor) -> Diagonal:
     """Return the identity as a factor, without memory of its size."""
     return Diagonal(like.new_ones(1, 1).expand(1, size), is_unit=True)
-
-
-def decompose(factors: Sequence[Factor], names: Sequence[str] | None = None) -> None:
-    """Compute the eigendecompositions of factors that have none yet, equal sizes together."""
-    names = [f"Factor {i}" for i in range(len(factors))] if names is None else names
-    missing = {
-        id(factor): (factor, name)
-        for factor, name in zip(factors, names, strict=True)
-        if isinstance(factor, Dense) and factor.decomposition is None
-    }
-    dense = [factor for factor, _ in missing.values()]
-    results = eigh_batched([factor.tensor for factor in dense], [n for _, n in missing.values()])
-    for factor, result in zip(dense, results, strict=True):
-        factor.decomposition = result
-
-
-def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
-    """Multiply vectors by the block-diagonal of G Kronecker products.
-
-    Args:
-        factors: The factors.
-        groups: G; factors may have one group for all.
-        X: Vectors ``[K, G * m_1 * m_2 ...]``.
-
-    Returns:
-        Vectors ``[K, G * n_1 * n_2 ...]``.
-    """
-    K = X.shape[0]
-    rows, columns = [f.rows for f in factors], [f.columns for f in factors]
-    if groups > 1:
-        X = X.reshape(K, groups, prod(columns)).transpose(0, 1)
-    # from the last: that of B V A^T is a single matrix product for all columns
-    for i in reversed(range(len(factors))):
-        left, right = K * prod(columns[:i]), prod(rows[i + 1 :])
-        X = factors[i].multiply(X, groups, left, right)
-    if groups > 1:
-        X = X.reshape(groups, K, prod(rows)).transpose(0, 1)
-    return X.reshape(K, groups * prod(rows))

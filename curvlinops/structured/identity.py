@@ -18,13 +18,23 @@ class IdentityLinearOperator(StructuredLinearOperator):
         space: The space; every operator of this package has one as ``space``. Or the dimension of
             plain float32 vectors on the CPU.
         scalar: The number by which vectors are multiplied.
+
+    Raises:
+        ValueError: If the dimension is negative, or the number not finite in the space's precision.
     """
 
     def __init__(self, space: ParameterSpace | int, scalar: float = 1.0):
         if not isinstance(space, ParameterSpace):
+            if index(space) < 0:
+                raise ValueError(f"The dimension must not be negative, got {space}.")
             space = ParameterSpace.flat(index(space), torch.float32, torch.device("cpu"))
         super().__init__(space)
         self.scalar = self._multiple = float(scalar)
+        if not abs(self.scalar) <= torch.finfo(space.dtype).max:
+            raise ValueError(
+                f"A multiple of the identity in {space.dtype} cannot be {self.scalar:.3g}: that is "
+                "no finite number."
+            )
 
     def _apply(self, columns: Columns) -> Columns:
         return {name: self.scalar * column for name, column in columns.items()}

@@ -1,5 +1,6 @@
 """Kronecker products, and block-diagonals of equally large ones."""
 
+from collections.abc import Callable
 from functools import reduce
 from math import prod
 
@@ -11,9 +12,11 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Diagonal, Factor, decompose, multiply, unit
+from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.identity import IdentityLinearOperator
+from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.structured.together import decompose, multiply
 
 
 class KroneckerProductLinearOperator(StructuredLinearOperator):
@@ -83,12 +86,34 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         norms = self._by_group([factor.norm() for factor in self._factors])
-        return torch.linalg.vector_norm(norms)
+        return wide_norm(norms, 0).to(self.torch_dtype)
+
+    def _shifted_norm(self, shift: float) -> Tensor:
+        """Return the Frobenius norm of the sum with a multiple of the identity, in float64.
+
+        With ``A_i = a_i I + R_i``, where the trace of ``R_i`` is zero, the products of these are
+        orthogonal, so that nothing cancels but ``prod a_i + shift``.
+        """
+        self._need_square_factors("A sum with the identity")
+        like = _tensor(self._factors[0])
+        means = like.new_ones(self._groups, dtype=torch.float64)
+        rest = torch.zeros_like(means)
+        if self.domain.dim == 0:
+            return rest.sum()
+        for factor in self._factors:
+            mean, deviation = factor.deviation()
+            own = factor.rows**0.5 * mean
+            rest = torch.hypot(rest * torch.hypot(own, deviation), means * deviation)
+            means = means * own
+        dim = prod(factor.rows for factor in self._factors)
+        return wide_norm(torch.stack([means + shift * dim**0.5, rest]), (0, 1))
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         self._need_square_factors("A diagonal")
-        return self._outer([factor.diagonal() for factor in self._factors])
+        diagonal = self._outer([factor.diagonal() for factor in self._factors])
+        # a product of several is a new tensor already
+        return diagonal.clone() if len(self._factors) == 1 else diagonal
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
@@ -128,7 +153,24 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
             # diagonal factors only: the groups must not get lost
             return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-        return EighDecomposedLinearOperator(values, KroneckerProductLinearOperator(*vectors))
+        vectors = KroneckerProductLinearOperator(*vectors)
+        if all(isinstance(factor, Diagonal) for factor in self._factors):
+            return EighDecomposedLinearOperator(values, vectors)
+        # another operator: this one keeps its decomposition, which must not keep it in turn
+        origin = KroneckerProductLinearOperator(*self._factors)
+        return EighDecomposedLinearOperator.of(origin, values, vectors)
+
+    def _errors(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
+        values = [factor.eigenvalues().abs() for factor in self._factors]
+        errors = [of_factor(factor).unsqueeze(-1) for factor in self._factors]
+        wrong = self._outer([one + error for one, error in zip(values, errors, strict=True)])
+        return wrong - self._outer(values)
+
+    def _largest_error(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
+        sizes = [factor.eigenvalues().abs().amax(-1) for factor in self._factors]
+        errors = [of_factor(factor) for factor in self._factors]
+        wrong = self._by_group([one + error for one, error in zip(sizes, errors, strict=True)])
+        return (wrong - self._by_group(sizes)).amax()
 
     def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(
@@ -159,7 +201,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return KroneckerProductLinearOperator(*factors)
 
     def _shifted(self, scalar: float) -> StructuredLinearOperator:
-        if len(self._factors) == 1 and self._factors[0].groups == self._groups:
+        first, *others = self._factors
+        if not others and first.groups == self._groups and first.keeps(scalar):
             return KroneckerProductLinearOperator(self._factors[0].shifted(scalar))
         return ShiftedLinearOperator(self, scalar)
 

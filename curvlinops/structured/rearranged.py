@@ -142,8 +142,17 @@ class RearrangedLinearOperator(StructuredLinearOperator):
 
     def _eigh(self) -> EighDecomposedLinearOperator:
         inner = self.operator.eigh()
-        values = self._vector(inner.eigenvalues)
-        return EighDecomposedLinearOperator(values, self._with(inner.eigenvectors))
+        values, vectors = self._vector(inner.eigenvalues), self._with(inner.eigenvectors)
+        return EighDecomposedLinearOperator.of(self._with(inner), values, vectors)
+
+    def _errors(self, of_factor: Callable) -> Tensor:
+        return self._vector(self.operator._errors(of_factor))
+
+    def _largest_error(self, of_factor: Callable) -> Tensor:
+        return self.operator._largest_error(of_factor)
+
+    def _wide_eigh(self) -> EighDecomposedLinearOperator:
+        return self._with(self.operator._wide_eigh())._eigh()
 
     def _matrices(self) -> list:
         return self.operator._matrices()

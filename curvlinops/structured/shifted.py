@@ -39,10 +39,7 @@ class ShiftedLinearOperator(StructuredLinearOperator):
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        dim = self.domain.dim
-        norm, trace = self.operator.frobenius_norm().double(), self.operator.trace().double()
-        square = norm**2 + 2 * self.shift * trace + dim * self.shift**2
-        return square.clamp(min=0).sqrt().to(self.torch_dtype)
+        return self.operator._shifted_norm(self.shift).to(self.torch_dtype)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

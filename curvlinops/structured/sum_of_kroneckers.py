@@ -13,6 +13,7 @@ from curvlinops.structured.congruent import CongruentLinearOperator, diagonalize
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.norms import norm_of_sum, wide_norm
 from curvlinops.structured.rearranged import JoinedMatrices, RearrangedLinearOperator
 
 
@@ -67,15 +68,33 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar.
 
-        It is the root of the sum of the inner products of all pairs of terms.
+        It is the root of the sum of the inner products of all pairs of terms, unless these cancel.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = total.clone()
         for i, one in enumerate(self._terms):
             for j, two in enumerate(self._terms[: i + 1]):
                 pairs = zip(one._factors, two._factors, strict=True)
-                inner = reduce(torch.mul, [a.inner(b).double() for a, b in pairs])
-                total += (1 if i == j else 2) * inner.expand(self._groups).sum()
-        return total.clamp(min=0).sqrt().to(self.torch_dtype)
+                inner = reduce(torch.mul, [a.inner(b) for a, b in pairs]).expand(self._groups)
+                total += (1 if i == j else 2) * inner.sum()
+                size += inner.abs().sum()
+        if bool(total < 1e-8 * size):
+            return wide_norm(norm_of_sum(self._vectors()), 0).to(self.torch_dtype)
+        return total.sqrt().to(self.torch_dtype)
+
+    def _vectors(self) -> list[list[Tensor]]:
+        """Return the factors of all terms as vectors, ``[G, n]``."""
+        factors = [term._factors for term in self._terms]
+        diagonal = [
+            all(isinstance(f, Diagonal) for f in axis) for axis in zip(*factors, strict=True)
+        ]
+        return [
+            [
+                (f.diagonal() if short else f.dense().flatten(1)).expand(self._groups, -1)
+                for f, short in zip(term, diagonal, strict=True)
+            ]
+            for term in factors
+        ]
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
@@ -14,6 +15,7 @@ from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.eigenvalues import Floor
 from curvlinops.structured.factors import Dense, Diagonal, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.rearranged import RearrangedLinearOperator
@@ -82,7 +84,10 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
 
 
 def _factor(matrix: Tensor) -> Factor:
-    return Diagonal(matrix) if matrix.ndim == 2 else Dense(matrix, symmetric=True)
+    if matrix.ndim == 2:
+        return Diagonal(matrix)
+    # it is a sum of outer products
+    return Dense(matrix, symmetric=True, floor=Floor(0.0, torch.finfo(matrix.dtype).eps))
 
 
 #: Turns what a block consists of into a structured operator on its entries.

@@ -13,7 +13,8 @@ from curvlinops.layers.inputs import Inputs
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, add
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
-from curvlinops.structured.factors import Diagonal, Factor, decompose
+from curvlinops.structured.factors import Diagonal, Factor
+from curvlinops.structured.together import decompose
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,21 @@ def bases(factors: Sequence[BlockFactors]) -> dict[int, Basis]:
     return {number: _basis(each) for number, each in found.items()}
 
 
-def _basis(factors: BlockFactors) -> Basis:
+def axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
+    """Return the factors of a block whose eigenvectors are its basis, of outputs and of inputs."""
     first: Product = factors.products[0]
     outputs, inputs = first.gradients, first.inputs
     for other in factors.products[1:]:
         # lookups are transposed: their inputs are the outputs of the head with the same weight
         if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
             outputs = Diagonal(other.inputs.entries)
+    return outputs, inputs
+
+
+def _basis(factors: BlockFactors) -> Basis:
+    outputs, inputs = axes_of(factors)
     return Basis(
-        first.kind,
+        factors.products[0].kind,
         outputs.eigenvectors(),
         None if inputs is None else inputs.eigenvectors(),
         factors.block.scale,

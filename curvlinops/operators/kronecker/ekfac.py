@@ -12,15 +12,16 @@ from curvlinops.layers.factors import relation
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
-from curvlinops.operators.kronecker.correction import Basis, bases
+from curvlinops.operators.kronecker.correction import Basis, axes_of, bases
 from curvlinops.operators.kronecker.estimate import by_block
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.storage import take, take_squares
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, unit
+from curvlinops.structured.factors import Dense, Factor, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 
@@ -163,24 +164,13 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
         found: dict[int, Basis] = {}
         moments: dict[int, Tensor] = {}
-        for number, each in enumerate(self._factors(sums)):
-            if not each.products:
-                continue
-            if f"{number}.moment" not in rest:
-                raise ValueError(
-                    "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
-                )
-            moments[number] = rest[f"{number}.moment"].clone()
-            kind, like = each.products[0].kind, moments[number]
-            factors = [
-                Dense(rest[key], symmetric=False) if key in rest else unit(size, like)
-                for key, size in (
-                    (f"{number}.basis.outputs", kind.outputs),
-                    (f"{number}.basis.inputs", like.shape[2]),
-                )
-            ]
-            inputs = None if kind.shift else factors[1]
-            found[number] = Basis(kind, factors[0], inputs, each.block.scale)
+        factors = [(n, each) for n, each in enumerate(self._factors(sums)) if each.products]
+        if factors and not any(name.endswith(".moment") for name in rest):
+            raise ValueError(
+                "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
+            )
+        for number, each in factors:
+            found[number], moments[number] = _unpack(f"{number}.", each, rest)
         self._replace(sums, found, moments)
 
     # --- the structured matrix
@@ -221,6 +211,26 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._bases = {number: basis.to(device) for number, basis in self._bases.items()}
         self._moments = {number: moment.to(device) for number, moment in self._moments.items()}
         return self
+
+
+def _unpack(prefix: str, factors: BlockFactors, rest: dict[str, Tensor]) -> tuple[Basis, Tensor]:
+    """Return a block's basis and second moments from a saved state."""
+    kind, scale, axes = factors.products[0].kind, factors.block.scale, axes_of(factors)
+    like = axes[0].diagonal()
+    sizes = kind.outputs, kind.inputs + (scale is not None)
+    shape = (kind.groups, *sizes)
+    moment = take_squares(rest, f"{prefix}moment", shape, like.dtype, matrix=False)
+    basis: list[Factor | None] = []
+    for axis, size, name in zip(axes, sizes, ("outputs", "inputs"), strict=True):
+        key = f"{prefix}basis.{name}"
+        if axis is None:
+            basis.append(None)
+        elif isinstance(axis, Dense) or key in rest:  # more data may have made an axis diagonal
+            shape = (kind.groups, size, size)
+            basis.append(Dense(take(rest, key, shape, like.dtype), symmetric=False))
+        else:
+            basis.append(unit(size, like))
+    return Basis(kind, *basis, scale), moment
 
 
 def _check_regular(eigenvalues: Tensor) -> None:

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Protocol
 
+import torch
+
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.factors import Factor
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Damping:
         if whole:
             return operator_of(factors, space).inverse(damping, retry_double_precision=retry)
         damped = summed([self._damped(product, weight) for product in factors.products])
-        return damped.inverse(retry_double_precision=retry)
+        inverse = damped.inverse(retry_double_precision=retry)
+        return inverse._to(space.device, space.dtype)
 
     def _damped(self, product: Product, weight: Product | None) -> Product:
         """Add damping to both factors."""
@@ -84,8 +88,16 @@ class Damping:
         both = product if product.inputs is not None else weight
         if self.heuristic and both is not None:
             of_inputs, of_gradients = self._balanced(both)
-        inputs = None if product.inputs is None else product.inputs.shifted(of_inputs)
-        return product._replace(gradients=product.gradients.shifted(of_gradients), inputs=inputs)
+        inputs = None if product.inputs is None else self._shifted(product.inputs, of_inputs)
+        return product._replace(
+            gradients=self._shifted(product.gradients, of_gradients), inputs=inputs
+        )
+
+    def _shifted(self, factor: Factor, damping: float) -> Factor:
+        """Add damping to a factor, in float64 if it would get lost in the rounding of entries."""
+        if self.retry_double_precision and not factor.keeps(damping):
+            factor = factor.to(factor.diagonal().device, torch.float64)
+        return factor.shifted(damping)
 
     def _balanced(self, product: Product) -> tuple[float, float]:
         """Divide the damping among the factors according to their average eigenvalues."""

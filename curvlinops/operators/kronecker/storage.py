@@ -16,6 +16,7 @@ from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import Place
 from curvlinops.layers.outer import Arrangement
 from curvlinops.losses import Loss
+from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.estimate import stays_whole
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import plan
@@ -77,7 +78,8 @@ def unpack(
         options: Its options.
 
     Raises:
-        ValueError: If the state is not of this kind, or of other parameters, options or loss.
+        ValueError: If the state is not of this kind, or of other parameters, options or loss; if an
+            entry is missing, or cannot be what it should be.
     """
     if "metadata" not in state:
         raise ValueError("This is not the state of a Kronecker-factored operator: no metadata.")
@@ -89,11 +91,13 @@ def unpack(
     known = {n: frozenset(map(_usage_from_json, u)) for n, u in metadata["uses"].items()}
     sums = Sums(Uses(known, metadata["unknown"]), num_batches=metadata["num_batches"])
     tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
-    sums.terms = tensors.pop("terms")
+    sums.terms = take(tensors, "terms", (), torch.float64)
     try:
         sums.blocks = plan(sums.uses.known, sums.uses.unknown, space, options)
-        _take(sums, tensors, options)
-    except (NotImplementedError, KeyError) as error:
+        _take_all(sums, tensors, space, options)
+    except (NotImplementedError, ValueError) as error:
+        if _structural(theirs) == _structural(own):
+            raise
         raise ValueError(
             f"The saved state was computed with {_structural(theirs)}, under which blocks have "
             f"another structure than under this operator's {_structural(own)}."
@@ -101,32 +105,75 @@ def unpack(
     return sums, tensors
 
 
-def _take(sums: Sums, tensors: dict[str, Tensor], options: Options) -> None:
-    """Move tensors to the sums of blocks.
+def _take_all(
+    sums: Sums, tensors: dict[str, Tensor], space: ParameterSpace, options: Options
+) -> None:
+    """Move tensors to the sums of blocks."""
 
-    Raises:
-        KeyError: If a block has no such sums.
-    """
-
-    def take(name: str, num_axes: int, groups: int | None = None) -> Tensor:
-        found = tensors.pop(name)
-        if found.ndim != num_axes or (groups is not None and len(found) != groups):
-            raise KeyError(name)
-        return found.clone()
+    def factor(name: str, shape: tuple[int, int], whole: bool) -> Tensor:
+        full = (*shape, shape[1]) if whole else shape
+        return take_squares(tensors, name, full, space.dtype, matrix=whole)
 
     for number, block in enumerate(sums.blocks):
         for place, kind in enumerate(block.kinds):
-            prefix = f"{number}.{place}"
-            axes = [3 if whole else 2 for whole in stays_whole(block, kind, options)]
-            sums.products[number, kind] = Factors(
-                take(f"{prefix}.inputs", axes[0]),
-                take(f"{prefix}.count", 0),
-                None if block.twin is not None else take(f"{prefix}.gradients", axes[1]),
-            )
+            prefix, whole = f"{number}.{place}", stays_whole(block, kind, options)
+            width = kind.inputs + (block.scale is not None)
+            inputs = factor(f"{prefix}.inputs", (kind.groups, width), whole[0])
+            gradients = None
+            if block.twin is None:
+                shape = (kind.groups, kind.outputs)
+                gradients = factor(f"{prefix}.gradients", shape, whole[1])
+            count = take_squares(tensors, f"{prefix}.count", (), torch.float64, matrix=False)
+            sums.products[number, kind] = Factors(inputs, count, gradients)
         if block.structure in ("dense", "diagonal"):
-            sums.matrices[number] = take(
-                f"{number}.matrix", 3 if block.structure == "dense" else 2, block.groups
-            )
+            (size,) = Entries.of({n: space.shapes[n] for n in block.names}, [block]).sizes
+            shape, whole = (block.groups, size // block.groups), block.structure == "dense"
+            sums.matrices[number] = factor(f"{number}.matrix", shape, whole)
+
+
+def take(
+    tensors: dict[str, Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Remove an entry of a saved state, and return it.
+
+    Args:
+        tensors: The entries.
+        name: The name of the entry.
+        shape: What shape it must have.
+        dtype: What dtype it must have.
+
+    Raises:
+        ValueError: If there is no such entry, or it cannot be what it should be.
+    """
+    if name not in tensors:
+        raise ValueError(f"The saved state has no entry '{name}'.")
+    found = tensors.pop(name)
+    subject = f"The entry '{name}' of the saved state"
+    if found.shape != shape or found.dtype != dtype:
+        raise ValueError(
+            f"{subject} should be of shape {list(shape)} and {dtype}, got {list(found.shape)} and "
+            f"{found.dtype}."
+        )
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"{subject} contains NaN or infinite values.")
+    return found
+
+
+def take_squares(
+    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, matrix: bool
+) -> Tensor:
+    """Do the same for sums of squares, or of outer products if it is a matrix; return a copy."""
+    found = take(tensors, name, shape, dtype)
+    squares = found.diagonal(dim1=-2, dim2=-1) if matrix else found
+    if bool((squares < 0).any()):
+        raise ValueError(
+            f"The entry '{name}' of the saved state has negative values where there should be sums "
+            "of squares."
+        )
+    return found.clone()
 
 
 def _structural(found: dict[str, Any]) -> str:
