@@ -288,6 +288,7 @@ def _can(case: str, change: str) -> bool:
 
 
 @pytest.mark.parametrize("case, change", [(o, c) for o in CASES for c in CHANGES if _can(o, c)])
+@pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
 def test_changes_are_noticed(case: str, change: str):
     w = world()
     operator = w.build(case, cache="graph")
@@ -301,6 +302,7 @@ def test_changes_are_noticed(case: str, change: str):
     assert _agree(w, case, operator)
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
 @settings(max_examples=60, deadline=None)
 @given(
     case=st.sampled_from(["hessian", "ggn", "mc", "jacobian"]),
