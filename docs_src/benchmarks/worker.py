@@ -141,6 +141,7 @@ def main() -> None:
     problem = make(problem_name, device)
     quantities = {"gradient": gradient(problem), **CONTENDERS[contender](problem, int(columns))}
     found: dict[str, list] = {}
+    result: object = None
     print(json.dumps(list(quantities)[1:]), flush=True)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
@@ -154,6 +155,9 @@ def main() -> None:
             answer = accuracy(found.get(argument, []))
         else:
             name = line.strip()
+            # what was there until now is cheap to get again, for all alike: some contenders keep
+            # their results until the next call
+            result = None
             answer, result = timed(quantities[name], device)
             if isinstance(result, Found):
                 found.setdefault(name, []).append((result.products, result.error()))
