@@ -9,10 +9,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from estimates import EIGENPAIRS_SCIPY, eigenpairs, eigenpairs_by_scipy, estimates
 from problems import Problem
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -228,8 +230,14 @@ def incumbent(problem: Problem, columns: int) -> Quantities:
         GGN_COLUMNS: of(ggn, V),
     }
     for name, build in {"GGN": ggn, "Hessian": hessian}.items():
-        search = eigenpairs_by_scipy(build().to_scipy())
-        quantities[EIGENPAIRS_SCIPY.format(name)] = with_derivatives(search)
+        A = build().to_scipy()
+
+        def multiply(x: np.ndarray, A: LinearOperator = A) -> np.ndarray:
+            with sdpa_kernel(SDPBackend.MATH):
+                return A @ x
+
+        differentiable = LinearOperator(A.shape, multiply, dtype=A.dtype)
+        quantities[EIGENPAIRS_SCIPY.format(name)] = eigenpairs_by_scipy(differentiable)
     found = estimates(curvlinops, ggn(), problem)
     quantities |= {row: with_derivatives(run) for row, run in found.items()}
     if not isinstance(model, nn.Sequential):  # other layers are not supported
