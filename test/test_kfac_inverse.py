@@ -298,3 +298,11 @@ def test_preconditions_conjugate_gradients():
         assert info == 0 and np.linalg.norm(A @ x - b) <= 1e-6
         steps[preconditioned] = len(count)
     assert steps[True] <= 2 < steps[False]
+
+
+def test_factors_that_overflow():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = [(1e25 * torch.rand(5, 3), torch.randint(2, (5,)))]
+    operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), data)
+    with pytest.raises(ValueError, match="'0.weight'.*NaN or infinite"):
+        operator.inverse(damping=0.1)
