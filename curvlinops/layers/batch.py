@@ -184,7 +184,7 @@ class RecordedBatch:
         for key in self.guessed & set(detections):
             lead = self.uses[key].use.lead
             if lead:
-                self.layouts[key] = Scattered.anyhow(lead, self.num_samples)
+                self.layouts[key] = Scattered.anyhow(lead, self.num_samples, output.device)
             else:
                 del self.uses[key]
         keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]

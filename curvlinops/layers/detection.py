@@ -111,11 +111,9 @@ class Detection:
             weighted: Gradients of sums with different weights.
             r: These, ``[N]`` each, which together tell the samples apart.
         """
-        own, rows = (
-            torch.zeros(self._num_samples, device="cpu"),
-            torch.zeros(prod(self._lead), device="cpu"),
-        )
-        own, rows = own.long().to(r[0].device), rows.long().to(r[0].device)
+        like = {"dtype": torch.int64, "device": r[0].device}
+        own = torch.zeros(self._num_samples, **like)
+        rows = torch.zeros(prod(self._lead), **like)
         for found, values in zip(weighted, r, strict=True):
             levels = values.double().unique()
             between = (levels[1:] + levels[:-1]) / 2
@@ -131,11 +129,11 @@ class Detection:
         """Return one of each group of layouts that are the same for rows of these lengths."""
         if len(layouts) < 2:
             return layouts
-        each = {
-            tuple(assignment(layout, self._lead, self._num_samples).tolist()): layout
-            for layout in reversed(layouts)  # of equal ones, the first
-        }
-        return list(reversed(each.values()))
+        each: dict[tuple[int, ...], Layout] = {}
+        for layout in layouts:
+            rows = assignment(layout, self._lead, self._num_samples)
+            each.setdefault(tuple(rows.tolist()), layout)
+        return list(each.values())
 
     def _rows(self, g: Tensor) -> Tensor:
         """Return a gradient as rows, ``[R, features]``."""

@@ -78,9 +78,9 @@ class Scattered:
     valid: Tensor
 
     @classmethod
-    def anyhow(cls, lead: tuple[int, ...], num_samples: int) -> "Scattered":
+    def anyhow(cls, lead: tuple[int, ...], num_samples: int, device: torch.device) -> "Scattered":
         """Return a layout of rows for which it does not matter."""
-        return cls.of(torch.arange(prod(lead), device="cpu") % num_samples, num_samples)
+        return cls.of(torch.arange(prod(lead), device=device) % num_samples, num_samples)
 
     @classmethod
     def of(cls, samples: Tensor, num_samples: int) -> "Scattered":
