@@ -155,7 +155,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def gradients(self) -> list[Tensor] | dict[str, Tensor]:
         """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
 
-        The same numbers as in ``dense``, but faster where the matrix is large.
+        The same numbers as in ``dense``, without one large block of memory.
         """
         out = self.domain.apart(self.shape[0])
         self._write(out)
