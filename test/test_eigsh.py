@@ -10,6 +10,7 @@ import torch
 from contract import CASES, dense
 
 from curvlinops import ConvergenceError, ConvergenceWarning, Eigenpairs, eigsh
+from curvlinops.algorithms.confirmation import Confirmation
 
 WHICH = ["LM", "LA", "SA", "BE"]
 # the small ends of these are dense, relative to the whole spectrum
@@ -212,6 +213,25 @@ def test_multiple_eigenvalues_are_all_found(seed: int):
     # the zeros of a singular matrix, of which a Krylov space contains one
     A = np.diag(np.r_[np.zeros(500), np.arange(1, 30)])
     np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("which, point", [("LA", -1), ("SA", 0)])
+def test_bound_on_what_is_missing_is_sharp(which: str, point: int):
+    values = torch.linspace(-2, 3, 7, dtype=torch.float64)
+    v = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    v /= v.norm()
+    weight = float(v[point] ** 2)
+    confirmation = Confirmation(values[[point]], which, 0.0, 7, 0)
+    before, beta = torch.zeros_like(v), 0.0
+    for _ in range(6):  # after D - 1 products the bound is an equality
+        assert weight <= 1 / float(confirmation._sum) + 1e-15
+        w = values * v - beta * before
+        alpha = float(v @ w)
+        w -= alpha * v
+        beta = float(w.norm())
+        confirmation.add(alpha, beta)
+        before, v = v, w / beta
+    assert 1 / float(confirmation._sum) == pytest.approx(weight, rel=1e-10)
 
 
 @pytest.mark.parametrize(

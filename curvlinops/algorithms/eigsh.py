@@ -53,10 +53,12 @@ def eigsh(
             relative to the norm of ``A`` if that is larger. With zero they are as small as the
             accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        confirm: Whether to confirm converged pairs by 3 to about ``log(D) / 2 + 1`` products more
-            (where others are close, a third of those so far; with copies found, as many as it
-            takes), from a fresh random vector that is orthogonal to them. Copies of a multiple
-            eigenvalue, which a Krylov space of few vectors does not contain, show up there.
+        confirm: Whether to confirm converged pairs by further products, from a fresh random vector
+            that is orthogonal to them. Copies of a multiple eigenvalue, which a Krylov space of few
+            vectors does not contain, show up there. It ends when one would be overlooked with a
+            chance of 3 % at most: after 2 to 5 products where the next eigenvalues are distant,
+            after at most a third of those so far where they are close (with copies found, as many
+            as it takes).
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.

@@ -86,8 +86,13 @@ class KrylovSpace:
         self._set_pending(q, torch.zeros(len(q), self.dim, dtype=torch.float64, device="cpu"))
         self._coupled = 0
 
-    def expand(self) -> None:
-        """Multiply Q, and make it a part of V."""
+    def expand(self) -> tuple[float, float]:
+        """Multiply Q, and make it a part of V.
+
+        Returns:
+            For a single row q, the coefficients alpha and beta of ``A q = alpha q + beta r + ...``,
+            where r is the row that is multiplied next.
+        """
         start, end = self.dim, self.dim + self.pending
         W = self._multiply(self._rows[start:end])
         self.norm = max(self.norm, float(W.norm(dim=1).max()))
@@ -113,6 +118,7 @@ class KrylovSpace:
         B = torch.zeros(len(q), end, dtype=torch.float64, device="cpu")
         B[:, start:] = R
         self._set_pending(q, B)
+        return float(H[start, start]), float(R.norm())
 
     def _multiply(self, rows: Tensor) -> Tensor:
         W = (self._A @ rows.T).T.contiguous()

@@ -1,19 +1,19 @@
 """The search for eigenpairs in a Krylov space: what to keep, and when to stop."""
 
-from math import acosh, log
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.confirmation import Confirmation
 from curvlinops.algorithms.convergence import fail
 from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
 from curvlinops.algorithms.matrix import Matrix
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
 _ASYMMETRY = 1e-3
-#: As many products as a confirmation needs at least.
+#: With as few products left, the whole space comes before any confirmation.
 _FEW = 3
 
 
@@ -53,8 +53,7 @@ class LanczosSearch:
         self.matrix, self.space, self.generator = matrix, space, generator
         self.k, self.which, self.tol, self.ncv = k, which, tol, ncv
         self.confirm = confirm
-        self.locked: Tensor | None = None
-        self.locked_at = 0
+        self.confirmation: Confirmation | None = None
 
     def run(self, maxiter: int) -> bool:
         """Iterate until the pairs are found; return whether they are."""
@@ -68,7 +67,9 @@ class LanczosSearch:
                 self._restart()
             if not space.pending:
                 space.inject(random_rows(1, self.matrix, self.generator))
-            space.expand()
+            step = space.expand()
+            if self.confirmation is not None:
+                self.confirmation.add(*step)
             # in large spaces Ritz pairs cost more than they may save
             if space.dim >= self.k and space.dim - checked > space.dim // 80:
                 if self._finished(space.ritz()):
@@ -86,43 +87,15 @@ class LanczosSearch:
             return True
         if self.matrix.shape[0] - self.space.dim <= _FEW:
             return False  # the whole space, soon, leaves nothing to confirm
-        values = ritz.values[wanted]
-        slack = 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
-        if self.locked is None or bool(((values - self.locked).abs() > slack).any()):
-            self.locked, self.locked_at = values, self.matrix.num_products
-            fresh = random_rows(1, self.matrix, self.generator)
-            self.space.lock(ritz.vectors[:, wanted], fresh)
-            return False
-        return self._nothing_missing(ritz, wanted, float(slack.max()))
-
-    def _nothing_missing(self, ritz: RitzPairs, wanted: Tensor, slack: float) -> bool:
-        """Return whether a fresh random start would by now have shown a missing eigenvalue.
-
-        The start contains about ``1/sqrt(D)`` of a missing eigenvector. j products amplify it, in
-        comparison with eigenvectors of an interval of eigenvalues, by ``cosh(j arccosh(rho))``,
-        where rho is the missing eigenvalue's distance from the center in units of the radius. Where
-        that takes many products, a third of those so far must do, unless there are copies already.
-        """
-        products, dim = self.matrix.num_products - self.locked_at, self.matrix.shape[0]
-        rest = torch.ones_like(ritz.values, dtype=torch.bool)
-        rest[wanted] = False
-        if products < _FEW or not bool(rest.any()):
-            return False
-        low = float((ritz.values - ritz.coupling)[rest].min())
-        high = float((ritz.values + ritz.coupling)[rest].max())
-        values = ritz.values[wanted]
-        # one more copy of the least wanted eigenvalue would not change any value
-        outer = _outer(values, self.which, slack)
-        copies = bool(((values.diff() <= slack) & outer[1:] & outer[:-1]).any())
-        growth = log(2 * dim**0.5)
-        enough = growth / acosh(1.6)
-        if bool(outer.any()):
-            distance = float((values[outer] - (low + high) / 2).abs().min())
-            # distances may be tiny, and what is that close cannot be told apart anyway
-            ratio = max(2 * distance / max(high - low, 1e-30), 1 + 1e-12)
-            affordable = dim if copies else max(enough, self.locked_at / 3)
-            enough = min(growth / acosh(ratio), affordable)
-        return products >= enough
+        values, slack = ritz.values[wanted], 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
+        if self.confirmation is not None and self.confirmation.agrees(values, slack):
+            return self.confirmation.enough(self.matrix.num_products)
+        fresh = random_rows(1, self.matrix, self.generator)
+        self.space.lock(ritz.vectors[:, wanted], fresh)
+        self.confirmation = Confirmation(
+            values, self.which, float(slack.max()), self.matrix.shape[0], self.matrix.num_products
+        )
+        return False
 
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
         return (self.tol * ritz.values[chosen].abs()).clamp(min=self._rounding())
@@ -148,7 +121,7 @@ class LanczosSearch:
 
     def _check_symmetric(self, noise: Tensor) -> None:
         # what locking drops looks like asymmetry, and so does rounding of half precision
-        suspicious = self.locked is None and not self.matrix.operator.self_adjoint
+        suspicious = self.confirmation is None and not self.matrix.operator.self_adjoint
         if suspicious and float(noise.max()) > _ASYMMETRY * self.space.norm:
             raise ValueError(
                 f"The matrix is not symmetric: its products differ from those of its transpose by "
@@ -207,12 +180,3 @@ def _order(values: Tensor, which: str) -> Tensor:
     if which == "LM":
         return values.abs().argsort(descending=True)
     return torch.stack([up.flip(0), up], dim=1).flatten()[: len(values)]
-
-
-def _outer(values: Tensor, which: str, slack: float) -> Tensor:
-    """Return which of ascending values are more wanted than others of their end."""
-    if which == "LM":
-        return values.abs() > values.abs().min() + slack
-    split = {"SA": len(values), "LA": 0, "BE": len(values) // 2}[which]
-    low, high = values[:split], values[split:]
-    return torch.cat([low < low[-1:] - slack, high > high[:1] + slack])
