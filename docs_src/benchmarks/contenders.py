@@ -20,10 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Quantities = dict[str, Callable[[], object]]
 
+#: Samples of neural tangent kernels: by hand, all their Jacobians must fit into memory.
+_NTK_SAMPLES = 32
+
 HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
 FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
 ROWS, MATRIX = "Gradients of samples", "Gradients of samples, one matrix"
-NORMS = "Norms of gradients"
+NORMS, GRAM = "Norms of gradients", "Gram matrix of gradients"
+NTK = f"Neural tangent kernel, {_NTK_SAMPLES} samples"
 HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
 KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
@@ -72,12 +76,15 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
             ROWS: rows.gradients,
             MATRIX: rows.dense,
             NORMS: rows.norms,
+            GRAM: rows.gram,
             HESSIAN_NEW: lambda: curvlinops.HessianLinearOperator(*with_loss, **options) @ v,
             GGN_NEW: lambda: curvlinops.GGNLinearOperator(*with_loss, **options) @ v,
         }
         if y.ndim == 1:
             D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
-            quantities[DIAGONAL] = D.diagonal
+            few = [(X[:_NTK_SAMPLES], y[:_NTK_SAMPLES])]
+            J = curvlinops.JacobianLinearOperator(model, arguments[0], few, **options)
+            quantities |= {DIAGONAL: D.diagonal, NTK: J.gram}
         return quantities | _factored(curvlinops, with_loss, options, v)
     for name, A in {"GGN": G, "Hessian": H}.items():
         quantities |= eigenpairs(curvlinops, name, A)
@@ -120,7 +127,7 @@ def repeated(problem: Problem, columns: int) -> Quantities:
 
 def by_hand(problem: Problem, columns: int) -> Quantities:
     """Return products written with torch.func; several columns by vmap, four at a time."""
-    from torch.func import functional_call, grad, jvp, vjp, vmap
+    from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
     model, X, y = problem
     theta = {name: param.detach() for name, param in model.named_parameters()}
@@ -173,10 +180,22 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
     def norms() -> Tensor:
         return sum(row.flatten(1).square().sum(1) for row in rows().values()).sqrt()
 
+    def gram() -> Tensor:
+        return sum(row.flatten(1) @ row.flatten(1).T for row in rows().values())
+
+    def output_of_one(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, values, x.unsqueeze(0)).squeeze(0)
+
+    def ntk() -> Tensor:
+        J = vmap(jacrev(output_of_one), (None, 0))(theta, X[:_NTK_SAMPLES])
+        flat = [part.flatten(0, 1).flatten(1) for part in J.values()]
+        return sum(part @ part.T for part in flat)
+
     def for_columns(product: Callable) -> Callable:
         return vmap(product, in_dims=1, out_dims=-1, chunk_size=4)
 
-    return {
+    quantities = {} if y.ndim > 1 else {NTK: ntk}
+    return quantities | {
         HESSIAN: lambda: hessian(v),
         GGN: lambda: ggn(v),
         JACOBIAN: lambda: jacobian(v),
@@ -184,6 +203,7 @@ def by_hand(problem: Problem, columns: int) -> Quantities:
         ROWS: rows,
         MATRIX: matrix,
         NORMS: norms,
+        GRAM: gram,
         HESSIAN_COLUMNS: lambda: for_columns(hessian)(V),
         GGN_COLUMNS: lambda: for_columns(ggn)(V),
     }
