@@ -1,7 +1,7 @@
 """PyTorch's ambient modes, on which no number of this package depends."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from inspect import isfunction, isgeneratorfunction
 from typing import Any
@@ -21,12 +21,17 @@ def _autocasting() -> list[str]:
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
+def without_modes() -> AbstractContextManager:
+    """Return a context without inference mode, whose tensors autograd refuses, and autocast."""
+    kinds = _autocasting()
+    return _without(kinds) if kinds else torch.inference_mode(False)
+
+
 @contextmanager
-def without_modes() -> Iterator[None]:
-    """Leave inference mode, whose tensors autograd refuses, and autocast, which rounds."""
+def _without(kinds: list[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        for kind in _autocasting():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

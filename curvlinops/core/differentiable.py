@@ -22,11 +22,12 @@ class Multiplies(Protocol):
 
 def has_graph(x: Any) -> bool:
     """Return whether autograd records what is computed of ``x``, tensors or anything else."""
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else (x,)
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    if isinstance(x, Tensor):
+        if x.requires_grad and torch.is_grad_enabled():
+            return True
+        return forward_ad.unpack_dual(x).tangent is not None
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
 
 
 def without_graph(x: Any, name: str) -> Any:
