@@ -174,6 +174,19 @@ def test_results_may_be_changed_in_place():
     assert error(gradient, 2 * matrix(K).sum(0)) <= 1e-10
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["hessian", "ggn", "jacobian", "kfac"])
+def test_on_gpu(case: str):
+    """Backward passes run in threads of their own there; vectors may lie on the CPU."""
+    A = built(case).to_device("cuda")
+    M, x = matrix(A).cpu(), vectors(A, 2).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = A @ x
+        (gradient,) = torch.autograd.grad(out.pow(3).sum(), x)
+    assert out.device.type == "cuda" and gradient.device.type == "cpu"
+    assert error(gradient, 3 * M.T @ (M @ x).square()) <= 1e-8
+
+
 def test_without_an_adjoint():
     A = sla.LinearOperator((3, 3), matvec=lambda x: 2.0 * x, dtype=np.float64)
     S = C.SubmatrixLinearOperator(A, [0, 1], [0, 1])

@@ -124,6 +124,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
         Returns:
             The named tuple ``(x, residuals, iterations, converged)``.
+
+        Raises:
+            ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
         without_graph(B, "The right-hand side")
         with without_modes():

@@ -38,8 +38,8 @@ def without_graph(x: Any, name: str) -> Any:
     """
     if has_graph(x):
         raise ValueError(
-            f"{name} requires gradients, but operators are differentiated with respect to the "
-            "vectors that they multiply only. Pass it as .detach(), or use torch.no_grad()."
+            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
+            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
         )
     return x
 

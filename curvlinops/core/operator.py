@@ -22,6 +22,9 @@ class TorchLinearOperator(LinearMap):
     products, powers and adjoints of such operators are such operators again. With any other
     scipy operator they are scipy operators.
 
+    Products with tensors that require gradients can be differentiated with respect to these, not
+    with respect to what the operator is made of. That takes an adjoint.
+
     A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint.
 
     Args:
