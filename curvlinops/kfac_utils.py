@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from curvlinops.core.ambient import without_autocast
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
 from curvlinops.operators.kronecker.options import FisherType, KFACType
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 
+@without_autocast
 def loss_hessian_matrix_sqrt(
     output_one_datum: Tensor, target_one_datum: Tensor, loss_func: Any
 ) -> Tensor:

@@ -10,8 +10,9 @@ import reference
 import torch
 from contract import error, matrix
 from problems import Problem
-from torch import Tensor
+from torch import Tensor, nn
 
+import curvlinops
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
@@ -184,3 +185,60 @@ def test_merge():
     with pytest.raises(ValueError, match="not those of the operator's data"):
         one.merge(two)  # its first pass is not over all of its data any more
     assert torch.equal(matrix(one), before)
+
+
+class Heads(nn.Module):
+    """A head for each task."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.task = nn.Linear(5, 4), 0
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        return self.heads[self.task](self.body(X).tanh())
+
+
+def _train(model: Heads, data: list) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.01)
+
+
+def _other_task(model: Heads, data: list) -> None:
+    model.task = 1
+
+
+def _other_data(model: Heads, data: list) -> None:
+    data[0] = (data[0][0] * 1.01, data[0][1])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("change", [_train, _other_task, _other_data])
+def test_merge_of_what_has_changed(change, first: bool):
+    torch.manual_seed(0)
+    model = Heads().double()
+    parts = [[(torch.randn(n, 5).double(), torch.randint(3, (n,)))] for n in (7, 5)]
+    params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+    operators = [
+        curvlinops.EKFACLinearOperator(model, loss, params, part, fisher_type="empirical")
+        for part in parts
+    ]
+    before = [matrix(operator) for operator in operators]
+    undo, task = [param.detach().clone() for param in params], model.task
+    batch = parts[0][0]
+    change(model, parts[0])
+    one, two = operators if first else operators[::-1]
+    with pytest.raises(ValueError, match="present state of the model"):
+        one.merge(two)
+    for operator, expected in zip(operators, before, strict=True):
+        assert torch.equal(matrix(operator), expected)
+    # what has been undone has not changed
+    for param, value in zip(params, undo, strict=True):
+        param.data.copy_(value)
+    model.task, parts[0][0] = task, batch
+    one.merge(two)
+    whole = curvlinops.EKFACLinearOperator(
+        model, loss, params, parts[0] + parts[1], fisher_type="empirical"
+    )
+    assert error(matrix(one), matrix(whole)) <= 1e-10

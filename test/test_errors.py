@@ -1,5 +1,6 @@
 """Each bad input is answered by an error that names the culprit and the remedy."""
 
+import collections
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.core import scope
 
 X, Y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
 DATA = [(X[:3], Y[:3]), (X[3:], Y[3:])]
@@ -267,6 +269,95 @@ class Returns(nn.Module):
 def test_models(model: nn.Module, error: type[Exception], match: str):
     with pytest.raises(error, match=match):
         build(model=model)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its first layers, whose input requires no gradient."""
+
+    def __init__(self, wrap: Callable = lambda inner: inner):
+        super().__init__()
+        self.inner, self.head = wrap(nn.Linear(3, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+        return self.head(h[0] if isinstance(h, tuple) else h)
+
+
+CHECKPOINTED = {
+    "linear": lambda: Checkpointed(),
+    "parametrized": lambda: Checkpointed(nn.utils.parametrizations.weight_norm),
+    "nested list": lambda: Checkpointed(lambda _: nn.RNN(3, 4)),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, KFACLinearOperator])
+@pytest.mark.parametrize("model", CHECKPOINTED)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_of_the_first_layers(model: str, kind: type, check: bool):
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        multiply(model=CHECKPOINTED[model](), kind=kind, check_deterministic=check)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_of_other_parameters():
+    model = Checkpointed()
+    found = build(model=model, params=list(model.head.parameters())) @ torch.eye(15)
+    truth = build(model=model.head, data=[(model.inner(x).detach(), y) for x, y in DATA])
+    torch.testing.assert_close(found, truth @ torch.eye(15))
+
+
+class Encoding(collections.UserDict):
+    """What Hugging Face's tokenizers return."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.data:
+            return self.data[name]
+        raise AttributeError
+
+
+class TakesIds(nn.Module):
+    """A language model with keyword arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+
+    def forward(self, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.embed(input_ids.reshape(-1, input_ids.shape[-1])).sum(1)
+
+
+@pytest.mark.parametrize("note", [True, False])
+def test_dictionaries_that_are_keyword_arguments(note: bool, monkeypatch):
+    if not note:  # as in Python 3.10
+        monkeypatch.setattr(scope, "_takes_notes", lambda error: False)
+    data = [(Encoding(input_ids=torch.tensor([[0, 1], [2, 3]])), torch.tensor([0, 1]))]
+    options = {"model": TakesIds(), "data": data, "batch_size_fn": lambda X: 2}
+    with pytest.raises(AttributeError) as caught:
+        build(**options)
+    lines = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert "type Encoding, as one argument" in "".join(lines)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, lambda params: dict.fromkeys(params).keys()])
+def test_parameters_without_order(kind: Callable):
+    with pytest.raises(TypeError, match="a set, whose order is arbitrary"):
+        build(params=kind(net().parameters()))
+
+
+def test_containers_of_parameters():
+    W, b = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.zeros(3))
+
+    def model(params: dict, x: Tensor) -> Tensor:
+        return x @ params["W"] + params["b"]
+
+    plain = build(model=model, params={"W": W, "b": b})
+    named = build(model=model, params=nn.ParameterDict({"W": W, "b": b}))
+    assert named.space.shapes == plain.space.shapes
+    assert torch.equal(named @ torch.eye(12), plain @ torch.eye(12))
+    assert isinstance(named.gradient_and_loss()[0], dict)
+    listed = build(model=lambda x: x @ W + b, params=nn.ParameterList([W, b]))
+    torch.testing.assert_close(listed @ torch.eye(12), plain @ torch.eye(12))
 
 
 KINDS = [HessianLinearOperator, GGNLinearOperator, FisherMCLinearOperator, EFLinearOperator]

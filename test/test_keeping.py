@@ -330,20 +330,6 @@ def test_options_are_noticed():
     assert error(operator @ v, before) > 1e-3
 
 
-def test_autocast_is_noticed():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = [(torch.randn(6, 4), torch.randint(3, (6,)))]
-    G = curvlinops.GGNLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), data, cache="graph"
-    )
-    v = vectors(G)
-    single = G @ v
-    with torch.autocast("cpu", torch.bfloat16):
-        half = G @ v
-    assert error(half, single) > 1e-4
-    assert torch.equal(G @ v, single)
-
-
 @pytest.mark.parametrize("change", ["cell", "default", "tensor", "helper"])
 @pytest.mark.parametrize("kind", ["function", "closure"])
 def test_changes_of_functions_are_noticed(kind: str, change: str):

@@ -1,5 +1,7 @@
 """Kronecker factors by module, as programs read them that multiply them by weights themselves."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,41 @@ def test_scaling_what_was_read_leaves_the_operator():
     for factor in K._input_covariances.values():
         factor *= 2
     torch.testing.assert_close(K.trace(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["input_covariances", "gradient_covariances", "mapping"])
+def test_what_was_read_is_a_copy(name: str):
+    K = _operator(*PLAIN["linear"])
+    first, expected = getattr(K, name), copy.deepcopy(getattr(K, name))
+    for found in first.values():
+        if isinstance(found, dict):
+            found["weight"] = -1
+        else:
+            found.zero_()
+    for key, value in getattr(K, name).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+
+
+def test_biases_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = [(torch.randn(5, 3).double(), torch.randint(3, (5,)))]
+    options = {"fisher_type": FisherType.TYPE2}
+
+    def build(params: list) -> KFACLinearOperator:
+        return KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, **options)
+
+    whole, K = build(list(model.parameters())), build([model[0].bias, model[2].bias])
+    assert K._input_covariances == K.input_covariances == {}
+    assert K._mapping == {"0": {"bias": 0}, "2": {"bias": 1}}
+    for name, B in K._gradient_covariances.items():
+        torch.testing.assert_close(B, whole._gradient_covariances[name])
+    torch.testing.assert_close(
+        K @ torch.eye(7).double(), torch.block_diag(*K._gradient_covariances.values())
+    )
+    mixed = build([model[0].bias, model[2].weight])
+    assert list(mixed._input_covariances) == ["2"]
+    assert sorted(mixed._gradient_covariances) == ["0", "2"]
 
 
 def test_more_data_is_read():

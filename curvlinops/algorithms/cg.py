@@ -15,7 +15,9 @@ from curvlinops.algorithms.inverse import (
     check_positive,
 )
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
+from curvlinops.core.ambient import without_modes
 from curvlinops.core.border import read
+from curvlinops.core.differentiable import without_graph
 
 #: How other libraries call the options.
 _NAMES = {
@@ -109,13 +111,13 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         """
         if self._preconditioner is not None:
             raise ValueError("Several dampings at once work without a preconditioner only.")
-        shifts = torch.tensor(
-            [float(damping) for damping in dampings], dtype=torch.float64, device="cpu"
-        )
+        values = [float(without_graph(damping, "A damping")) for damping in dampings]
+        shifts = torch.tensor(values, dtype=torch.float64, device="cpu")
         if not len(shifts) or not bool(shifts.isfinite().all()):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         found, least = [], shifts.min()
-        with torch.inference_mode(False):
+        without_graph(B, "The right-hand side")
+        with without_modes():
             columns, write = read(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.ambient import without_autocast
 from curvlinops.core.seeds import read_generator
 
 
+@without_autocast
 def dottest(
     A: Any,
     num_tests: int = 3,

@@ -10,12 +10,14 @@ from curvlinops.algorithms.convergence import check_on_failure
 from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.ambient import without_autocast
 from curvlinops.core.seeds import read_generator
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
 _BASIS_BYTES = 2**30
 
 
+@without_autocast
 def eigsh(
     A: Any,
     k: int = 6,

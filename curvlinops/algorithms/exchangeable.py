@@ -14,8 +14,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, Goal, Probes, check_split
+from curvlinops.core.ambient import without_autocast
 
 
+@without_autocast
 def xtrace(
     A: Any,
     num_matvecs: int,
@@ -64,6 +66,7 @@ def xtrace(
     return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
 
 
+@without_autocast
 def xdiag(
     A: Any,
     num_matvecs: int,

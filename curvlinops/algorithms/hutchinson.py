@@ -8,8 +8,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_split
+from curvlinops.core.ambient import without_autocast
 
 
+@without_autocast
 def hutchinson_trace(
     A: Any,
     num_matvecs: int,
@@ -51,6 +53,7 @@ def hutchinson_trace(
     return _average_products(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
 
 
+@without_autocast
 def hutchinson_diag(
     A: Any,
     num_matvecs: int,
@@ -88,6 +91,7 @@ def hutchinson_diag(
     return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
 
 
+@without_autocast
 def hutchinson_squared_fro(
     A: Any,
     num_matvecs: int,
@@ -127,6 +131,7 @@ def hutchinson_squared_fro(
     return _average_products(probes, num_matvecs, goal, sample)
 
 
+@without_autocast
 def hutchpp_trace(
     A: Any,
     num_matvecs: int,

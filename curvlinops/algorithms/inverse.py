@@ -10,8 +10,10 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
+from curvlinops.core.ambient import without_modes
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -74,7 +76,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self._preconditioner = self._read_preconditioner(preconditioner)
         self._set(rtol, atol, maxiter, x0)
         self._limit = 100 * torch.finfo(self.torch_dtype).eps
-        self.damping = float(damping)
+        self.damping = float(without_graph(damping, "The damping"))
         if not isfinite(self.damping):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
@@ -108,6 +110,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             )
         self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
         self.rtol, self.atol = rtol, atol
+        without_graph(x0, "x0")
         self._x0 = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
 
     # --- products
@@ -121,8 +124,12 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
         Returns:
             The named tuple ``(x, residuals, iterations, converged)``.
+
+        Raises:
+            ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
-        with torch.inference_mode(False):
+        without_graph(B, "The right-hand side")
+        with without_modes():
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)

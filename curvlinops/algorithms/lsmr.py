@@ -11,8 +11,10 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Systems
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
+from curvlinops.core.ambient import without_modes
 from curvlinops.core.border import read
 from curvlinops.core.counts import check_count
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -97,11 +99,13 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
             raise ValueError("atol and btol must not be negative, and conlim must be positive.")
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
         self.maxiter = check_count("maxiter", maxiter)
-        self.damp, self.atol, self.btol, self.conlim = abs(damp), atol, btol, conlim
+        self.damp = abs(without_graph(damp, "damp"))
+        self.atol, self.btol, self.conlim = atol, btol, conlim
 
     def matvec_with_info(self, x: Any) -> LSMRSolution:
         """Solve for right-hand sides, and return all that is known about the solutions."""
-        with torch.inference_mode(False):
+        without_graph(x, "The right-hand side")
+        with without_modes():
             columns, write = read(x, self.domain)
             X, *info = self._solve(self.domain.join(columns), adjoint=False)
             return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)

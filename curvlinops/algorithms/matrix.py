@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import not_finite
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -108,6 +109,7 @@ class Matrix:
             x: A numpy array or a tensor, ``[columns]`` or ``[columns, K]``; or a list or dictionary
                 of tensors, one for each parameter.
         """
+        without_graph(x, "The vector")
         if is_ours(x) and not isinstance(x, Tensor | np.ndarray):
             domain = self.operator.domain
             return domain.join(read(x, domain)[0]).T
@@ -153,7 +155,7 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
     if A.is_complex():
         raise TypeError(f"The matrix must be real, got {A.dtype}.")
     narrow = A.is_floating_point() and A.dtype != torch.float64
-    A = A.detach().to(torch.float32 if narrow else torch.float64)
+    A = without_graph(A, "The matrix").detach().to(torch.float32 if narrow else torch.float64)
     if A.layout in (torch.strided, torch.sparse_coo):
         both = (A, A.T)
     else:  # compressed by rows they multiply fastest, but have no transpose

@@ -10,6 +10,7 @@ from curvlinops.algorithms.convergence import ConvergenceError
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms
 from curvlinops.core.counts import check_count
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -59,7 +60,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     ) -> None:
         """Set the options of the constructor again."""
         self.num_terms = check_count("num_terms", num_terms, at_least=0)
-        if not isfinite(scale) or scale == 0:
+        if not isfinite(without_graph(scale, "scale")) or scale == 0:
             raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
         self.scale, self.check_nan = float(scale), check_nan
 

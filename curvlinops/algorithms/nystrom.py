@@ -8,8 +8,10 @@ from torch import Tensor
 from curvlinops.algorithms.exchangeable import append, grow, rescale
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, Goal, Probes
+from curvlinops.core.ambient import without_autocast
 
 
+@without_autocast
 def xnystrace(
     A: Any,
     num_matvecs: int,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_count
+from curvlinops.core.ambient import without_autocast
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Lanczos:
         return Quadrature(nodes, vectors[:, 0].square(), residuals)
 
 
+@without_autocast
 def trace_function(
     A: Any,
     f: Callable[[Tensor], Tensor],
@@ -173,6 +175,7 @@ def trace_function(
     return average(probes, goal.check_count("num_repeats", num_repeats), goal, sample)
 
 
+@without_autocast
 def lanczos_logdet(
     A: Any,
     ncv: int,

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, check_count
+from curvlinops.core.ambient import without_autocast
 
 
 class SpectralDensity(NamedTuple):
@@ -56,6 +57,7 @@ class LanczosApproximateSpectrumCached:
     ):
         self._runs = KeptRuns(A, ncv, boundaries, boundaries_tol, chunk_size, seed, generator)
 
+    @without_autocast
     def approximate_spectrum(
         self,
         num_repeats: int = 1,
@@ -106,6 +108,7 @@ class LanczosApproximateLogSpectrumCached:
         if any(end is not None and end < 0 for end in self._runs.known):
             raise ValueError(f"boundaries are absolute values here, got {boundaries}.")
 
+    @without_autocast
     def approximate_log_spectrum(
         self,
         num_repeats: int = 1,
@@ -135,6 +138,7 @@ class LanczosApproximateLogSpectrumCached:
         return _report(self._runs.matrix, grid, densities(axis, grid, rules), return_error)
 
 
+@without_autocast
 def lanczos_approximate_spectrum(
     A: Any,
     ncv: int,
@@ -193,6 +197,7 @@ def lanczos_approximate_spectrum(
     )
 
 
+@without_autocast
 def lanczos_approximate_log_spectrum(
     A: Any,
     ncv: int,

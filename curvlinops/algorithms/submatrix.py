@@ -25,9 +25,9 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         col_idxs: Which columns.
 
     Raises:
-        ValueError: If indices are out of range, names unknown, or one of them occurs twice or is
-            missing altogether.
-        TypeError: If they are neither integers nor names.
+        ValueError: If they are neither integers nor names, indices are out of range, names unknown,
+            or one of them occurs twice or is missing altogether.
+        TypeError: If a string is passed instead of a list.
     """
 
     def __init__(self, A: Any, row_idxs: Any, col_idxs: Any):
@@ -138,7 +138,7 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
         return _Selection(space, values)
     if kinds != {int}:
         names = sorted(kind.__name__ for kind in kinds)
-        raise TypeError(f"{what} must be integers, or names of parameters, got {names}.")
+        raise ValueError(f"{what} must be integers, or names of parameters, got {names}.")
     indices = torch.tensor(values, device="cpu")
     outside = indices[(indices < 0) | (indices >= space.dim)]
     if len(outside):

@@ -74,7 +74,7 @@ def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
     elif isinstance(x, Tensor):
         columns, write = _read_tensor(x, space)
     elif isinstance(x, Mapping):
-        _check_names(dict(x), space)
+        check_names(dict(x), space)
         columns, write = _read_structure(dict(x), space, named=True)
     elif isinstance(x, list | tuple):
         columns, write = _read_structure(_name_list(x, space), space, named=False)
@@ -160,7 +160,8 @@ def _name_list(values: list[Tensor] | tuple[Tensor, ...], space: ParameterSpace)
     return dict(zip(space.names, values, strict=True))
 
 
-def _check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
+def check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
+    """Raise an error unless a dictionary has one tensor for each of a space's names."""
     if space.is_flat:
         raise ValueError(f"Expected one flat vector of length {space.dim}, got {list(values)}.")
     missing = [name for name in space.names if name not in values]
@@ -184,11 +185,16 @@ def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
         )
 
 
-def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
+def adopt(x: Tensor, space: ParameterSpace) -> Tensor:
+    """Return a tensor dense, and of a space's device and dtype."""
     if x.is_complex():
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
-    x = x.detach() if x.layout is torch.strided else x.detach().to_dense()
-    x = x.to(space.device, space.dtype)
+    x = x if x.layout is torch.strided else x.to_dense()
+    return x.to(space.device, space.dtype)
+
+
+def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
+    x = adopt(x.detach(), space)
     return x.clone() if x.is_inference() else x
 
 

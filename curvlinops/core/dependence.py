@@ -1,11 +1,14 @@
 """What do output and loss depend on, and through which graph?"""
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.model import Model
@@ -15,10 +18,14 @@ Tensors = Mapping[str, Tensor]
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_REENTRANT = (
+    "The model uses reentrant activation checkpointing, which supports neither autograd.grad nor "
+    "second derivatives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+)
 
 
 class Watch(TorchFunctionMode):
-    """Watches whether model and loss differentiate with respect to parameters.
+    """Watches whether model and loss hide parameters, or differentiate with respect to them.
 
     Args:
         model: The user's model.
@@ -29,13 +36,15 @@ class Watch(TorchFunctionMode):
 
     Raises:
         ValueError: At its end, if they do so with respect to the user's own tensors, which were
-            replaced, so that PyTorch finds no derivative, or zero.
+            replaced, so that PyTorch finds no derivative, or zero; if they use parameters in a
+            reentrant checkpoint, which leaves no trace in the graph if no input of it has one.
     """
 
     def __init__(self, model: Model, leaves: Tensors):
         super().__init__()
         self._own, self._leaves = _own_names(model), {id(leaf) for leaf in leaves.values()}
         self._hidden: str | None = None
+        self._reentrant = False
         self.differentiates = False
 
     def __torch_function__(
@@ -43,6 +52,8 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, and look at what it differentiates with respect to."""
         kwargs = kwargs or {}
+        if not torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
+            self._reentrant = self._reentrant or _in_reentrant_checkpoint(sys._getframe())
         # transforms of torch.func need no tensors that require gradients
         if func in _DIFFERENTIATING and torch._C._functorch.peek_interpreter_stack() is None:
             # grad passes these on as a tuple, backward as it got them, perhaps as a generator
@@ -55,6 +66,8 @@ class Watch(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Stop watching; raise the error that explains PyTorch's."""
         super().__exit__(kind, error, traceback)
+        if self._reentrant:
+            raise ValueError(_REENTRANT) from error
         if self._hidden is not None:
             raise ValueError(_explain(self._hidden)) from error
 
@@ -76,11 +89,7 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
     own, current, depends = _own_names(model), {id(leaf) for leaf in leaves.values()}, False
     for node in graph_nodes(value):
         if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "The model uses reentrant activation checkpointing, which supports neither "
-                "autograd.grad nor second derivatives. Pass use_reentrant=False to "
-                "torch.utils.checkpoint.checkpoint."
-            )
+            raise ValueError(_REENTRANT)
         variable = getattr(node, "variable", None)
         if id(variable) in current:
             depends = True
@@ -99,6 +108,18 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
             "very tensors in params, and no part may run under torch.no_grad() or reentrant "
             "checkpointing."
         )
+
+
+def _requires_grad(args: tuple) -> bool:
+    # recurrent layers and torch.cat take lists
+    nested = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+    return any(isinstance(part, Tensor) and part.requires_grad for part in nested)
+
+
+def _in_reentrant_checkpoint(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _own_names(model: Model) -> dict[int, str]:

@@ -175,7 +175,6 @@ def _surroundings(device: torch.device) -> list:
         _get_current_function_mode_stack(),
         # not what they hold: counters and profilers change all the time
         [(type(mode), id(mode)) for mode in _get_current_dispatch_mode_stack()],
-        torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),

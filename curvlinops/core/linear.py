@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 
+from curvlinops.core.ambient import methods_without_autocast, without_modes
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
+from curvlinops.core.differentiable import has_graph, product_with_graph
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -19,6 +21,11 @@ class LinearMap(LinearOperator):
         codomain: The space of the vectors that it returns. Default: ``domain``.
         self_adjoint: Whether the matrix equals its adjoint.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let all that operators compute be the same under autocast."""
+        super().__init_subclass__(**kwargs)
+        methods_without_autocast(cls)
 
     def __init__(
         self,
@@ -70,8 +77,10 @@ class LinearMap(LinearOperator):
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
     def _product(self, x: Any, adjoint: bool = False) -> Any:
+        if has_graph(x):
+            return product_with_graph(self, x, adjoint)
         domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-        with torch.inference_mode(False):  # autograd refuses tensors made in it
+        with without_modes():
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
             out = apart(out, columns)  # never the caller's memory

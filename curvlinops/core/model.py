@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -268,7 +268,9 @@ def wrap_model(model_func: Any, params: Any) -> Model:
             "params must be a list of tensors or a dictionary from names to tensors, got "
             f"{type(params).__name__}."
         )
-    params = dict(params) if isinstance(params, Mapping) else list(params)
+    if isinstance(params, Set):
+        raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")
+    params = dict(params) if isinstance(params, Mapping | nn.ParameterDict) else list(params)
     if not params:
         raise ValueError(
             "params is empty. If it was a generator such as model.parameters(), it was already "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar
 from curvlinops.core.columns import multiple, total
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.linear import LinearMap
 from curvlinops.core.space import Columns
 
@@ -20,6 +21,9 @@ class TorchLinearOperator(LinearMap):
     the kind that came in; tensors never leave the operator's device. Sums, multiples,
     products, powers and adjoints of such operators are such operators again. With any other
     scipy operator they are scipy operators.
+
+    Products with tensors that require gradients can be differentiated with respect to these, not
+    with respect to what the operator is made of. That takes an adjoint.
 
     A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint.
 
@@ -40,7 +44,7 @@ class TorchLinearOperator(LinearMap):
     def dot(self, x: Any) -> Any:
         """Multiply a vector, several vectors, an operator, or a scalar."""
         if is_scalar(x):
-            return self._scaled(float(x))
+            return self._scaled(_factor(x))
         if isinstance(x, TorchLinearOperator):
             product = self._times(x)
             return ProductLinearOperator(self, x) if product is None else product
@@ -48,7 +52,7 @@ class TorchLinearOperator(LinearMap):
 
     def _rdot(self, x: Any) -> Any:
         if is_scalar(x):
-            return self._scaled(float(x))
+            return self._scaled(_factor(x))
         if isinstance(x, TorchLinearOperator):
             return x.dot(self)
         if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
@@ -75,7 +79,7 @@ class TorchLinearOperator(LinearMap):
     def __truediv__(self, scalar: Any) -> "TorchLinearOperator":
         if not is_scalar(scalar):
             raise ValueError("A linear operator can only be divided by a scalar.")
-        return self._scaled(1.0 / float(scalar))
+        return self._scaled(1.0 / _factor(scalar))
 
     def __pow__(self, exponent: Any) -> "TorchLinearOperator":
         return self._raised(exponent)
@@ -258,6 +262,10 @@ class AdjointLinearOperator(TorchLinearOperator):
 
     def _transposed(self) -> TorchLinearOperator:
         return self.operator
+
+
+def _factor(scalar: Any) -> float:
+    return float(without_graph(scalar, "The factor"))
 
 
 def _restricted(

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops.core import autodiff
+from curvlinops.core.ambient import without_modes
 from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, first_samples, to_double
@@ -187,8 +188,7 @@ class EmpiricalRisk:
             label = f"{self.name}.{description} on {device}"
             return tqdm(data, desc=label) if self.progressbar else data
 
-        # autograd does not record what is computed in inference mode
-        with _LOCK, preserved_rng(device), torch.inference_mode(False):
+        with _LOCK, preserved_rng(device), without_modes():
             start()
             for batch in batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)

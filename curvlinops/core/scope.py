@@ -13,6 +13,12 @@ from torch.nn.utils import parametrize
 from curvlinops.core.decompositions import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.model import Model
 
+_ONE_ARGUMENT = (
+    "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
+    "arguments, as the models of Hugging Face do, wrap it in a Module whose forward(self, X) "
+    "returns self.inner(**X).logits."
+)
+
 
 class Scope:
     """Evaluates a model at given parameter values, and can be entered again.
@@ -54,7 +60,23 @@ class Scope:
 
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only."""
-        return self._model(self._values, X)
+        try:
+            return self._model(self._values, X)
+        except Exception as error:
+            if isinstance(X, Mapping):
+                _add_note(error, _ONE_ARGUMENT.format(type(X).__name__))
+            raise
+
+
+def _takes_notes(error: Exception) -> bool:
+    return hasattr(error, "add_note")
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if _takes_notes(error):
+        error.add_note(note)
+    elif len(error.args) <= 1:  # Python 3.10; errors with more are not made for people
+        error.args = ("\n".join([*map(str, error.args), note]),)
 
 
 @contextmanager

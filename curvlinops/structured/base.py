@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
@@ -107,7 +108,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If the operator is not symmetric, or singular to working precision.
         """
         self._need_symmetry("An inverse")
-        if not isfinite(damping):
+        if not isfinite(without_graph(damping, "The damping")):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
         damped = self if damping == 0 else self._shifted(float(damping))
         return damped._inverse(retry_double_precision)

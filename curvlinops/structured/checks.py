@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.differentiable import without_graph
+
 
 def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
     """Return a tensor of numbers without its graph, in float32 or float64.
@@ -14,7 +16,7 @@ def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
 
     Raises:
         TypeError: If it is no tensor of real floating-point numbers.
-        ValueError: If it has another number of axes, or NaN or infinite values.
+        ValueError: If it has another number of axes, NaN or infinite values, or requires gradients.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}.")
@@ -26,5 +28,5 @@ def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
         )
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} contains NaN or infinite values.")
-    tensor = tensor.detach()
+    tensor = without_graph(tensor, name).detach()
     return tensor if tensor.dtype == torch.float64 else tensor.float()

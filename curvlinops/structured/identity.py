@@ -5,6 +5,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
@@ -29,7 +30,7 @@ class IdentityLinearOperator(StructuredLinearOperator):
                 raise ValueError(f"The dimension must not be negative, got {space}.")
             space = ParameterSpace.flat(index(space), torch.float32, torch.device("cpu"))
         super().__init__(space)
-        self.scalar = self._multiple = float(scalar)
+        self.scalar = self._multiple = float(without_graph(scalar, "The scalar"))
         if not abs(self.scalar) <= torch.finfo(space.dtype).max:
             raise ValueError(
                 f"A multiple of the identity in {space.dtype} cannot be {self.scalar:.3g}: that is "

@@ -147,10 +147,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             ValueError: If the other one has another class, loss, parameters, or options.
             RuntimeError: If parameters are used in ways that do not go together.
         """
-        if type(other) is not type(self):
-            raise ValueError("Only operators of one class can be merged.")
-        self.space.check_compatible(other.space)
-        storage.check_equal("other operator", other._fingerprint(), self._fingerprint())
+        storage.check_kind(self, other)
         self._sums = self._computed().plus(other._computed(), self._passes.plan)
         self._forget()
 
@@ -176,26 +173,26 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     def input_covariances(self) -> dict[str, Tensor]:
-        """A by module, for modules whose weight's block is one Kronecker product.
+        """Copies of A by module, for modules whose weight's block is one Kronecker product.
 
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
         ``[G, I, I]``.
         """
-        return {name: found.inputs for name, found in self._by_module().items()}
+        modules = self._by_module().items()
+        return {name: found.inputs.clone() for name, found in modules if found.inputs is not None}
 
     @property
     def gradient_covariances(self) -> dict[str, Tensor]:
-        """B by module, ``[O, O]`` or ``[G, O, O]``."""
-        return {name: found.gradients for name, found in self._by_module().items()}
+        """Copies of B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight."""
+        return {name: found.gradients.clone() for name, found in self._by_module().items()}
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
         """Where the modules' weights and biases are among ``params``."""
-        return {name: found.positions for name, found in self._by_module().items()}
+        return {name: dict(found.positions) for name, found in self._by_module().items()}
 
     def _by_module(self) -> dict[str, ModuleFactors]:
         if self._modules is None:
-            # copies: whoever reads them may scale them in place
             self._modules = by_module(self._factors(), self.space.names)
         return self._modules
 

@@ -17,12 +17,19 @@ from curvlinops.operators.kronecker.estimate import by_block
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
-from curvlinops.operators.kronecker.storage import take, take_squares
+from curvlinops.operators.kronecker.storage import check_kind, take, take_squares
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, Factor, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+
+_NOT_PRESENT = (
+    "The factors are not those of the operator's data at the present state of the model, so that "
+    "no second pass can correct their eigenvalues: it was updated, merged, or loaded with other "
+    "data, or the model, its parameters or the data changed. Build one operator on all data, or "
+    "merge KFACLinearOperators."
+)
 
 
 class EKFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -73,14 +80,17 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._replace(after, found, _added({n: decay * x for n, x in old.items()}, more))
 
     def merge(self, other: "EKFACLinearOperator") -> None:
-        """Add the data of another operator; both pass over their data once more.
+        """Add the data of another operator; both pass over their data twice more.
 
         Raises:
             ValueError: If the other one is of another kind, or has other parameters or options; if
-                the factors of one are not those of its data alone, because it was updated, merged
-                or loaded from elsewhere.
+                the factors of one are not those of its data alone and the model as it is now,
+                because it was updated, merged or loaded from elsewhere, or model or data changed.
         """
         before = self._computed()
+        check_kind(self, other)
+        for operator in (self, other):
+            operator._check_present()
         super().merge(other)
         after, self._sums = self._sums, before  # should a further pass fail
         found, moments = bases(self._factors(after)), {}
@@ -88,6 +98,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             more = operator._correct(operator._sums, found, None, blocks=after.blocks)
             moments = _added(moments, more)
         self._replace(after, found, moments)
+
+    def _check_present(self) -> None:
+        """Refuse factors that model and data would not give now, when eigenvalues are to follow."""
+        sums = self._computed()
+        if not sums.agrees(self._passes.sum_over_all(self._run)):
+            raise ValueError(_NOT_PRESENT)
 
     def _adopted(self, after: Sums) -> tuple[dict[int, Basis], dict[int, Tensor]]:
         """Return bases and moments for the blocks of more data, with new bases for new blocks."""
@@ -142,11 +158,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         last = self._passes.visit(self._run, add, batches, first)
         same = last == sums.num_batches and isclose(float(terms), float(sums.terms), rel_tol=1e-5)
         if batches is None and not same:
-            raise ValueError(
-                "The factors are not those of the operator's data, so that no second pass can "
-                "correct their eigenvalues: it was updated, merged, or loaded with other data. "
-                "Build one operator on all data, or merge KFACLinearOperators."
-            )
+            raise ValueError(_NOT_PRESENT)
         return moments
 
     # --- saving

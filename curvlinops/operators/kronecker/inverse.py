@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from curvlinops.core.differentiable import without_graph
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
 from curvlinops.structured.base import StructuredLinearOperator
@@ -39,6 +40,7 @@ class Damping:
         """
         is_pair = isinstance(damping, tuple | list)
         values = tuple(damping) if is_pair else (damping,) * 2
+        without_graph([*values, minimum], "The damping")
         if len(values) != 2 or not all(_is_valid(value) for value in values):
             raise ValueError(
                 f"damping must be a non-negative number, or a pair of these, got {damping!r}."

@@ -54,16 +54,16 @@ def _reason(factors: BlockFactors) -> str:
 
 
 class ModuleFactors(NamedTuple):
-    """The factors of a module's weight.
+    """The factors of a module's weight, or of its bias if its weight is no parameter.
 
     Attributes:
         inputs: ``[I, I]``, or ``[I]`` if it is diagonal; with an axis of groups in front if there
-            are several.
+            are several; ``None`` for a bias.
         gradients: ``[O, O]``, likewise.
         positions: Where the module's parameters are among all: ``{"weight": 0, "bias": 1}``.
     """
 
-    inputs: Tensor
+    inputs: Tensor | None
     gradients: Tensor
     positions: dict[str, int]
 
@@ -79,13 +79,12 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
         Factors by the name of the module; by the name of the parameter where a module has several
         weights, or where there is no module.
     """
-    weights = {
+    single = {
         each.block.names[0]: each.products[0]
         for each in factors
-        if len(each.products) == 1
-        and each.products[0].inputs is not None
-        and each.block.places[0] is None
+        if len(each.products) == 1 and each.block.places[0] is None
     }
+    weights = {name: product for name, product in single.items() if product.inputs is not None}
     owners = [name.rpartition(".")[0] for name in weights]
     found = {}
     for name, product in weights.items():
@@ -100,6 +99,11 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
         else:
             key, positions = name, {"weight": list(names).index(name)}
         found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
+    for name, product in single.items():
+        module, _, own = name.rpartition(".")
+        if product.inputs is None and own == "bias" and f"{module}.weight" not in names:
+            positions = {"bias": list(names).index(name)}
+            found[module] = ModuleFactors(None, _single(product.gradients), positions)
     return found
 
 
@@ -124,7 +128,8 @@ def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -
             or block.structure != "kronecker"
             or any(place is not None for place in block.places)
             or any(kind.arrangement.stages or kind.groups > 1 for kind in block.kinds)
-            or found.inputs.ndim != 2
+            or (own == "weight" and found.inputs is None)
+            or (found.inputs is not None and found.inputs.ndim != 2)
             or found.gradients.ndim != 2
         ):
             raise NotImplementedError(

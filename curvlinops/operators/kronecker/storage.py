@@ -236,6 +236,18 @@ def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
             )
 
 
+def check_kind(own: Any, other: Any) -> None:
+    """Check that two operators may be merged.
+
+    Raises:
+        ValueError: If they have different classes, parameters, options, or losses.
+    """
+    if type(other) is not type(own):
+        raise ValueError("Only operators of one class can be merged.")
+    own.space.check_compatible(other.space)
+    check_equal("other operator", other._fingerprint(), own._fingerprint())
+
+
 def _identity(loss: Loss) -> dict[str, Any]:
     """Return a loss's name and reduction, and the options of those that PyTorch has."""
     found: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}

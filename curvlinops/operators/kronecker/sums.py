@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isclose
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +84,9 @@ class Sums:
             for key, own in self.products.items()
         }
         matrices = {number: factor * matrix for number, matrix in self.matrices.items()}
-        return replace(self, products=products, matrices=matrices, terms=factor * self.terms)
+        # integers would become PyTorch's default dtype
+        terms = self.terms.double() if isinstance(self.terms, Tensor) else self.terms
+        return replace(self, products=products, matrices=matrices, terms=factor * terms)
 
     def plus(self, other: "Sums", plan: Callable[[Uses], list[Block]]) -> "Sums":
         """Return the sums over this and other data.
@@ -107,6 +111,26 @@ class Sums:
         total.terms = total.terms + added.terms
         total.num_batches += added.num_batches
         return total
+
+    def agrees(self, other: "Sums") -> bool:
+        """Return whether these are sums of the same numbers, but for rounding."""
+        one, two = self._tensors(), other._tensors()
+        if not isclose(float(self.terms), float(other.terms), rel_tol=1e-5):
+            return False
+        return one.keys() == two.keys() and all(_alike(one[key], two[key]) for key in one)
+
+    def _tensors(self) -> dict[Any, Tensor]:
+        """Return all sums by what they are sums of."""
+        blocks = self.blocks or []
+        found: dict[Any, Tensor] = {}
+        for (number, kind), own in self.products.items():
+            key = (blocks[number].names, blocks[number].places, kind)
+            found |= {(*key, "inputs"): own.inputs, (*key, "count"): own.count}
+            if own.gradients is not None:
+                found |= {(*key, "gradients"): own.gradients}
+        for number, matrix in self.matrices.items():
+            found[blocks[number].names, blocks[number].places] = matrix
+        return found
 
     def adopt(self, uses: Uses, blocks: list[Block]) -> None:
         """Take over the blocks that more data asks for.
@@ -169,6 +193,13 @@ class Sums:
                 factors.gradients = factors.gradients.to(device)
         self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
         self.terms = torch.as_tensor(self.terms, device=device)
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape:
+        return False
+    tolerance = max(1e-9, 1e3 * torch.finfo(one.dtype).eps)
+    return bool((one - two).norm() <= tolerance * one.norm())
 
 
 def successors(before: Sequence[Block], after: Sequence[Block], uses: Uses) -> Mapping[int, int]:

@@ -1,0 +1,101 @@
+"""Products that autograd differentiates with respect to the vectors."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from curvlinops.core.border import adopt, check_names
+from curvlinops.core.space import ParameterSpace
+
+
+class Multiplies(Protocol):
+    """What autograd needs to know of an operator."""
+
+    domain: ParameterSpace
+    codomain: ParameterSpace
+
+    def _product(self, x: Any, adjoint: bool) -> Any: ...
+
+
+def has_graph(x: Any) -> bool:
+    """Return whether autograd records what is computed of ``x``, tensors or anything else."""
+    if isinstance(x, Tensor):
+        if x.requires_grad and torch.is_grad_enabled():
+            return True
+        return forward_ad.unpack_dual(x).tangent is not None
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
+
+
+def without_graph(x: Any, name: str) -> Any:
+    """Return an argument that becomes part of an operator, or of a solver.
+
+    Raises:
+        ValueError: If derivatives with respect to it are recorded: they would be missing.
+    """
+    if has_graph(x):
+        raise ValueError(
+            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
+            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
+        )
+    return x
+
+
+def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
+    """Multiply a tensor, or a list or dictionary of tensors, of which some require gradients."""
+    domain, codomain = operator.domain, operator.codomain
+    if adjoint:
+        domain, codomain = codomain, domain
+    if isinstance(x, Tensor):
+        return _Product.apply(operator, adjoint, adopt(x, domain))
+    if isinstance(x, Mapping):
+        check_names(dict(x), domain)
+        values = [x[name] for name in domain.names]
+    else:
+        values = list(x)
+    # casts are recorded, so that gradients return in the vectors' own dtype
+    out = list(_Product.apply(operator, adjoint, *(adopt(value, domain) for value in values), True))
+    if not isinstance(x, Mapping):
+        return out
+    return out[0] if codomain.is_flat else dict(zip(codomain.names, out, strict=True))
+
+
+class _Product(torch.autograd.Function):
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``."""
+
+    @staticmethod
+    def forward(operator: Multiplies, adjoint: bool, *vectors: Any) -> Any:
+        if vectors[-1] is not True:
+            return _own(operator._product(*vectors, adjoint))
+        return tuple(_own(out) for out in operator._product(list(vectors[:-1]), adjoint))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.operator, ctx.adjoint, *vectors = inputs
+        ctx.structured = vectors[-1] is True
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        x = list(gradients) if ctx.structured else gradients[0]
+        try:
+            out = ctx.operator._product(x, not ctx.adjoint)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"The gradient of a product is a product with the adjoint. {error}"
+            ) from error
+        return None, None, *((*out, None) if ctx.structured else (out,))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if not ctx.structured:
+            return _own(ctx.operator._product(tangents[2], ctx.adjoint))
+        out = ctx.operator._product(list(tangents[2:-1]), ctx.adjoint)
+        return tuple(_own(part) for part in out)
+
+
+def _own(out: Tensor) -> Tensor:
+    """Return a tensor that may be changed in place, which autograd refuses for views."""
+    return out.clone() if out._is_view() else out

@@ -1,0 +1,138 @@
+"""Under autocast all numbers are those without, bit by bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import problems
+import pytest
+import torch
+from contract import ALL, matrix, vectors
+from torch import Tensor, nn
+
+import curvlinops as C
+
+PROBLEM = "float32-mlp"
+
+
+def half() -> torch.autocast:
+    """Return an autocast under which float32 matrices would be multiplied in bfloat16."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def spd(size: int, seed: int = 0) -> Tensor:
+    """Return a well-conditioned symmetric matrix in float32."""
+    root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", enabled=False):
+        return root @ root.T + size * torch.eye(size)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Return whether results are equal, dtypes included."""
+    if isinstance(expected, Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, tuple):
+        return all(same(one, two) for one, two in zip(found, expected, strict=True))
+    return found == expected
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@pytest.mark.parametrize("case", ALL)
+def test_products(case: str, columns: tuple[int, ...]):
+    p = problems.make(PROBLEM)
+    v = vectors(ALL[case].build(p), *columns)
+    expected = ALL[case].build(p) @ v
+    with half():
+        operator = ALL[case].build(p)
+        first, second = operator @ v, operator @ v
+        x = v.clone().requires_grad_()
+        (operator @ x).sum().backward()
+    assert same(first, expected) and torch.allclose(second, expected, rtol=1e-4, atol=1e-6)
+    ones = torch.ones(operator.shape[0], *columns)
+    assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
+    # what is kept from before serves on
+    kept = ALL[case].build(p, cache="graph")
+    before = kept @ v
+    with half():
+        assert same(kept @ v, before)
+
+
+def _kronecker() -> C.KroneckerProductLinearOperator:
+    return C.KroneckerProductLinearOperator(spd(5), spd(4, 1))
+
+
+def _kfac(case: str = "kfac") -> Any:
+    return ALL[case].build(problems.make(PROBLEM))
+
+
+COMPUTED: dict[str, Callable[[], Any]] = {
+    "trace": lambda: _kronecker().trace(),
+    "logdet": lambda: _kronecker().logdet(),
+    "det": lambda: _kronecker().det(),
+    "norm": lambda: _kronecker().frobenius_norm(),
+    "dense": lambda: _kronecker().to_dense(),
+    "eigenvalues": lambda: _kronecker().eigh().eigenvalues,
+    "inverse": lambda: matrix(_kronecker().inverse(damping=0.1)),
+    "power": lambda: matrix(_kronecker() ** -0.5),
+    "sum": lambda: matrix(_kronecker() + 2.0 * C.IdentityLinearOperator(20)),
+    "product": lambda: matrix(_kronecker() @ _kronecker()),
+    "sample": lambda: _kronecker().sample(torch.Generator().manual_seed(0), 3),
+    "eigh": lambda: matrix(C.EighDecomposedLinearOperator(torch.ones(20), spd(20))),
+    "factors": lambda: tuple(_kfac().gradient_covariances.values()),
+    "kfac inverse": lambda: matrix(_kfac().inverse(damping=1e-2)),
+    "heuristic": lambda: matrix(_kfac().inverse(damping=1e-2, use_heuristic_damping=True)),
+    "ekfac inverse": lambda: matrix(_kfac("ekfac").inverse(damping=1e-2)),
+    "kfac trace": lambda: _kfac().trace(),
+    "gradient": lambda: tuple(_kfac("ggn").gradient_and_loss()[0]),
+    "submatrix": lambda: matrix(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
+    "cg": lambda: matrix(C.CGInverseLinearOperator(spd(20))),
+    "solve": lambda: C.CGInverseLinearOperator(spd(20)).solve(torch.ones(20)),
+    "shifted": lambda: C.CGInverseLinearOperator(spd(20)).solve_shifted(torch.ones(20), [1.0])[0],
+    "minres": lambda: matrix(C.MINRESInverseLinearOperator(spd(20))),
+    "lsmr": lambda: matrix(C.LSMRInverseLinearOperator(spd(20))),
+    "lsmr info": lambda: C.LSMRInverseLinearOperator(spd(20)).matvec_with_info(torch.ones(20)),
+    "neumann": lambda: matrix(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
+    "eigsh": lambda: C.eigsh(spd(20), 2, seed=0),
+    "xtrace": lambda: C.xtrace(spd(20), 8, seed=0),
+    "xdiag": lambda: C.xdiag(spd(20), 8, seed=0),
+    "xnystrace": lambda: C.xnystrace(spd(20), 8, seed=0),
+    "hutchinson_trace": lambda: C.hutchinson_trace(spd(20), 8, seed=0),
+    "hutchinson_diag": lambda: C.hutchinson_diag(spd(20), 8, seed=0),
+    "hutchinson_squared_fro": lambda: C.hutchinson_squared_fro(spd(20), 8, seed=0),
+    "hutchpp_trace": lambda: C.hutchpp_trace(spd(20), 9, seed=0),
+    "lanczos_logdet": lambda: C.lanczos_logdet(spd(20), 5, seed=0),
+    "trace_function": lambda: C.trace_function(spd(20), torch.sqrt, 5, seed=0),
+    "density": lambda: C.lanczos_approximate_spectrum(spd(20), 5, seed=0),
+    "log density": lambda: C.lanczos_approximate_log_spectrum(spd(20), 5, seed=0),
+    "kept density": lambda: C.LanczosApproximateSpectrumCached(
+        spd(20), 5, seed=0
+    ).approximate_spectrum(2),
+    "dottest": lambda: C.dottest(spd(20), seed=0),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_is_computed(kind: str):
+    expected = COMPUTED[kind]()
+    with half():
+        assert same(COMPUTED[kind](), expected)
+
+
+def test_autocast_inside_the_model_stays():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, X: Tensor) -> Tensor:
+            with half():
+                return self.inner(X).float()
+
+    model, X, y = Half(), torch.randn(6, 4), torch.randint(3, (6,))
+    loss = nn.CrossEntropyLoss()
+    arguments = (loss, list(model.parameters()), [(X, y)])
+    G, full = (C.GGNLinearOperator(m, *arguments) for m in (model, model.inner))
+    v = vectors(G)
+    inside = G @ v
+    assert not torch.allclose(inside, full @ v, rtol=1e-4)
+    with half():
+        assert torch.equal(G @ v, inside)

@@ -1,0 +1,235 @@
+"""Products as a part of autograd's graphs: derivatives with respect to the vectors."""
+
+from collections.abc import Callable
+
+import numpy as np
+import problems
+import pytest
+import scipy.sparse.linalg as sla
+import torch
+from contract import ALL, matrix, vectors
+from contract import error as distance
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import curvlinops as C
+from curvlinops import TorchLinearOperator
+
+PROBLEM = "mlp-ce-all-mean"
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error of numbers that may have a graph."""
+    return distance(found.detach(), expected.detach())
+
+
+def built(case: str, **options) -> TorchLinearOperator:
+    """Return one of the operators on data."""
+    return ALL[case].build(problems.make(PROBLEM), check_deterministic=False, **options)
+
+
+def _ggn() -> TorchLinearOperator:
+    G = built("ggn")
+    return G + 0.1 * C.IdentityLinearOperator(G.space)
+
+
+def _submatrix() -> TorchLinearOperator:
+    J = built("jacobian")
+    return C.SubmatrixLinearOperator(J, [4, 1, 2], [J.space.names[0]])
+
+
+def _kronecker() -> TorchLinearOperator:
+    return C.KroneckerProductLinearOperator(torch.randn(2, 2).double(), torch.randn(3, 3).double())
+
+
+SHARP = {"rtol": 1e-13}
+OTHERS: dict[str, Callable[[], TorchLinearOperator]] = {
+    "sum": lambda: built("hessian") + 2 * built("ggn"),
+    "product": lambda: built("jacobian") @ built("hessian"),
+    "power": lambda: built("hessian") ** 2,
+    "adjoint": lambda: built("gradients").T,
+    "submatrix": _submatrix,
+    "kfac inverse": lambda: built("kfac").inverse(damping=1e-2),
+    "ekfac inverse": lambda: built("ekfac").inverse(damping=1e-2),
+    "cg": lambda: C.CGInverseLinearOperator(_ggn(), **SHARP),
+    "minres": lambda: C.MINRESInverseLinearOperator(_ggn(), **SHARP),
+    "lsmr": lambda: C.LSMRInverseLinearOperator(_ggn(), atol=1e-13, btol=1e-13),
+    "neumann": lambda: C.NeumannInverseLinearOperator(_ggn(), num_terms=5, scale=0.1),
+    "identity": lambda: 2.0 * C.IdentityLinearOperator(built("ggn").space),
+    "diagonal": lambda: C.DiagonalLinearOperator(torch.arange(5.0).double()),
+    "kronecker": _kronecker,
+    "kronecker adjoint": lambda: _kronecker().T,
+    "eigh": lambda: C.EighDecomposedLinearOperator(
+        torch.arange(3.0).double(), torch.linalg.qr(torch.randn(3, 3).double())[0]
+    ),
+    "blocks": lambda: built("kfac").structure,
+}
+MAKERS = {case: lambda case=case: built(case) for case in ALL} | OTHERS
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_first_and_second_derivatives(kind: str):
+    A = MAKERS[kind]()
+    M, x = matrix(A), vectors(A, 2).requires_grad_()
+    out = A @ x
+    assert error(out, M @ x) <= 1e-9
+    (gradient,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+    expected = 3 * M.T @ (M @ x).square()
+    assert error(gradient, expected) <= 1e-9
+    (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    (truth,) = torch.autograd.grad(expected.square().sum(), x)
+    assert error(second, truth) <= 1e-8
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_of_adjoint_products(kind: str):
+    A = MAKERS[kind]()
+    M, u = matrix(A), vectors(A, 2, rows=True).requires_grad_()
+    for out in (A.T @ u, (u.T @ A).T, A.rmatmat(u)):
+        (gradient,) = torch.autograd.grad(out.pow(3).sum(), u)
+        assert error(gradient, 3 * M @ (M.T @ u).square()) <= 1e-9
+
+
+@pytest.mark.parametrize("columns", [None, 2])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", ["hessian", "kfac", "jacobian", "gradients", "kfac inverse", "cg"])
+def test_of_parameter_shaped_vectors(kind: str, named: bool, columns: int | None):
+    A = MAKERS[kind]()
+    M, shape = matrix(A), () if columns is None else (columns,)
+    x = vectors(A, *shape)
+    values = {
+        name: x[A.space.slice(name)].reshape(*size, *shape) for name, size in A.space.shapes.items()
+    }
+    values = {name: value.requires_grad_() for name, value in values.items()}
+    out = A @ (values if named else list(values.values()))
+    parts = out.values() if isinstance(out, dict) else out if isinstance(out, list) else [out]
+    loss = sum(part.pow(3).sum() for part in parts)
+    found = torch.autograd.grad(loss, values.values())
+    flat = torch.cat([part.reshape(-1, *shape) for part in found])
+    assert error(flat, 3 * M.T @ (M @ x).square()) <= 1e-9
+
+
+def test_some_vectors_alone():
+    K = built("kfac")
+    parts = [torch.randn(shape).double() for shape in K.space.shapes.values()]
+    parts[1].requires_grad_()
+    out = K @ parts
+    loss = sum((part * part).sum() for part in out)
+    (found,) = torch.autograd.grad(loss, parts[1])
+    M, x = matrix(K), torch.cat([part.flatten() for part in parts])
+    expected = (2 * M.T @ M @ x)[K.space.slice(K.space.names[1])]
+    assert error(found.flatten(), expected) <= 1e-10
+
+
+def test_quadratic_penalty_of_the_parameters():
+    p = problems.make(PROBLEM)
+    K = built("ekfac")
+    flat = torch.cat([param.flatten() for param in p.params])
+    d = flat - flat.detach() - torch.randn(len(flat)).double()
+    found = torch.autograd.grad(d @ (K @ d) / 2, p.params)
+    assert error(torch.cat([part.flatten() for part in found]), matrix(K) @ d) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["hessian", "kfac", "jacobian", "cg"])
+def test_pytorch_checks(kind: str):
+    A, x = MAKERS[kind](), vectors(MAKERS[kind]())
+    jacobian = torch.autograd.functional.jacobian(lambda v: A @ v, x)
+    assert error(jacobian, matrix(A)) <= 1e-9
+    gradient = torch.func.grad(lambda v: (A @ v).square().sum())(x)
+    assert error(gradient, 2 * matrix(A).T @ (A @ x)) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["hessian", "jacobian", "kronecker", "kfac inverse"])
+def test_forward_mode(kind: str):
+    A, x = MAKERS[kind](), vectors(MAKERS[kind](), 2)
+    with forward_ad.dual_level():
+        out = A @ forward_ad.make_dual(x[:, 0], x[:, 1])
+        assert error(forward_ad.unpack_dual(out).tangent, A @ x[:, 1]) <= 1e-10
+
+
+def test_dtypes_of_vectors_are_kept():
+    A = _kronecker()
+    x = torch.randn(6, requires_grad=True)
+    (gradient,) = torch.autograd.grad((A @ x).sum(), x)
+    assert gradient.dtype == torch.float32
+    assert error(gradient, matrix(A).sum(0)) <= 1e-6
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_no_graph_where_none_is_asked_for(case: str):
+    A = built(case)
+    x = vectors(A)
+    assert not (A @ x).requires_grad
+    assert isinstance(A @ x.numpy(), np.ndarray)
+    with torch.no_grad():
+        assert not (A @ x.requires_grad_()).requires_grad
+
+
+def test_results_may_be_changed_in_place():
+    K = built("kfac")
+    x = vectors(K).requires_grad_()
+    out = K @ x
+    out.mul_(2.0)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert error(gradient, 2 * matrix(K).sum(0)) <= 1e-10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["hessian", "ggn", "jacobian", "kfac"])
+def test_on_gpu(case: str):
+    """Backward passes run in threads of their own there; vectors may lie on the CPU."""
+    A = built(case).to_device("cuda")
+    M, x = matrix(A).cpu(), vectors(A, 2).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = A @ x
+        (gradient,) = torch.autograd.grad(out.pow(3).sum(), x)
+    assert out.device.type == "cuda" and gradient.device.type == "cpu"
+    assert error(gradient, 3 * M.T @ (M @ x).square()) <= 1e-8
+
+
+def test_without_an_adjoint():
+    A = sla.LinearOperator((3, 3), matvec=lambda x: 2.0 * x, dtype=np.float64)
+    S = C.SubmatrixLinearOperator(A, [0, 1], [0, 1])
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    out = S @ x
+    with pytest.raises(NotImplementedError, match="product with the adjoint"):
+        out.sum().backward()
+
+
+# --- what else requires gradients
+
+
+def _given(p: Tensor) -> dict[str, Callable]:
+    K, A, one = built("kfac"), torch.diag(torch.tensor([1.0, 2.0, 0.5])), torch.ones(3)
+    return {
+        "factor": lambda: p * K,
+        "factor behind": lambda: K * p,
+        "divisor": lambda: K / p,
+        "multiple of the identity": lambda: K + p * C.IdentityLinearOperator(K.space),
+        "identity": lambda: C.IdentityLinearOperator(3, p),
+        "damping": lambda: K.inverse(damping=p),
+        "pair": lambda: K.inverse(damping=(0.1, p)),
+        "structured damping": lambda: K.structure.inverse(damping=p),
+        "diagonal": lambda: C.DiagonalLinearOperator(p * one),
+        "parameter": lambda: C.DiagonalLinearOperator(torch.nn.Parameter(one)),
+        "kronecker": lambda: C.KroneckerProductLinearOperator(p * torch.eye(2), torch.eye(3)),
+        "eigenvalues": lambda: C.EighDecomposedLinearOperator(p * one, torch.eye(3)),
+        "eigenvectors": lambda: C.EighDecomposedLinearOperator(one, p * torch.eye(3)),
+        "cg damping": lambda: C.CGInverseLinearOperator(A, damping=p),
+        "cg dampings": lambda: C.CGInverseLinearOperator(A).solve_shifted(one, [0.1, p]),
+        "cg start": lambda: C.CGInverseLinearOperator(A, x0=p * one),
+        "solve": lambda: C.CGInverseLinearOperator(A).solve(p * one),
+        "lsmr damping": lambda: C.LSMRInverseLinearOperator(A, damp=p),
+        "lsmr info": lambda: C.LSMRInverseLinearOperator(A).matvec_with_info(p * one),
+        "neumann scale": lambda: C.NeumannInverseLinearOperator(A, scale=p),
+        "matrix": lambda: C.eigsh(p * A, k=1),
+    }
+
+
+@pytest.mark.parametrize("kind", _given(torch.tensor(1.0)))
+def test_other_arguments_have_no_graph(kind: str):
+    p = torch.tensor(0.1, requires_grad=True)
+    with pytest.raises(ValueError, match=r"requires gradients, .*detach"):
+        _given(p)[kind]()
+    with torch.no_grad():
+        _given(p)[kind]()
