@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from curvlinops.core.data import Batch, leaves, strided_parts
+from curvlinops.core.containers import leaves, strided_parts
+from curvlinops.core.data import Batch
 from curvlinops.core.space import Columns
 
 

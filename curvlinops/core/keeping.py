@@ -11,7 +11,8 @@ from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from curvlinops.core.data import Batch, leaves
+from curvlinops.core.containers import leaves
+from curvlinops.core.data import Batch
 from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Change, Snapshot
 

@@ -1,22 +1,16 @@
-"""Checks of what the rules find, and of whether samples are independent.
+"""Checks of what the rules find.
 
 Gradients of samples have to add up to autograd's. Sums in which every sample has another weight
 also show gradients that were assigned to the wrong sample.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
-from curvlinops.core.data import Batch, map_leaves
-from curvlinops.core.independence import COUPLED, differs
 from curvlinops.layers.detection import weights
-
-_LOGGER = logging.getLogger("curvlinops")
 
 Tensors = Mapping[str, Tensor]
 
@@ -117,30 +111,3 @@ def _norm(x: Tensor) -> float:
         torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.flatten().split(2**17)
     ]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
-
-
-def check_independent(bound: BoundModel, output: Tensor) -> None:
-    """Refuse a model whose output for a sample depends on the other samples of the batch.
-
-    Raises:
-        ValueError: If the first sample alone has another output. Nothing is said of inputs that
-            cannot be cut.
-    """
-    num_samples = len(output)
-
-    def first(leaf: Any) -> Any:
-        cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
-        return leaf[:1] if cut else leaf
-
-    X, y = map_leaves((bound.batch.X, None), first)
-    alone = bound.on(Batch(bound.batch.index, X, y))
-    scope = alone.scope(alone.leaves(), "gradient")
-    try:
-        with scope.active():
-            found = alone.output(scope)[0].detach()
-    except Exception as error:
-        _LOGGER.info("Whether samples interact could not be checked: %s", error)
-        return
-    expected = output[0].detach()
-    if differs(found, expected, output):
-        raise ValueError(COUPLED)

@@ -11,10 +11,10 @@ from curvlinops.core.choice import Mode
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
+from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.groups import write_rows
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
-from curvlinops.operators.alone import SamplesAlone
 from curvlinops.operators.base import DataLinearOperator
 
 

@@ -13,9 +13,9 @@ from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.groups import Group, inner, one_by_one, split, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.alone import SamplesAlone
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
 
 #: Takes gradients of some samples, and their places among the rows.
