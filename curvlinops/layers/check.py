@@ -16,15 +16,16 @@ Tensors = Mapping[str, Tensor]
 
 
 def probe(output: Tensor) -> Tensor:
-    """Return random numbers in an output's shape, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return random.to(output.device, output.dtype)
+    """Return random numbers in an output's shape, always the same on a device."""
+    generator = torch.Generator(output.device).manual_seed(0)
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    random = torch.randn(output.shape, generator=generator, dtype=dtype, device=output.device)
+    return random.to(output.dtype)
 
 
-def weighted_probe(output: Tensor, r: Tensor) -> Tensor:
-    """Return the same, times weights ``[N]`` of the samples."""
-    return probe(output) * r.reshape(-1, *(1,) * (output.ndim - 1))
+def weighted(u: Tensor, r: Tensor) -> Tensor:
+    """Return what is backpropagated, times weights ``[N]`` of the samples."""
+    return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
 
 def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
@@ -66,7 +67,7 @@ def autograd_sums(bound: BoundModel, num_samples: int | None = None) -> dict[str
     scope = bound.scope(leaves, "gradient")
     with scope.active():
         output = by_samples(bound.output(scope), num_samples)
-        u = weighted_probe(output.detach(), weights(len(output), output.detach()))
+        u = weighted(probe(output.detach()), weights(len(output), output.detach()))
         found = pull({"": output}, {"": u}, leaves, retain=False)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
