@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.norms import double_norm
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
 _ASYMMETRY = 1e-3
@@ -95,7 +96,7 @@ def unit_of(products: Tensor, rows: Tensor, least: float = 0.0) -> float:
 
 def norms(rows: Tensor) -> Tensor:
     """Return the norms of rows, ``[K]``, in double precision, which has room for squares."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return double_norm(rows, 1)
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
+from curvlinops.core.norms import double_norm
 from curvlinops.layers.detection import weights
 
 Tensors = Mapping[str, Tensor]
@@ -98,17 +99,9 @@ def disagreeing(
     wrong = []
     for name in names:
         zero = torch.zeros_like(truth[name])
-        size = _norm(truth[name]) + torch.finfo(torch.float32).tiny
-        error = _norm(own.get(name, zero).to(zero.device) - truth[name])
-        total = _norm(summands.get(name, zero))
+        size = float(double_norm(truth[name])) + torch.finfo(torch.float32).tiny
+        error = float(double_norm(own.get(name, zero).to(zero.device) - truth[name]))
+        total = float(double_norm(summands.get(name, zero)))
         if not error <= tolerance * size + noise * total + 1e-12:
             wrong.append(name)
     return wrong
-
-
-def _norm(x: Tensor) -> float:
-    # in float64, of which no copy is made
-    norms = [
-        torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.flatten().split(2**17)
-    ]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
