@@ -1,13 +1,6 @@
 """What happens when an iteration does not reach its tolerance."""
 
-import sys
-import warnings
-from pathlib import Path
-
-import scipy
-
-#: Where warnings are not attributed to.
-_LIBRARIES = (str(Path(__file__).parent.parent), str(Path(scipy.__file__).parent))
+from curvlinops.core.warn import warn
 
 
 class ConvergenceWarning(UserWarning):
@@ -40,8 +33,4 @@ def fail(message: str, on_failure: str) -> None:
     """
     if on_failure == "raise":
         raise ConvergenceError(message)
-    frame, level = sys._getframe(1), 2
-    # products are called from many places in the package and in scipy: find the user's line
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+    warn(message, ConvergenceWarning)

@@ -1,7 +1,6 @@
 """What all operators over a data set share."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -23,6 +22,7 @@ from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.warn import warn
 from curvlinops.losses import Loss, wrap_loss
 
 
@@ -279,12 +279,10 @@ class DataLinearOperator(TorchLinearOperator):
                 f"that {type(self).__name__}, which is made of single samples' gradients, is not "
                 "defined. Call model.eval()."
             )
-        message = (
+        warn(
             f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
             "split into batches. Call model.eval() to use running statistics."
         )
-        # attributed to the first caller outside of the package's constructors
-        warnings.warn(message, UserWarning, stacklevel=5)
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)
