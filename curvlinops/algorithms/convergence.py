@@ -1,5 +1,6 @@
 """What happens when an iteration does not reach its tolerance."""
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.warn import warn
 
 
@@ -17,8 +18,7 @@ class NegativeCurvatureError(ConvergenceError):
 
 def check_on_failure(on_failure: str) -> None:
     """Check the argument that says what happens without convergence."""
-    if on_failure not in ("warn", "raise"):
-        raise ValueError(f"on_failure must be 'warn' or 'raise', got {on_failure!r}.")
+    check_choice("on_failure", on_failure, ("warn", "raise"))
 
 
 def fail(message: str, on_failure: str) -> None:

@@ -11,8 +11,8 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Systems
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
+from curvlinops.core.arguments import check_count, check_number
 from curvlinops.core.border import read
-from curvlinops.core.counts import check_count
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -93,8 +93,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         maxiter: int | None = None,
     ) -> None:
         """Set the options of the constructor again."""
-        if not (atol >= 0 and btol >= 0 and conlim > 0):
-            raise ValueError("atol and btol must not be negative, and conlim must be positive.")
+        atol, btol = check_number("atol", atol, 0), check_number("btol", btol, 0)
+        damp, conlim = check_number("damp", damp), check_number("conlim", conlim, 0)
+        if conlim == 0:
+            raise ValueError("conlim must be positive.")
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
         self.maxiter = check_count("maxiter", maxiter)
         self.damp, self.atol, self.btol, self.conlim = abs(damp), atol, btol, conlim

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.counts import check_choice, check_count
+from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.norms import double_norm
 from curvlinops.core.seeds import read_generator
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
-from curvlinops.core.counts import check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -99,7 +99,7 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: int | None = None,
         autodiff: str = "auto",
     ):
-        check_cache(cache, autodiff)
+        cache = check_cache(cache, autodiff)
         check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         model = wrap_model(model_func, params)

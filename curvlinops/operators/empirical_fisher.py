@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.functions import wide
@@ -40,9 +41,7 @@ class EFLinearOperator(DataLinearOperator):
     _per_sample = True
 
     def __init__(self, *args: Any, terms: str = "term", **kwargs: Any):
-        if terms not in ("term", "sample"):
-            raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
-        self.terms = terms
+        self.terms = check_choice("terms", terms, ("term", "sample"))
         super().__init__(*args, **kwargs)
         self._forget_choice()
 

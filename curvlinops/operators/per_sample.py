@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
@@ -52,9 +53,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         terms: str = "sample",
         **kwargs: Any,
     ):
-        if terms not in ("term", "sample"):
-            raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
-        self.terms = terms
+        self.terms = check_choice("terms", terms, ("term", "sample"))
         self._subsampling, self._selective = subsampling, subsampling is not None
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
