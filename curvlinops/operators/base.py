@@ -246,12 +246,12 @@ class DataLinearOperator(TorchLinearOperator):
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
-        """Move the operator, and the user's module and loss, to another device.
+        """Move the operator itself, and the user's module and loss, to another device.
 
-        Returns:
-            The operator itself.
+        Operators made of it before, such as sums, do not follow: make them again.
         """
         self.clear_cache()
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.risk.to(device)
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
         return self

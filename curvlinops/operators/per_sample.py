@@ -82,6 +82,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
         return self.risk.space, rows, False
 
+    def to_device(self, device: torch.device | str) -> "PerSampleGradientLinearOperator":
+        """Move the operator itself, see ``DataLinearOperator``."""
+        super().to_device(device)
+        self._all, self._indices = self._all.to(self.device), self._indices.to(self.device)
+        return self
+
     def _num_rows(self, output: Tensor) -> int:
         if self.terms == "sample":
             return output.shape[0]
