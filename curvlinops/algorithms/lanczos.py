@@ -10,9 +10,8 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import fail
 from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.products import ASYMMETRY
 
-#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
-_ASYMMETRY = 1e-3
 #: As many products as a confirmation needs at least.
 _FEW = 3
 
@@ -149,7 +148,7 @@ class LanczosSearch:
     def _check_symmetric(self, noise: Tensor) -> None:
         # what locking drops looks like asymmetry, and so does rounding of half precision
         suspicious = self.locked is None and not self.matrix.operator.self_adjoint
-        if suspicious and float(noise.max()) > _ASYMMETRY * self.space.norm:
+        if suspicious and float(noise.max()) > ASYMMETRY * self.space.norm:
             raise ValueError(
                 f"The matrix is not symmetric: its products differ from those of its transpose by "
                 f"about {float(noise.max()) / self.space.norm:.1e} of its norm."

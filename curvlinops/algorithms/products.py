@@ -9,7 +9,7 @@ from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.norms import double_norm
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
-_ASYMMETRY = 1e-3
+ASYMMETRY = 1e-3
 
 
 class Products:
@@ -57,7 +57,7 @@ class Products:
             largest = largest.maximum(before)
         if self._last is not None and old_rows.shape == rows.shape:
             difference = dots(old_rows, products) - dots(old_products, rows)
-            rounding = _ASYMMETRY * largest * norms(old_rows) * size
+            rounding = ASYMMETRY * largest * norms(old_rows) * size
             tiny = torch.finfo(rows.dtype).tiny  # inner products underflow
             if bool((difference.abs() > rounding.clamp(min=tiny)).any()):
                 raise ValueError(
