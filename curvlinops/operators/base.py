@@ -39,7 +39,7 @@ class DataLinearOperator(TorchLinearOperator):
             tensors, or a dictionary from names to tensors (whose values may differ from the
             module's).
         data: An iterable over pairs ``(X, y)``, the same in each pass. X may be any nesting of
-            dictionaries, lists and tuples with tensors; y, too, or ``None``.
+            dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass; and for gradients of single samples,
