@@ -716,7 +716,7 @@ def test_gauss_newton_of_a_linear_loss_warns():
         ({"cache": True}, "number of bytes, got True"),
         ({"cache": "graph", "autodiff": "forward"}, "forward mode has no"),
         ({"autodiff": "jvp"}, "autodiff must be one of"),
-        ({"kind": EFLinearOperator, "terms": "tokens"}, "'term' or 'sample', got 'tokens'"),
+        ({"kind": EFLinearOperator, "terms": "tokens"}, "terms must be one of .*got 'tokens'"),
         ({"kind": GGNLinearOperator, "mc_samples": -1}, "mc_samples must be an integer >= 0"),
         ({"kind": GGNLinearOperator, "mc_samples": 1.5}, "integer >= 0, got 1.5"),
         ({"kind": GGNLinearOperator, "mc_samples": True}, "integer >= 0, got True"),

@@ -353,7 +353,7 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
     *((name, {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")
       for name in ("diag", "xdiag") for rtol in (0, -1.0, 1.0, 3)),
     ("trace", {"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
-    ("trace", {"seed": -1}, ValueError, "seed must not be negative"),
+    ("trace", {"seed": -1}, ValueError, "seed must be an integer >= 0"),
     ("trace", {"seed": 1, "generator": torch.Generator()}, ValueError, "either seed or generator"),
     ("trace", {"A": _A[:3]}, ValueError, "must be square"),
     ("trace", {"A": "A"}, TypeError, "Expected a LinearOperator"),

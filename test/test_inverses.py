@@ -472,7 +472,7 @@ def test_columns_of_start(inverse: type):
     A, B, x0 = np.eye(3), np.ones((3, 3)), np.ones((3, 2))
     with pytest.raises(ValueError, match="x0 has 2 columns for 3 right-hand sides"):
         inverse(A).solve(B, x0=x0)
-    with pytest.raises(ValueError, match="damping must be finite"):
+    with pytest.raises(ValueError, match="damping must be (finite|a number)"):
         inverse(A, damping=float("nan"))
 
 

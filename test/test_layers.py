@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from itertools import product
+from operator import imod, ipow, isub, itruediv
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,39 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
     "torch.hypot": (lambda x, weight: torch.hypot(weight, x), [(4,)], sequences),
     "torch.xlogy": (lambda x, weight: torch.xlogy(x, weight.abs()), [(4,)], sequences),
     "torch.logaddexp": (lambda x, weight: torch.logaddexp(x, weight), [(4,)], sequences),
+    "torch.fmax": (lambda x, weight: torch.fmax(x, weight), [(4,)], sequences),
+    "torch.fmin": (lambda x, weight: x.fmin(weight), [(4,)], sequences),
+    "torch.clamp_min": (lambda x, low: torch.clamp_min(x, low), [(4,)], sequences),
+    "torch.clamp_max": (lambda x, high: x.clamp_max(high), [(4,)], sequences),
+    "torch.remainder": (lambda x, weight: torch.remainder(x, weight), [(4,)], sequences),
+    "torch.remainder, operator": (lambda x, weight: (3 * x) % weight, [(4,)], sequences),
+    "torch.fmod": (lambda x, weight: torch.fmod(3 * x, weight), [(4,)], sequences),
+    "torch.copysign": (lambda x, weight: torch.copysign(weight, x), [(4,)], sequences),
+    "torch.ldexp": (lambda x, weight: torch.ldexp(x, weight), [(4,)], sequences),
+    "torch.xlog1py": (lambda x, w: torch.special.xlog1py(x, w.abs()), [(4,)], sequences),
+    "torch.logaddexp2": (lambda x, weight: x.logaddexp2(weight), [(4,)], sequences),
+    "torch.sub, in place": (lambda x, weight: isub(x.clone(), weight), [(4,)], sequences),
+    "torch.div, in place": (lambda x, weight: itruediv(x.clone(), weight), [(4,)], sequences),
+    "torch.pow, in place": (lambda x, weight: ipow(x.abs(), weight), [(4,)], sequences),
+    "torch.remainder, in place": (lambda x, weight: imod(3 * x, weight), [(4,)], sequences),
+    "torch.pow, reversed": (lambda x, weight: x * (x.sign() + 3) ** weight, [(4,)], sequences),
+    "torch.clamp, in place": (lambda x, low: x.clone().clamp_(min=low), [(4,)], sequences),
+    "torch.clamp_max, in place": (lambda x, high: x.clone().clamp_max_(high), [(4,)], sequences),
+    "torch.masked_fill, in place": (
+        lambda x, value: x.clone().masked_fill_(x > 0, value),
+        [()],
+        sequences,
+    ),
+    "torch.multiply, in place": (lambda x, weight: x.clone().multiply_(weight), [(4,)], sequences),
+    "torch.lerp, in place": (lambda x, weight: x.clone().lerp_(x.exp(), weight), [(4,)], sequences),
+    "torch.addcmul, in place": (lambda x, factor: x.clone().addcmul_(x, factor), [(4,)], sequences),
+    "torch.addcdiv, in place": (
+        lambda x, factor: x.clone().addcdiv_(factor, x.exp()),
+        [(4,)],
+        sequences,
+    ),
+    "torch.hypot, in place": (lambda x, weight: x.clone().hypot_(weight), [(4,)], sequences),
+    "torch.atan2, in place": (lambda x, weight: x.clone().atan2_(weight), [(4,)], sequences),
     "torch.cosine_similarity": (
         lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
         [(3, 4)],
@@ -731,7 +765,7 @@ def _membership(s: Changing, X: dict[str, Tensor]) -> Tensor:
 def _shifted_calls(s: Changing, x: Tensor) -> Tensor:
     N, T, d = x.shape
     h = s.a(x.reshape(N * T, d)).view(N, T, d)
-    h = torch.tanh(h + torch.logaddexp2(s.a.weight[0], x))  # no rule
+    h = torch.tanh(h + torch.igamma(x.abs(), s.a.weight[0].abs()))  # no rule
     h = s.b(h.transpose(0, 1).reshape(N * T, d)).view(T, N, d).transpose(0, 1)
     return s.c(torch.tanh(h).sum(1))
 

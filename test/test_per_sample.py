@@ -184,3 +184,17 @@ def test_batches_without_samples(outputs: tuple[int, ...], terms: str):
             v = torch.randn(found.shape[1])
             torch.testing.assert_close(found @ v, expected @ v)
             torch.testing.assert_close(found.T @ (found @ v), expected.T @ (expected @ v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"subsampling": [4, 1]}, {"terms": "term"}], ids=str)
+def test_to_device(options: dict):
+    expected = build("mlp-ce-all-mean", **options).dense()
+    operator = build("mlp-ce-all-mean", **options)
+    assert operator.to_device("cuda") is operator
+    U = torch.eye(len(expected), dtype=expected.dtype, device="cuda")
+    for found in (operator.dense(), (operator.T @ U).T, U @ operator):
+        assert found.device == operator.device == operator.codomain.device == U.device
+        torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(operator.gram().cpu(), expected @ expected.T)
+    torch.testing.assert_close(operator.norms().cpu(), expected.norm(dim=1))

@@ -16,8 +16,8 @@ from curvlinops.algorithms.inverse import (
 )
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
 from curvlinops.core.ambient import without_modes
+from curvlinops.core.arguments import without_graph
 from curvlinops.core.border import read
-from curvlinops.core.differentiable import without_graph
 
 #: How other libraries call the options.
 _NAMES = {

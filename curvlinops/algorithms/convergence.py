@@ -1,13 +1,7 @@
 """What happens when an iteration does not reach its tolerance."""
 
-import sys
-import warnings
-from pathlib import Path
-
-import scipy
-
-#: Where warnings are not attributed to.
-_LIBRARIES = (str(Path(__file__).parent.parent), str(Path(scipy.__file__).parent))
+from curvlinops.core.arguments import check_choice
+from curvlinops.core.warn import warn
 
 
 class ConvergenceWarning(UserWarning):
@@ -24,8 +18,7 @@ class NegativeCurvatureError(ConvergenceError):
 
 def check_on_failure(on_failure: str) -> None:
     """Check the argument that says what happens without convergence."""
-    if on_failure not in ("warn", "raise"):
-        raise ValueError(f"on_failure must be 'warn' or 'raise', got {on_failure!r}.")
+    check_choice("on_failure", on_failure, ("warn", "raise"))
 
 
 def fail(message: str, on_failure: str) -> None:
@@ -40,8 +33,4 @@ def fail(message: str, on_failure: str) -> None:
     """
     if on_failure == "raise":
         raise ConvergenceError(message)
-    frame, level = sys._getframe(1), 2
-    # products are called from many places in the package and in scipy: find the user's line
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+    warn(message, ConvergenceWarning)

@@ -6,6 +6,7 @@ import torch
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.ambient import without_autocast
+from curvlinops.core.arguments import check_count
 from curvlinops.core.seeds import read_generator
 
 
@@ -36,8 +37,7 @@ def dottest(
     """
     matrix = Matrix(A)
     rng = read_generator(matrix.device, seed, generator)
-    if type(num_tests) is not int or num_tests < 1:
-        raise ValueError(f"num_tests must be a positive integer, got {num_tests!r}.")
+    num_tests = check_count("num_tests", num_tests)
     rtol = rtol if rtol is not None else (1e-10 if matrix.dtype == torch.float64 else 1e-4)
     u, v = (
         torch.randn(num_tests, dim, generator=rng, dtype=matrix.dtype, device=matrix.device).T

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.ambient import without_autocast
+from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.seeds import read_generator
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
@@ -74,20 +74,23 @@ def eigsh(
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
 
     Example:
-        >>> import numpy as np
-        >>> from curvlinops import eigsh
+        >>>         >>> from curvlinops import eigsh
         >>> eigsh(np.diag([1.0, 2.0, 3.0]), k=2, which="LA").eigenvalues.round(6)
         array([2., 3.])
     """
     check_on_failure(on_failure)
     matrix = Matrix(A, square=True)
     rng = read_generator(matrix.device, seed, generator)
-    _check(matrix.shape[0], k, which, tol, maxiter)
+    k = check_count("k", k, at_most=matrix.shape[0])
+    maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
+    check_choice("which", which, ("LM", "LA", "SA", "BE"))
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
     start = _start(matrix, v0, block_size, rng)
     ncv = _basis_size(matrix, k, len(start), ncv)
     space = KrylovSpace(matrix, start, ncv)
     search = LanczosSearch(matrix, space, k, which, tol, ncv, confirm, rng)
-    finished = search.run(1000 if maxiter is None else maxiter)
+    finished = search.run(maxiter)
     return search.result(finished, on_failure)
 
 
@@ -95,8 +98,7 @@ def _start(matrix: Matrix, v0: Any, block_size: int | None, generator: torch.Gen
     """Return the rows of the first block, ``[b, D]``."""
     given = None if v0 is None else matrix.read(v0).T
     size = block_size if block_size is not None else (1 if given is None else len(given))
-    if type(size) is not int or not 1 <= size <= matrix.shape[0]:
-        raise ValueError(f"block_size must be an integer from 1 to D, got {block_size!r}.")
+    size = check_count("block_size", size, at_most=matrix.shape[0])
     if given is None:
         return random_rows(size, matrix, generator)
     if len(given) != size:
@@ -104,24 +106,9 @@ def _start(matrix: Matrix, v0: Any, block_size: int | None, generator: torch.Gen
     return given
 
 
-def _check(dim: int, k: int, which: str, tol: float, maxiter: int | None) -> None:
-    if which not in ("LM", "LA", "SA", "BE"):
-        raise ValueError(f"which must be 'LM', 'LA', 'SA' or 'BE', got {which!r}.")
-    if not isinstance(k, int | np.integer) or not 1 <= k <= dim:
-        raise ValueError(f"k must be an integer from 1 to D = {dim}, got {k!r}.")
-    if not 0 <= tol < 1:
-        raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
-    if maxiter is not None and (not isinstance(maxiter, int | np.integer) or maxiter < 0):
-        raise ValueError(f"maxiter must be a non-negative integer, got {maxiter!r}.")
-
-
 def _basis_size(matrix: Matrix, k: int, block: int, ncv: int | None) -> int:
     dim, least = matrix.shape[0], k + 2 * block
     if ncv is None:
         affordable = _BASIS_BYTES // (dim * matrix.dtype.itemsize)
         return min(dim, max(2 * k + 1, 20, k + 4 * block, min(2 * k + 50, affordable)))
-    if not isinstance(ncv, int | np.integer) or not min(least, dim) <= ncv:
-        raise ValueError(
-            f"ncv must be an integer of at least k + 2 * block_size = {least}, got {ncv!r}."
-        )
-    return min(int(ncv), dim)
+    return min(check_count("ncv", ncv, at_least=min(least, dim)), dim)

@@ -9,6 +9,7 @@ from torch import Tensor
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_split
 from curvlinops.core.ambient import without_autocast
+from curvlinops.core.norms import double_norm
 
 
 @without_autocast
@@ -126,7 +127,7 @@ def hutchinson_squared_fro(
 
     def sample(X: Tensor, AX: Tensor) -> Tensor:
         # squares may not be numbers of the matrix's type
-        return torch.linalg.vector_norm(AX, dim=0, dtype=torch.float64).square()
+        return double_norm(AX, 0).square()
 
     return _average_products(probes, num_matvecs, goal, sample)
 

@@ -11,9 +11,8 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
 from curvlinops.core.ambient import without_modes
+from curvlinops.core.arguments import check_count, check_number, without_graph
 from curvlinops.core.border import read
-from curvlinops.core.counts import check_count
-from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -76,7 +75,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self._preconditioner = self._read_preconditioner(preconditioner)
         self._set(rtol, atol, maxiter, x0)
         self._limit = 100 * torch.finfo(self.torch_dtype).eps
-        self.damping = float(without_graph(damping, "The damping"))
+        self.damping = check_number("damping", damping)
         if not isfinite(self.damping):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
@@ -104,10 +103,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         return matrix
 
     def _set(self, rtol: float, atol: float, maxiter: int | None, x0: Any) -> None:
-        if not (rtol >= 0 and atol >= 0 and rtol + atol > 0):
-            raise ValueError(
-                f"rtol and atol must not be negative, and not both zero; got {rtol}, {atol}."
-            )
+        rtol, atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
+        if rtol == atol == 0:
+            raise ValueError("rtol and atol must not both be zero.")
         self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
         self.rtol, self.atol = rtol, atol
         without_graph(x0, "x0")

@@ -10,9 +10,8 @@ from curvlinops.algorithms.confirmation import Confirmation
 from curvlinops.algorithms.convergence import fail
 from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.products import ASYMMETRY
 
-#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
-_ASYMMETRY = 1e-3
 #: With as few products left, the whole space comes before any confirmation.
 _FEW = 3
 
@@ -122,7 +121,7 @@ class LanczosSearch:
     def _check_symmetric(self, noise: Tensor) -> None:
         # what locking drops looks like asymmetry, and so does rounding of half precision
         suspicious = self.confirmation is None and not self.matrix.operator.self_adjoint
-        if suspicious and float(noise.max()) > _ASYMMETRY * self.space.norm:
+        if suspicious and float(noise.max()) > ASYMMETRY * self.space.norm:
             raise ValueError(
                 f"The matrix is not symmetric: its products differ from those of its transpose by "
                 f"about {float(noise.max()) / self.space.norm:.1e} of its norm."

@@ -12,9 +12,8 @@ from curvlinops.algorithms.inverse import Systems
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
 from curvlinops.core.ambient import without_modes
+from curvlinops.core.arguments import check_count, check_number, without_graph
 from curvlinops.core.border import read
-from curvlinops.core.counts import check_count
-from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -95,11 +94,13 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         maxiter: int | None = None,
     ) -> None:
         """Set the options of the constructor again."""
-        if not (atol >= 0 and btol >= 0 and conlim > 0):
-            raise ValueError("atol and btol must not be negative, and conlim must be positive.")
+        atol, btol = check_number("atol", atol, 0), check_number("btol", btol, 0)
+        damp, conlim = check_number("damp", damp), check_number("conlim", conlim, 0)
+        if conlim == 0:
+            raise ValueError("conlim must be positive.")
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
         self.maxiter = check_count("maxiter", maxiter)
-        self.damp = abs(without_graph(damp, "damp"))
+        self.damp = abs(damp)
         self.atol, self.btol, self.conlim = atol, btol, conlim
 
     def matvec_with_info(self, x: Any) -> LSMRSolution:

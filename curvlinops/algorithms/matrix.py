@@ -10,9 +10,9 @@ from scipy.sparse import issparse
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
+from curvlinops.core.arguments import without_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import not_finite
-from curvlinops.core.differentiable import without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns, ParameterSpace
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import ConvergenceError
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms
-from curvlinops.core.counts import check_count
-from curvlinops.core.differentiable import without_graph
+from curvlinops.core.arguments import check_count, without_graph
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 

@@ -9,6 +9,7 @@ from curvlinops.algorithms.exchangeable import append, grow, rescale
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, Goal, Probes
 from curvlinops.core.ambient import without_autocast
+from curvlinops.core.norms import double_norm
 
 
 @without_autocast
@@ -145,7 +146,7 @@ def _factor(probes: Probes, X: Tensor, AX: Tensor, gram: Tensor) -> tuple[Tensor
     _check_symmetric(probes.matrix, H)
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
     eps = torch.finfo(X.dtype).eps
-    scale = float(torch.linalg.vector_norm(AX, dtype=torch.float64)) / probes.dim**0.5 or 1.0
+    scale = float(double_norm(AX)) / probes.dim**0.5 or 1.0
     shift = eps * scale
     while shift <= eps**0.5 * scale:
         # random signs may depend on each other, which a multiple of the identity makes up for

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.counts import check_choice, check_count
+from curvlinops.core.arguments import check_choice, check_count
+from curvlinops.core.norms import double_norm
 from curvlinops.core.seeds import read_generator
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -101,7 +102,7 @@ class Average:
         total = self.count + num
         delta = mean - self.mean
         # in double precision, which has room for squares
-        spread = torch.linalg.vector_norm(samples - mean.unsqueeze(-1), dim=-1, dtype=torch.float64)
+        spread = double_norm(samples - mean.unsqueeze(-1), -1)
         between = delta.double().square() * (self.count * num / total)
         self._squares = self._squares + spread.square() + between
         self.mean = self.mean + delta * (num / total)
@@ -137,7 +138,7 @@ class Goal:
         """Return whether an estimate from ``count`` samples is accurate enough."""
         if self.rtol is None or count < _FEWEST:
             return False
-        sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (error, estimate)]
+        sizes = [double_norm(x) for x in (error, estimate)]
         return bool(sizes[0] <= self.rtol * sizes[1])
 
     def steps(self, num: int) -> list[int]:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
+from curvlinops.core.norms import double_norm
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
-_ASYMMETRY = 1e-3
+ASYMMETRY = 1e-3
 
 
 class Products:
@@ -56,7 +57,7 @@ class Products:
             largest = largest.maximum(before)
         if self._last is not None and old_rows.shape == rows.shape:
             difference = dots(old_rows, products) - dots(old_products, rows)
-            rounding = _ASYMMETRY * largest * norms(old_rows) * size
+            rounding = ASYMMETRY * largest * norms(old_rows) * size
             tiny = torch.finfo(rows.dtype).tiny  # inner products underflow
             if bool((difference.abs() > rounding.clamp(min=tiny)).any()):
                 raise ValueError(
@@ -95,7 +96,7 @@ def unit_of(products: Tensor, rows: Tensor, least: float = 0.0) -> float:
 
 def norms(rows: Tensor) -> Tensor:
     """Return the norms of rows, ``[K]``, in double precision, which has room for squares."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return double_norm(rows, 1)
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

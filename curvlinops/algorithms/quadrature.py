@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_count
 from curvlinops.core.ambient import without_autocast
+from curvlinops.core.norms import double_norm
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Lanczos:
             W = W - torch.bmm(more.unsqueeze(1), known).squeeze(1)
             overlaps = overlaps + more
         # in double precision, which has room for squares
-        norms = torch.linalg.vector_norm(W, dim=1, dtype=torch.float64).to(W)
+        norms = double_norm(W, 1).to(W)
         largest = torch.maximum(overlaps.abs().amax(dim=1), norms)
         self._scale = torch.maximum(self._scale, largest)
         self._check_symmetric(overlaps)

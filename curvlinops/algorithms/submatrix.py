@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import as_operator
+from curvlinops.core.arguments import as_integer
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -131,7 +131,7 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     values = idxs.tolist() if hasattr(idxs, "tolist") else list(idxs)
     if not isinstance(values, list) or not values:
         raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
-    values = [int(value) if isinstance(value, np.integer) else value for value in values]
+    values = [value if (number := as_integer(value)) is None else number for value in values]
     kinds = {type(value) for value in values}
     if kinds == {str}:
         _check_names(space, values, what)

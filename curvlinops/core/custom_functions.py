@@ -4,8 +4,6 @@ PyTorch cannot know: a backward is any Python code. One that detaches, or uses w
 outside of the graph, gives a Hessian that misses a part, without an error, and is still symmetric.
 """
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -15,6 +13,7 @@ from curvlinops.core.graph import graph_nodes
 from curvlinops.core.modes import Reverse
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
+from curvlinops.core.warn import warn
 
 
 def check_custom_functions(risk: BatchRisk) -> None:
@@ -43,11 +42,9 @@ def check_custom_functions(risk: BatchRisk) -> None:
     try:
         product, slopes = _compare(risk)
     except (RuntimeError, TypeError, ValueError) as error:  # whatever a float64 copy may meet
-        warnings.warn(
+        warn(
             f"Whether the backward of the custom autograd functions {sorted(functions)} can be "
             f"differentiated could not be checked: {error} If it cannot, the Hessian is wrong.",
-            UserWarning,
-            stacklevel=2,
         )
         return
     noise = _distance(*slopes)

@@ -1,7 +1,5 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
-import copy
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from curvlinops.core.containers import has_length, leaves, move, take
 
 
 @dataclass(frozen=True)
@@ -120,116 +120,26 @@ class Batches:
         return sizes.pop()
 
 
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything in nested dicts, lists and tuples that is none of these.
-
-    A container that can move itself to a device (a PackedSequence, a Hugging Face batch)
-    counts as a leaf. A tensor that occurs twice is one tensor in the result, too.
-    """
-    return _descend(tree, function, {})
-
-
-def _descend(part: Any, function: Callable[[Any], Any], mapped: dict[int, Any]) -> Any:
-    # no function inside of the other one: it would refer to itself, and keep batches in memory
-    if isinstance(part, Tensor):
-        if id(part) not in mapped:
-            mapped[id(part)] = function(part)
-        return mapped[id(part)]
-    if hasattr(part, "to"):
-        return function(part)
-    if isinstance(part, dict):
-        # the copy of a defaultdict, or of a user's own kind, is one
-        twin = copy.copy(part)
-        twin.update({key: _descend(value, function, mapped) for key, value in part.items()})
-        return twin
-    if isinstance(part, list | tuple):
-        values = [_descend(value, function, mapped) for value in part]
-        return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
-    return function(part)
-
-
 def first_samples(batch: Batch, num_samples: int) -> Batch | None:
     """Return a batch of the first few samples, on which whatever a model does is cheap to try.
 
     Args:
         batch: A batch.
-        num_samples: How many samples it has: the tensors whose first axis has this length are cut.
+        num_samples: How many samples it has, see ``take``.
 
     Returns:
         The batch; ``None`` if there are few anyway, or it is not evident how to cut it.
     """
     if num_samples < 4:
         return None
-    few = max(2, num_samples // 8)
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if not _has_length(leaf, num_samples):
-                return leaf
-            # no view: it would keep all samples in memory
-            return leaf.detach()[:few].clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, UserDict):  # a batch of Hugging Face, whose copies are independent
-            twin = copy.copy(leaf)
-            twin.update({key: map_leaves(value, cut) for key, value in leaf.items()})
-            return twin
-        return leaf
-
     inputs, targets = (
         [leaf for leaf in leaves(tree) if leaf.ndim > 0] for tree in (batch.X, batch.y)
     )
-    rest = [leaf for leaf in inputs if not _has_length(leaf, num_samples)]
+    rest = [leaf for leaf in inputs if not has_length(leaf, num_samples)]
     # integers that stay may count samples that are gone
     if len(rest) == len(inputs) or not all(leaf.is_floating_point() for leaf in rest):
         return None
-    if not all(_has_length(leaf, num_samples) for leaf in targets):
+    if not all(has_length(leaf, num_samples) for leaf in targets):
         return None
-    return Batch(batch.index, *map_leaves((batch.X, batch.y), cut))
-
-
-def _has_length(leaf: Tensor, length: int) -> bool:
-    return leaf.ndim > 0 and len(leaf) == length
-
-
-def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in a nested structure to a device."""
-
-    def moved(leaf: Any) -> Any:
-        if hasattr(leaf, "to"):
-            # some containers move in place: not the user's own
-            leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
-        # autograd refuses tensors that were made in inference mode
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-
-    return map_leaves(tree, moved)
-
-
-def to_double(tree: Any) -> Any:
-    """Turn all floating-point tensors of a nested structure into float64."""
-
-    def double(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if is_float else leaf
-
-    return map_leaves(tree, double)
-
-
-def leaves(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested mappings, lists and tuples."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        return [leaf for value in tree.values() for leaf in leaves(value)]
-    if isinstance(tree, list | tuple):
-        return [leaf for value in tree for leaf in leaves(value)]
-    return []
-
-
-def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]
+    few = slice(max(2, num_samples // 8))
+    return Batch(batch.index, *take((batch.X, batch.y), few, num_samples))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from curvlinops.core.data import Batch, leaves, strided_parts
+from curvlinops.core.columns import not_finite
+from curvlinops.core.containers import leaves, strided_parts
+from curvlinops.core.data import Batch
 from curvlinops.core.space import Columns
 
 
@@ -144,9 +146,9 @@ def check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
             f"The loss on batch {batch.index} is {float(loss)}. Check the batch for NaN and "
             "infinite values, and the parameters for divergence."
         )
-    for name, column in gradient.items():
-        if not bool(column.isfinite().all()):
-            raise ValueError(
-                f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
-                "the loss is: its derivative does not exist there (sqrt or norm at zero?)."
-            )
+    name = not_finite(gradient) if gradient else None
+    if name is not None:
+        raise ValueError(
+            f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
+            "the loss is: its derivative does not exist there (sqrt or norm at zero?)."
+        )

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from curvlinops.core.border import adopt, check_names
 from curvlinops.core.space import ParameterSpace
@@ -18,30 +17,6 @@ class Multiplies(Protocol):
     codomain: ParameterSpace
 
     def _product(self, x: Any, adjoint: bool) -> Any: ...
-
-
-def has_graph(x: Any) -> bool:
-    """Return whether autograd records what is computed of ``x``, tensors or anything else."""
-    if isinstance(x, Tensor):
-        if x.requires_grad and torch.is_grad_enabled():
-            return True
-        return forward_ad.unpack_dual(x).tangent is not None
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
-    return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
-
-
-def without_graph(x: Any, name: str) -> Any:
-    """Return an argument that becomes part of an operator, or of a solver.
-
-    Raises:
-        ValueError: If derivatives with respect to it are recorded: they would be missing.
-    """
-    if has_graph(x):
-        raise ValueError(
-            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
-            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
-        )
-    return x
 
 
 def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:

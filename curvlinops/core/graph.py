@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.core.data import strided_parts
+from curvlinops.core.containers import strided_parts
 
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:

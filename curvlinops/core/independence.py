@@ -1,12 +1,17 @@
 """Does the output for a sample depend on the other samples of its batch?"""
 
+import logging
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import evaluate
+from curvlinops.core.autodiff import BoundModel, evaluate
+from curvlinops.core.containers import take
+from curvlinops.core.data import Batch
 from curvlinops.core.risk import BatchRisk
+
+_LOGGER = logging.getLogger("curvlinops")
 
 #: Relative difference of outputs that rounding may explain.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
@@ -26,10 +31,32 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool:
     with suppress(Exception):
         few = bound.first_samples()
         if few is not None and len(output) == bound.num_samples:
-            found = evaluate(few)
-            # as many outputs as before: what was cut are not the samples
-            return len(found) < len(output) and differs(found, output[: len(found)], output)
+            return _differs_alone(few, output)
     return False
+
+
+def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
+    """Refuse a model whose output for a sample depends on the other samples of the batch.
+
+    Raises:
+        ValueError: If the first sample alone has another output. Nothing is said of inputs that
+            cannot be cut.
+    """
+    X = take(bound.batch.X, slice(1), len(output))
+    try:
+        coupled = _differs_alone(bound.on(Batch(bound.batch.index, X, None)), output)
+    except Exception as error:
+        _LOGGER.info("Whether samples interact could not be checked: %s", error)
+        return
+    if coupled:
+        raise ValueError(COUPLED)
+
+
+def _differs_alone(part: BoundModel, output: Tensor) -> bool:
+    """Return whether the first samples of a batch have other outputs without the rest."""
+    found = evaluate(part)
+    # as many outputs as before: what was cut are not the samples
+    return len(found) < len(output) and differs(found, output[: len(found)], output)
 
 
 def differs(found: Tensor, expected: Tensor, output: Tensor) -> bool:

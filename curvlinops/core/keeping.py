@@ -11,7 +11,9 @@ from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from curvlinops.core.data import Batch, leaves
+from curvlinops.core.arguments import as_integer
+from curvlinops.core.containers import leaves
+from curvlinops.core.data import Batch
 from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Change, Snapshot
 
@@ -131,10 +133,11 @@ class Keeper:
         self.__init__(**state)
 
 
-def check_cache(cache: Any, autodiff: str) -> None:
-    """Refuse a ``cache`` that is none of the choices, or that ``autodiff`` cannot serve."""
-    if type(cache) is int and cache >= 0:
-        return
+def check_cache(cache: Any, autodiff: str) -> str | int:
+    """Return ``cache`` if it is one of the choices, and ``autodiff`` can serve it."""
+    num_bytes = as_integer(cache)
+    if num_bytes is not None and num_bytes >= 0:
+        return num_bytes
     if not isinstance(cache, str) or cache not in ("auto", "graph", "none"):
         raise ValueError(
             f"cache must be 'auto', 'graph', 'none', or a number of bytes, got {cache!r}."
@@ -143,6 +146,7 @@ def check_cache(cache: Any, autodiff: str) -> None:
         raise ValueError(
             "cache='graph' needs autodiff='auto' or 'reverse': forward mode has no graph."
         )
+    return cache
 
 
 def _copied(batch: Batch) -> Batch:

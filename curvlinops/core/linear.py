@@ -7,9 +7,10 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 
 from curvlinops.core.ambient import methods_without_autocast, without_modes
+from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
-from curvlinops.core.differentiable import has_graph, product_with_graph
+from curvlinops.core.differentiable import product_with_graph
 from curvlinops.core.space import Columns, ParameterSpace
 
 

@@ -7,9 +7,9 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
+from curvlinops.core.arguments import check_count, without_graph
 from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar
 from curvlinops.core.columns import multiple, total
-from curvlinops.core.differentiable import without_graph
 from curvlinops.core.linear import LinearMap
 from curvlinops.core.space import Columns
 
@@ -218,9 +218,7 @@ class PowerLinearOperator(TorchLinearOperator):
     def __init__(self, operator: TorchLinearOperator, exponent: int):
         if operator.shape[0] != operator.shape[1]:
             raise ValueError(f"Powers need a square operator, got shape {operator.shape}.")
-        if not isinstance(exponent, int | np.integer) or exponent < 0:
-            raise ValueError(f"The exponent must be a non-negative integer, got {exponent!r}.")
-        self.operator, self.exponent = operator, int(exponent)
+        self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:

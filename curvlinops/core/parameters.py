@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from curvlinops.core.arguments import as_integer
+
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
     """Return a module's parameters by every name they have, and the module without wrappers."""
@@ -86,13 +88,11 @@ def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
     """
     if sizes is None:
         return [names]
-    fits = isinstance(sizes, list | tuple) and all(
-        isinstance(size, int) and size > 0 for size in sizes
-    )
-    if not fits or sum(sizes) != len(names):
+    found = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
+    if None in found or min(found, default=0) < 1 or sum(found) != len(names):
         raise ValueError(
             f"block_sizes must be positive integers that add up to the number of parameters, "
             f"{len(names)}; got {sizes}."
         )
     rest = iter(names)
-    return [[next(rest) for _ in range(size)] for size in sizes]
+    return [[next(rest) for _ in range(size)] for size in found]

@@ -14,7 +14,8 @@ from curvlinops.core import autodiff
 from curvlinops.core.ambient import without_modes
 from curvlinops.core.autodiff import Seed
 from curvlinops.core.columns import add
-from curvlinops.core.data import Batch, Batches, first_samples, to_double
+from curvlinops.core.containers import to_double
+from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
 from curvlinops.core.graph import footprint, graph_nodes

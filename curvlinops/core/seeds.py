@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from curvlinops.core.arguments import check_count
+
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
     """Return a generator for a device, seeded by non-negative integers.
@@ -32,17 +34,13 @@ def read_generator(
         so that ``torch.manual_seed`` makes the numbers repeatable.
 
     Raises:
-        ValueError: If both are given, or the seed is negative.
-        TypeError: If one of them is of the wrong kind.
+        ValueError: If both are given, or the seed is not such an integer.
+        TypeError: If the generator is none.
     """
     if seed is not None and generator is not None:
         raise ValueError("Pass either seed or generator, not both.")
     if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-            raise TypeError(f"seed must be an integer, got {seed!r}.")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}.")
-        return seeded(device, int(seed))
+        return seeded(device, check_count("seed", seed, at_least=0))
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator, got a {type(generator).__name__}. Integers are "

@@ -12,7 +12,7 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
-from curvlinops.layers.check import by_samples, disagreeing, probe, weighted_probe
+from curvlinops.layers.check import by_samples, disagreeing, probe, weighted
 from curvlinops.layers.detection import (
     TOLERANCES,
     Detection,
@@ -161,24 +161,25 @@ class RecordedBatch:
         """Find the layouts of some uses, by a random vector with and without weights."""
         output = self.output.detach()
         r = weights(self.num_samples, output)
-        gradients = self.gradients(probe(output)[None])
+        u = probe(output)
+        gradients = self.gradients(u[None])
         self._probed = dict(gradients) if self.num_bytes <= BYTES else None
         plain = self._sketches(keys, gradients)
-        weighted = self._sketches(keys, self.gradients(weighted_probe(output, r)[None]))
+        shares = self._sketches(keys, self.gradients(weighted(u, r)[None]))
         detections, candidates = {}, {}
         for key in keys:
             num_lead = len(self.uses[key].use.lead)
             found = Detection(plain.pop(key), num_lead, self.num_samples, self._tolerance)
-            candidates[key] = found.regular(weighted.pop(key), r)
+            candidates[key] = found.regular(shares.pop(key), r)
             detections[key] = found
         self.guessed = {key for key in keys if detections[key].is_blank}
         leads = {key: self.uses[key].use.lead for key in keys}
         found, self.open = settle(candidates, leads, self.guessed)
         self.layouts |= found
         rest = {key: found for key, found in detections.items() if not candidates[key]}
-        self._detect_scattered(rest)
+        self._detect_scattered(rest, u)
 
-    def _detect_scattered(self, detections: Mapping[Key, Detection]) -> None:
+    def _detect_scattered(self, detections: Mapping[Key, Detection], u: Tensor) -> None:
         """Find layouts without a pattern."""
         output = self.output.detach()
         for key in self.guessed & set(detections):
@@ -189,9 +190,7 @@ class RecordedBatch:
                 del self.uses[key]
         keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]
         r = digits(self.num_samples, self._tolerance, output) if keys else []
-        passes = [
-            self._sketches(keys, self.gradients(weighted_probe(output, some)[None])) for some in r
-        ]
+        passes = [self._sketches(keys, self.gradients(weighted(u, some)[None])) for some in r]
         for key in keys:
             layout = detections[key].scattered([found.pop(key) for found in passes], r)
             if layout is not None:

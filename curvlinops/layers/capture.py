@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from curvlinops.core.autodiff import pull
 from curvlinops.core.space import Columns
 from curvlinops.layers.composed import COMPOSED
-from curvlinops.layers.elementwise import REPEATING
+from curvlinops.layers.elementwise import IN_PLACE, REPEATING
 from curvlinops.layers.embedding import READING
 from curvlinops.layers.parts import Key
 from curvlinops.layers.uses import RULES, Use
@@ -130,7 +130,7 @@ class Capture(TorchFunctionMode):
             return out if self._meets_others(args, kwargs) else self._follow(out)
         if change is Change.ENLARGE:
             args, kwargs = self._enlarge(args, kwargs)
-        in_place = getattr(func, "__name__", "") in _IN_PLACE
+        in_place = func in IN_PLACE
         constant = {}
 
         def freeze(x: Any) -> Any:
@@ -185,7 +185,6 @@ class Capture(TorchFunctionMode):
 
 
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-_IN_PLACE = {"add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 def _covers(view: Tensor, base: Tensor) -> bool:

@@ -45,38 +45,59 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
     return torch.where(mask, value, input)
 
 
-#: An equivalent that writes nothing in place, for each way to call an elementwise function.
+#: An equivalent that writes nothing in place, and the names of each elementwise function.
 _ELEMENTWISE = {
-    torch.add: (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__),
-    torch.sub: (torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__),
-    _reversed(torch.sub): (torch.rsub, Tensor.__rsub__),
-    torch.mul: (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__),
-    torch.div: (
-        *(torch.div, torch.divide, torch.true_divide),
-        *(Tensor.div, Tensor.div_, Tensor.true_divide, Tensor.__truediv__),
-    ),
-    _reversed(torch.div): (Tensor.__rdiv__,),
-    torch.pow: (torch.pow, Tensor.pow, Tensor.__pow__),
-    torch.float_power: (torch.float_power, Tensor.float_power),
-    torch.maximum: (torch.maximum, Tensor.maximum, torch.max, Tensor.max),
-    torch.minimum: (torch.minimum, Tensor.minimum, torch.min, Tensor.min),
-    torch.clamp: (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip),
-    torch.where: (torch.where,),
-    Tensor.where: (Tensor.where,),
-    _masked_fill: (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_),
-    torch.lerp: (torch.lerp, Tensor.lerp),
-    torch.addcmul: (torch.addcmul, Tensor.addcmul),
-    torch.addcdiv: (torch.addcdiv, Tensor.addcdiv),
-    torch.atan2: (torch.atan2, Tensor.atan2, torch.arctan2, Tensor.arctan2),
-    torch.hypot: (torch.hypot, Tensor.hypot),
-    torch.xlogy: (torch.xlogy, Tensor.xlogy),
-    torch.logaddexp: (torch.logaddexp, Tensor.logaddexp),
+    torch.add: "add __add__ __radd__ __iadd__",
+    torch.sub: "sub subtract __sub__ __isub__",
+    _reversed(torch.sub): "rsub __rsub__",
+    torch.mul: "mul multiply __mul__ __rmul__ __imul__",
+    torch.div: "div divide true_divide __truediv__ __itruediv__",
+    _reversed(torch.div): "__rdiv__",
+    torch.pow: "pow __pow__ __ipow__",
+    torch.float_power: "float_power",
+    torch.remainder: "remainder __mod__ __imod__",
+    torch.fmod: "fmod",
+    torch.maximum: "maximum max",
+    torch.minimum: "minimum min",
+    torch.fmax: "fmax",
+    torch.fmin: "fmin",
+    torch.clamp: "clamp clip",
+    torch.clamp_min: "clamp_min",
+    torch.clamp_max: "clamp_max",
+    torch.copysign: "copysign",
+    _masked_fill: "masked_fill",
+    torch.lerp: "lerp",
+    torch.addcmul: "addcmul",
+    torch.addcdiv: "addcdiv",
+    torch.atan2: "atan2 arctan2",
+    torch.hypot: "hypot",
+    torch.ldexp: "ldexp",
+    torch.xlogy: "xlogy",
+    torch.special.xlog1py: "xlog1py",
+    torch.logaddexp: "logaddexp",
+    torch.logaddexp2: "logaddexp2",
 }
-for _function, _calls in _ELEMENTWISE.items():
-    handles(*_calls)(_elementwise(_function))
-handles(Tensor.__rmul__)(_elementwise(torch.mul))
-handles(Tensor.__iadd__)(_elementwise(torch.add))
-handles(Tensor.__imul__)(_elementwise(torch.mul))
+#: Those that write to their first argument.
+IN_PLACE: set[Callable] = set()
+
+
+def _register(function: Callable, name: str) -> None:
+    """Let all calls of an elementwise function by a name be known."""
+    for owner in (torch, torch.special, Tensor):
+        for known in (name, f"{name}_"):
+            call = getattr(owner, known, None)
+            if call is not None:
+                handles(call)(_elementwise(function))
+                if known != name or name.startswith("__i"):
+                    IN_PLACE.add(call)
+
+
+for _function, _names in _ELEMENTWISE.items():
+    for _name in _names.split():
+        _register(_function, _name)
+# their arguments are in another order than those of the method
+handles(torch.where)(_elementwise(torch.where))
+handles(Tensor.where)(_elementwise(Tensor.where))
 
 #: With a parameter alone these make one of more entries, e.g. a token for each sample.
 REPEATING = {

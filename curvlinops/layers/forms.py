@@ -8,11 +8,11 @@ where that is cheaper.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.layers.place import Place
 from curvlinops.layers.products import BYTES, Products
 
 #: How many numbers a processor's cache holds.
@@ -190,39 +190,6 @@ class Mapped(Form):
     def select(self, samples: Tensor) -> "Mapped":
         """Return the gradients of some samples only."""
         return Mapped(self.form.select(samples), self._pull, self.shape)
-
-
-class Place(NamedTuple):
-    """Which of a parameter's entries, in the order of the flat vector, a part of it has.
-
-    Attributes:
-        offset: The first one.
-        shape: The part's shape.
-        stride: Steps along its axes.
-    """
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor, leaf: Tensor) -> "Place | None":
-        """Return which part of a parameter a tensor is, ``None`` if it is none."""
-        storages = (x.untyped_storage().data_ptr() for x in (tensor, leaf))
-        if not leaf.is_contiguous() or tensor.dtype != leaf.dtype or len(set(storages)) > 1:
-            return None
-        offset = tensor.storage_offset() - leaf.storage_offset()
-        place = cls(offset, tuple(tensor.shape), tensor.stride())
-        entries = place.entries(tensor.device)
-        return place if len(entries.unique()) == len(entries) else None
-
-    def entries(self, device: torch.device) -> Tensor:
-        """Return the entries' indices."""
-        index = torch.full((), self.offset, device=device)
-        for axis, (length, step) in enumerate(zip(self.shape, self.stride, strict=True)):
-            along = step * torch.arange(length, device=device)
-            index = index.unsqueeze(axis) + along
-        return index.flatten()
 
 
 class Within(Form):

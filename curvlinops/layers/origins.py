@@ -7,8 +7,9 @@ from torch import Tensor
 from curvlinops.core.autodiff import pull_columns
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes
-from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
+from curvlinops.layers.place import Place
 
 #: Those who ask know how many vectors the memory allows.
 ANY_NUMBER = 2**31
@@ -26,7 +27,8 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
     """Return gradients with respect to a parameter of which a layer used a function."""
     if tensor is leaf:
         return form
-    if _is_permutation(tensor, leaf):
+    place = Place.of(tensor, leaf)
+    if place is not None and place.is_whole(leaf.numel()):
         order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
         arrangement = Arrangement.of(tensor.shape, order)
         if isinstance(form, Outer):
@@ -37,7 +39,6 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
 
         return Mapped(form, arrange, leaf.shape)
 
-    place = Place.of(tensor, leaf)
     if place is not None:
         return Within(form, place, leaf.shape)
 
@@ -50,14 +51,3 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
         return out
 
     return Mapped(form, pull_back, leaf.shape)
-
-
-def _is_permutation(tensor: Tensor, leaf: Tensor) -> bool:
-    """Return whether a tensor is a view of all of a parameter's entries."""
-    return (
-        leaf.is_contiguous()
-        and tensor.dtype == leaf.dtype
-        and tensor.numel() == leaf.numel()
-        and tensor.data_ptr() == leaf.data_ptr()
-        and 0 not in tensor.stride()
-    )

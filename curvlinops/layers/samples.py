@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.core.independence import check_first_sample
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, check_independent, has_parts
+from curvlinops.layers.check import autograd_sums, has_parts
 from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.layout import Along
 from curvlinops.layers.parts import Key, Part
@@ -146,7 +147,7 @@ class SampleBackward:
             if changed is not None:
                 return self._sort(bound, changed)
             if lost and self._independent and change is Change.ENLARGE:
-                check_independent(bound, batch.output)
+                check_first_sample(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
         if self._trusting:

@@ -50,7 +50,7 @@ class Use:
         def form(g: Tensor, sort: Sort) -> Form:
             return self.form(g, sort).reshaped(shape)
 
-        return Use(self.lead, self.split, form)
+        return replace(self, form=form)
 
 
 class Rule:

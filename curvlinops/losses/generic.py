@@ -1,12 +1,12 @@
 """Any loss that is a sum or mean of its samples' losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.core.containers import take
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
@@ -41,7 +41,7 @@ class AdditiveLoss(Loss):
         singles = []
         try:
             for n in range(output.shape[0]):
-                one = _one_sample(target, n, output.shape[0])
+                one = take(target, slice(n, n + 1), output.shape[0])
                 singles.append(self._value(output[n : n + 1], one).detach())
         except RuntimeError:
             if not self.needs_graph:
@@ -147,17 +147,3 @@ class AdditiveLoss(Loss):
                 f"got {found}."
             )
         return value.reshape(())
-
-
-def _one_sample(target: Any, n: int, num_samples: int) -> Any:
-    """Return the part of nested targets that belongs to one sample, with its batch axis."""
-    if isinstance(target, Tensor | np.ndarray):
-        return target[n : n + 1] if target.ndim > 0 else target
-    if isinstance(target, Mapping):
-        return {key: _one_sample(value, n, num_samples) for key, value in target.items()}
-    if isinstance(target, list | tuple):
-        if len(target) == num_samples and not any(isinstance(t, Tensor) for t in target):
-            return target[n : n + 1]
-        values = [_one_sample(value, n, num_samples) for value in target]
-        return type(target)(*values) if hasattr(target, "_fields") else type(target)(values)
-    return target

@@ -1,7 +1,6 @@
 """What all operators over a data set share."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
-from curvlinops.core.counts import check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
@@ -23,6 +22,7 @@ from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.warn import warn
 from curvlinops.losses import Loss, wrap_loss
 
 
@@ -39,7 +39,7 @@ class DataLinearOperator(TorchLinearOperator):
             tensors, or a dictionary from names to tensors (whose values may differ from the
             module's).
         data: An iterable over pairs ``(X, y)``, the same in each pass. X may be any nesting of
-            dictionaries, lists and tuples with tensors; y, too, or ``None``.
+            dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass; and for gradients of single samples,
@@ -99,7 +99,7 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: int | None = None,
         autodiff: str = "auto",
     ):
-        check_cache(cache, autodiff)
+        cache = check_cache(cache, autodiff)
         check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         model = wrap_model(model_func, params)
@@ -246,12 +246,12 @@ class DataLinearOperator(TorchLinearOperator):
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
-        """Move the operator, and the user's module and loss, to another device.
+        """Move the operator itself, and the user's module and loss, to another device.
 
-        Returns:
-            The operator itself.
+        Operators made of it before, such as sums, do not follow: make them again.
         """
         self.clear_cache()
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.risk.to(device)
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
         return self
@@ -279,12 +279,10 @@ class DataLinearOperator(TorchLinearOperator):
                 f"that {type(self).__name__}, which is made of single samples' gradients, is not "
                 "defined. Call model.eval()."
             )
-        message = (
+        warn(
             f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
             "split into batches. Call model.eval() to use running statistics."
         )
-        # attributed to the first caller outside of the package's constructors
-        warnings.warn(message, UserWarning, stacklevel=5)
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)

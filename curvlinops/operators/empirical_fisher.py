@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
+from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.groups import write_rows
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
-from curvlinops.operators.alone import SamplesAlone
 from curvlinops.operators.base import DataLinearOperator
 
 
@@ -40,9 +41,7 @@ class EFLinearOperator(DataLinearOperator):
     _per_sample = True
 
     def __init__(self, *args: Any, terms: str = "term", **kwargs: Any):
-        if terms not in ("term", "sample"):
-            raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
-        self.terms = terms
+        self.terms = check_choice("terms", terms, ("term", "sample"))
         super().__init__(*args, **kwargs)
         self._forget_choice()
 

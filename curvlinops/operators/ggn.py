@@ -1,6 +1,5 @@
 """The generalized Gauss-Newton matrix, exact or with sampled loss Hessians."""
 
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +7,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.warn import warn
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, would_be_gradients
@@ -34,11 +34,9 @@ class GGNLinearOperator(DataLinearOperator):
         checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
         self.mc_samples, self.seed = checked
         if self.risk.loss.is_linear:
-            warnings.warn(
+            warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
                 "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
-                UserWarning,
-                stacklevel=2,
             )
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:

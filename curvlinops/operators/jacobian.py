@@ -1,7 +1,6 @@
 """The Jacobian of the model's outputs, and its transpose."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.groups import Group, inner
+from curvlinops.layers.groups import Group
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import RowMaps, RowsLinearOperator, flat
 
@@ -93,32 +92,22 @@ class JacobianLinearOperator(OutputsLinearOperator):
         gradients, without the Jacobian, where that is cheaper.
         """
         samples = SampleBackward(type(self).__name__, self._trusting, False)
-        batches: list[tuple[list[Group], int]] = []
+        batches: list[tuple[list[Group], Tensor]] = []
+        done = 0
 
         def step(bound: BatchRisk) -> None:
+            nonlocal done
             gradients = samples.capture(bound)
             output = gradients.output
             size = output[0].numel()
             one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
             u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-            batches.append((gradients.backward(u), output.numel()))
+            rows = torch.arange(done, done + output.numel(), device=output.device)
+            batches.append((gradients.backward(u), rows))
+            done += output.numel()
 
         self._run(step)
-        space = self.risk.space
-        lengths = [length for _, length in batches]
-        ends = list(accumulate(lengths, initial=0))
-        places = [slice(*ends[i : i + 2]) for i in range(len(lengths))]
-        out = torch.zeros(ends[-1], ends[-1], dtype=space.dtype, device=space.device)
-        for i, (first, rows) in enumerate(batches):
-            for j, (second, columns) in enumerate(batches[i:], start=i):
-                # [V, N, W, M]: outputs are numbered sample by sample
-                block = inner(first, second, space).permute(1, 0, 3, 2).reshape(rows, columns)
-                out[places[i], places[j]] = block
-                out[places[j], places[i]] = block.T
-        self._check_finite(
-            {"": out.reshape(1, -1)}, ParameterSpace.flat(out.numel(), out.dtype, out.device)
-        )
-        return out
+        return self._gram(batches)
 
 
 class TransposedJacobianLinearOperator(OutputsLinearOperator):

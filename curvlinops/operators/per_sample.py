@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.groups import Group, inner, one_by_one, split, write_rows
+from curvlinops.layers.alone import SamplesAlone
+from curvlinops.layers.groups import Group, one_by_one, split, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.alone import SamplesAlone
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
 
 #: Takes gradients of some samples, and their places among the rows.
@@ -52,9 +53,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         terms: str = "sample",
         **kwargs: Any,
     ):
-        if terms not in ("term", "sample"):
-            raise ValueError(f"terms must be 'term' or 'sample', got {terms!r}.")
-        self.terms = terms
+        self.terms = check_choice("terms", terms, ("term", "sample"))
         self._subsampling, self._selective = subsampling, subsampling is not None
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
@@ -82,6 +81,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._indices = _indices(self._subsampling, self._all)
         rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
         return self.risk.space, rows, False
+
+    def to_device(self, device: torch.device | str) -> "PerSampleGradientLinearOperator":
+        """Move the operator itself, see ``DataLinearOperator``."""
+        super().to_device(device)
+        self._all, self._indices = self._all.to(self.device), self._indices.to(self.device)
+        return self
 
     def _num_rows(self, output: Tensor) -> int:
         if self.terms == "sample":
@@ -197,14 +202,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T
-        out = self.codomain.zeros(self.shape[0])[""]
-        for first, (groups, rows) in enumerate(batches):
-            for others, columns in batches[first:]:
-                block = inner(groups, others, self.domain)[0, :, 0].to(out.dtype)
-                out[rows[:, None], columns] = block
-                out[columns[:, None], rows] = block.T
-        self._check(out)
-        return out
+        return self._gram(batches)
 
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
@@ -224,10 +222,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         ones = torch.ones(self.shape[0], dtype=self.torch_dtype, device=self.device)
         mean = (self.T @ ones) / self.shape[0]
         return (self.second_moment() - mean.square()).clamp(min=0.0)
-
-    def _check(self, out: Tensor) -> None:
-        space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
-        self._check_finite({"": out.reshape(1, -1)}, space)
 
     def _visit(self, visit: Visit) -> None:
         """Call ``visit`` with each batch's gradients."""

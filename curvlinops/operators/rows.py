@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
+import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
@@ -10,6 +11,7 @@ from curvlinops.core.choice import Mode
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.groups import Group, inner
 from curvlinops.operators.base import DataLinearOperator
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
@@ -146,6 +148,28 @@ class RowsLinearOperator(DataLinearOperator):
         self._place_rows(rows.dim, compute)
         self._check_finite(out, space)
         return out
+
+    def _gram(self, batches: list[tuple[list[Group], Tensor]]) -> Tensor:
+        """Return the inner products of all rows.
+
+        Args:
+            batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
+                their numbers, ``[N * V]``, sample by sample.
+        """
+        space, size = self.risk.space, sum(len(rows) for _, rows in batches)
+        out = torch.zeros(size, size, dtype=space.dtype, device=space.device)
+        for i, (first, rows) in enumerate(batches):
+            for second, columns in batches[i:]:
+                block = inner(first, second, space).permute(1, 0, 3, 2)
+                block = block.reshape(len(rows), len(columns)).to(out.dtype)
+                out[rows[:, None], columns] = block
+                out[columns[:, None], rows] = block.T
+        self._check(out)
+        return out
+
+    def _check(self, out: Tensor) -> None:
+        space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
+        self._check_finite({"": out.reshape(1, -1)}, space)
 
 
 def flat(output: Tensor) -> RowMaps:

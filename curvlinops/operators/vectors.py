@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvlinops.core.counts import check_count
+from curvlinops.core.arguments import check_count
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss

@@ -6,11 +6,10 @@ from math import isfinite
 from operator import matmul
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.differentiable import without_graph
+from curvlinops.core.arguments import check_count, check_number
 from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
@@ -108,9 +107,10 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If the operator is not symmetric, or singular to working precision.
         """
         self._need_symmetry("An inverse")
-        if not isfinite(without_graph(damping, "The damping")):
+        damping = check_number("damping", damping)
+        if not isfinite(damping):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
-        damped = self if damping == 0 else self._shifted(float(damping))
+        damped = self if damping == 0 else self._shifted(damping)
         return damped._inverse(retry_double_precision)
 
     def power(self, exponent: float) -> TorchLinearOperator:
@@ -124,13 +124,9 @@ class StructuredLinearOperator(TorchLinearOperator):
         Raises:
             ValueError: If there is no such power.
         """
-        if not isinstance(exponent, int | float | np.integer | np.floating) or isinstance(
-            exponent, bool
-        ):
-            raise ValueError(f"The exponent must be a real number, got {exponent!r}.")
+        exponent = check_number("exponent", exponent)
         if not isfinite(exponent):
             raise ValueError(f"The exponent must be finite, got {exponent}.")
-        exponent = float(exponent)
         if not self.self_adjoint and exponent.is_integer() and exponent >= 0:
             times = int(exponent)
             return reduce(matmul, [self] * times) if times else PowerLinearOperator(self, 0)
@@ -153,7 +149,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If the operator is not positive semidefinite.
         """
         z = torch.randn(
-            1 if num_samples is None else num_samples,
+            1 if num_samples is None else check_count("num_samples", num_samples, at_least=0),
             self.domain.dim,
             generator=generator,
             dtype=self.torch_dtype,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.differentiable import without_graph
+from curvlinops.core.arguments import without_graph
 
 
 def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:

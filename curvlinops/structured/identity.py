@@ -5,7 +5,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from curvlinops.core.differentiable import without_graph
+from curvlinops.core.arguments import without_graph
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm

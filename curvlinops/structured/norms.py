@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvlinops.core.norms import PART, double_norm
+
 #: Outside of these, squares may be no float64 numbers.
 _SMALLEST, _LARGEST = 1e-140, 1e140
-#: Rows of so many numbers are converted to float64 at once.
-_PART = 2**17
 
 
 def wide_norm(x: Tensor, dim: int | Sequence[int]) -> Tensor:
@@ -18,7 +18,7 @@ def wide_norm(x: Tensor, dim: int | Sequence[int]) -> Tensor:
         x: Numbers.
         dim: The axes, which the norms do not have.
     """
-    norm = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64)
+    norm = double_norm(x, dim)
     # squares of float32 numbers are float64 numbers
     rescaled = x.dtype == torch.float64 and x.numel() > 0
     if rescaled and bool(((norm < _SMALLEST) | (norm > _LARGEST)).any()):
@@ -35,7 +35,7 @@ def wide_inner(x: Tensor, y: Tensor) -> Tensor:
         x: Matrices ``[..., n, m]``.
         y: Matrices ``[..., n, m]``; leading axes may be expanded.
     """
-    step = max(_PART * x.shape[-2] // max(x.numel(), 1), 1)
+    step = max(PART * x.shape[-2] // max(x.numel(), 1), 1)
     parts = zip(x.split(step, dim=-2), y.split(step, dim=-2), strict=True)
     return torch.stack([(a.double() * b).sum((-2, -1)) for a, b in parts]).sum(0)
 
@@ -47,10 +47,14 @@ def deviation(matrix: Tensor) -> tuple[Tensor, Tensor]:
         matrix: A, ``[..., n, n]``.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1).double()
-    mean, rest = diagonal.mean(-1), matrix.clone()
-    rest.diagonal(dim1=-2, dim2=-1).zero_()
-    along = wide_norm(diagonal - mean.unsqueeze(-1), -1)
-    return mean, torch.hypot(along, wide_norm(rest, (-2, -1)))
+    mean, dim = diagonal.mean(-1), matrix.shape[-1]
+    norms = [wide_norm(diagonal - mean.unsqueeze(-1), -1)]
+    step = max(PART * dim // max(matrix.numel(), 1), 1)
+    for start in range(0, dim, step):
+        rest = matrix[..., start : start + step, :].clone()
+        rest.diagonal(start, -2, -1).zero_()
+        norms.append(wide_norm(rest, (-2, -1)))
+    return mean, wide_norm(torch.stack(norms), 0)
 
 
 def norm_of_sum(terms: Sequence[Sequence[Tensor]]) -> Tensor:

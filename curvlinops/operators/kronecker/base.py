@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.counts import check_count
+from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
@@ -18,7 +18,6 @@ from curvlinops.operators.kronecker.options import (
     FisherType,
     KFACType,
     Options,
-    check_choice,
     reduced_parameters,
 )
 from curvlinops.operators.kronecker.passes import Passes
@@ -85,13 +84,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     ):
         super().__init__(*args, **kwargs)
         self._options = Options(
-            check_choice(FisherType, "fisher_type", fisher_type),
+            check_choice("fisher_type", fisher_type, FisherType),
             check_count("mc_samples", mc_samples),
             check_count("seed", seed, at_least=0),
             exact,
             reduced_parameters(kfac_approx, self.space.names),
             not separate_weight_and_bias,
-            check_choice(Fallback, "fallback", fallback),
+            check_choice("fallback", fallback, Fallback),
             check_count("max_factor_size", max_factor_size, at_least=0),
         )
         self._options.check(self.risk.loss)

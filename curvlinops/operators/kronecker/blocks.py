@@ -131,7 +131,7 @@ def _unused(names: tuple[str, ...], size: int, space: ParameterSpace) -> BlockFa
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:
-    return space.zeros(1)[space.names[0]].new_zeros(size)
+    return torch.zeros(size, dtype=space.dtype, device=space.device)
 
 
 def plain(space: ParameterSpace) -> Build:

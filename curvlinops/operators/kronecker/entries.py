@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.space import Columns
-from curvlinops.layers.forms import Place
+from curvlinops.layers.place import Place
 from curvlinops.operators.kronecker.plan import Block
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from curvlinops.core.differentiable import without_graph
+from curvlinops.core.arguments import without_graph
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
 from curvlinops.structured.base import StructuredLinearOperator

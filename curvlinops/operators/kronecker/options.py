@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from curvlinops.core.arguments import check_choice
 from curvlinops.losses import Loss
 from curvlinops.operators.vectors import check_sampling
 
@@ -84,19 +85,6 @@ class Options:
             raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")
 
 
-def check_choice(kind: type[Enum], name: str, value: object) -> Enum:
-    """Return a member of an enumeration, given itself or its value.
-
-    Raises:
-        ValueError: If there is no such member.
-    """
-    try:
-        return kind(value)
-    except ValueError:
-        choices = [str(member) for member in kind]
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}.") from None
-
-
 def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
     """Return the parameters for which the reduce setting is wanted.
 
@@ -109,11 +97,11 @@ def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
         ValueError: If there is no such setting, or no parameter of that name.
     """
     if not isinstance(kfac_approx, Mapping):
-        reduce = check_choice(KFACType, "kfac_approx", kfac_approx) is KFACType.REDUCE
+        reduce = check_choice("kfac_approx", kfac_approx, KFACType) is KFACType.REDUCE
         return frozenset(names if reduce else ())
     chosen: dict[str, KFACType] = {}
     for key in sorted(kfac_approx, key=len):  # what is said of a part counts more
-        value = check_choice(KFACType, f"kfac_approx[{key!r}]", kfac_approx[key])
+        value = check_choice(f"kfac_approx[{key!r}]", kfac_approx[key], KFACType)
         found = [name for name in names if name == key or name.startswith(f"{key}.") or key == ""]
         if not found:
             raise ValueError(f"kfac_approx names '{key}', but there is no such parameter: {names}.")

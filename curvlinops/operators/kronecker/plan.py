@@ -5,11 +5,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Place
+from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 from curvlinops.operators.kronecker.usage import Usage
 
@@ -164,13 +162,8 @@ def _known(
 
 
 def _disjoint(places: Sequence[Place | None]) -> bool:
-    """Return whether parts of a parameter have no entries in common."""
-    if len(places) == 1:
-        return True
-    if None in places:
-        return False
-    entries = torch.cat([place.entries(torch.device("cpu")) for place in places])
-    return len(entries.unique()) == len(entries)
+    """Return whether parts of a parameter, ``None`` for all of it, have no entries in common."""
+    return len(places) == 1 or (None not in places and are_disjoint(places))
 
 
 def _written(name: str, space: ParameterSpace, options: Options) -> Block:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind
-from curvlinops.layers.forms import Place
 from curvlinops.layers.outer import Arrangement
+from curvlinops.layers.place import Place
 from curvlinops.losses import Loss
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.estimate import stays_whole

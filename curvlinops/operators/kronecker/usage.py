@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from curvlinops.layers.factors import Kind
-from curvlinops.layers.forms import Form, Mapped, Place, Within
+from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.parts import Part
+from curvlinops.layers.place import Place
 
 
 class Partner(NamedTuple):

@@ -1,15 +1,14 @@
 """Gradients of samples whose loss needs the model's graph: each sample is a batch of its own."""
 
 import logging
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
 from curvlinops.core.columns import add
-from curvlinops.core.data import Batch, map_leaves
+from curvlinops.core.containers import take
+from curvlinops.core.data import Batch
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.detection import TOLERANCES
@@ -139,14 +138,5 @@ def _alone(bound: BatchRisk, n: int, num_samples: int) -> BatchRisk:
     Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
     which a loss differentiates) stays one.
     """
-
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0 or len(leaf) != num_samples:
-            return leaf
-        part = leaf[n : n + 1]
-        return (
-            part.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else part
-        )
-
-    X, y = map_leaves((bound.batch.X, bound.batch.y), cut)
+    X, y = take((bound.batch.X, bound.batch.y), slice(n, n + 1), num_samples)
     return bound.on(Batch(bound.batch.index, X, y))

@@ -1,0 +1,100 @@
+"""Arguments that are numbers, one of a few choices, or constants to autograd."""
+
+from collections.abc import Iterable, Mapping
+from math import inf, isnan
+from operator import index
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Choice = TypeVar("Choice", bound=str)
+
+
+def as_integer(value: Any) -> int | None:
+    """Return an integer of Python, NumPy, or in a tensor; ``None`` if it is none."""
+    try:
+        # True is an integer to Python
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
+
+
+def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = None) -> int:
+    """Return a number that must be an integer: Python's, NumPy's, or a tensor with one.
+
+    Args:
+        name: Of the argument.
+        value: The number.
+        at_least: The smallest that is allowed.
+        at_most: The largest that is allowed.
+
+    Raises:
+        ValueError: If it is no integer, too small, or too large.
+    """
+    number = as_integer(value)
+    if number is None or number < at_least or (at_most is not None and number > at_most):
+        allowed = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}.")
+    return number
+
+
+def check_number(name: str, value: Any, at_least: float = -inf) -> float:
+    """Return a number that must be real: Python's, NumPy's, or a tensor with one.
+
+    Args:
+        name: Of the argument.
+        value: The number.
+        at_least: The smallest that is allowed.
+
+    Raises:
+        ValueError: If it is no number, or too small; or if it requires gradients.
+    """
+    without_graph(value, name)
+    try:
+        # float() reads strings, too
+        number = float("nan") if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = float("nan")
+    if isnan(number) or number < at_least:
+        allowed = "a number" if at_least == -inf else f"a number >= {at_least:g}"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+    return number
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
+    """Return that one of some strings, or members of an enumeration of strings, that is chosen.
+
+    Raises:
+        ValueError: If there is no such choice.
+    """
+    choices = list(choices)
+    if not isinstance(value, str) or value not in choices:
+        known = [str(choice) for choice in choices]
+        raise ValueError(f"{name} must be one of {known}, got {value!r}.")
+    return choices[choices.index(value)]
+
+
+def has_graph(x: Any) -> bool:
+    """Return whether autograd records what is computed of ``x``, tensors or anything else."""
+    if isinstance(x, Tensor):
+        if x.requires_grad and torch.is_grad_enabled():
+            return True
+        return forward_ad.unpack_dual(x).tangent is not None
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
+
+
+def without_graph(x: Any, name: str) -> Any:
+    """Return an argument that becomes part of an operator, or of a solver.
+
+    Raises:
+        ValueError: If derivatives with respect to it are recorded: they would be missing.
+    """
+    if has_graph(x):
+        raise ValueError(
+            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
+            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
+        )
+    return x

@@ -1,0 +1,172 @@
+"""Nested containers of tensors: parts of batches, and what is done to all of them."""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_leaves(
+    tree: Any, function: Callable[[Any], Any], whole: Callable[[Any], bool] = lambda part: False
+) -> Any:
+    """Apply a function to everything in nested containers that is none of these.
+
+    Containers are mappings, lists, tuples and dataclasses; those of the result are of the same
+    types. A tensor that occurs twice is one tensor in the result, too.
+
+    Args:
+        tree: Nested containers.
+        function: Applied to what they contain.
+        whole: Says of which containers the function takes care as a whole.
+    """
+    return _descend(tree, function, whole, {})
+
+
+def _descend(part: Any, function: Callable, whole: Callable, mapped: dict[int, Any]) -> Any:
+    # no function inside of the other one: it would refer to itself, and keep batches in memory
+    if isinstance(part, Tensor):
+        if id(part) not in mapped:
+            mapped[id(part)] = function(part)
+        return mapped[id(part)]
+    if isinstance(part, PackedSequence) or whole(part):
+        return function(part)
+    if isinstance(part, Mapping):
+        items = {key: _descend(x, function, whole, mapped) for key, x in part.items()}
+        return _mapping_with(part, items)
+    if isinstance(part, list | tuple):
+        values = [_descend(value, function, whole, mapped) for value in part]
+        return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+    if _is_dataclass(part):
+        twin = copy.copy(part)
+        for name, value in _fields(part).items():
+            # it may be frozen
+            object.__setattr__(twin, name, _descend(value, function, whole, mapped))
+        return twin
+    return function(part)
+
+
+def _mapping_with(part: Mapping, items: dict) -> Mapping:
+    """Return a mapping of the same type with other values."""
+    if isinstance(part, dict | UserDict):
+        # the copy of a defaultdict, or of a user's own kind, is one
+        twin = copy.copy(part)
+        for key, value in items.items():
+            twin[key] = value
+        return twin
+    # copies of others may share memory
+    if all(part[key] is value for key, value in items.items()):
+        return part
+    try:
+        return type(part)(items)
+    except TypeError:
+        return items
+
+
+def _is_dataclass(part: Any) -> bool:
+    return is_dataclass(part) and not isinstance(part, type)
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    names = [field.name for field in fields(part)]
+    return {name: getattr(part, name) for name in names if hasattr(part, name)}
+
+
+def take(tree: Any, samples: slice, num_samples: int) -> Any:
+    """Return some samples of a batch.
+
+    Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
+    that are no such tensors; everything else stays.
+
+    Args:
+        tree: X, y, or both.
+        samples: Which samples.
+        num_samples: How many the batch has.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if not has_length(leaf, num_samples):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            return leaf[samples]
+        # no view: it would keep all samples in memory
+        return leaf.detach()[samples].clone().requires_grad_(leaf.requires_grad)
+
+    def lists_samples(part: Any) -> bool:
+        return isinstance(part, list | tuple) and _lists_samples(part, num_samples)
+
+    def cut_whole(part: Any) -> Any:
+        return part[samples] if lists_samples(part) else cut(part)
+
+    return map_leaves(tree, cut_whole, lists_samples)
+
+
+def _lists_samples(part: list | tuple, num_samples: int) -> bool:
+    """Return whether a list has one thing for each sample."""
+    named = hasattr(part, "_fields")
+    if named or len(part) != num_samples or any(isinstance(x, Tensor) for x in part):
+        return False
+    inner = [*leaves(part), *(x for x in part if isinstance(x, np.ndarray))]
+    # of as many containers, each may have all samples
+    return not inner or not all(has_length(x, num_samples) for x in inner)
+
+
+def has_length(leaf: Any, length: int) -> bool:
+    """Return whether something is a tensor or array whose first axis has this length."""
+    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0 and leaf.shape[0] == length
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """Move all that can be moved in a nested structure to a device."""
+
+    def moved(leaf: Any) -> Any:
+        if _moves_itself(leaf):
+            # some containers move in place: not the user's own
+            leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
+        # autograd refuses tensors that were made in inference mode
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return map_leaves(tree, moved, _moves_itself)
+
+
+def _moves_itself(part: Any) -> bool:
+    """Return whether a container has a method for that, such as a batch of Hugging Face."""
+    # attributes of a dictionary may be its items
+    return hasattr(type(part) if isinstance(part, Mapping) else part, "to")
+
+
+def to_double(tree: Any) -> Any:
+    """Turn all floating-point tensors of a nested structure into float64."""
+
+    def double(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf
+
+    return map_leaves(tree, double)
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return all tensors in nested mappings, lists, tuples and dataclasses."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, list | tuple):
+        return [leaf for value in tree for leaf in leaves(value)]
+    return leaves(_fields(tree)) if _is_dataclass(tree) else []
+
+
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [] if tensor._is_zerotensor() else [tensor]

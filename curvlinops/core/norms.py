@@ -1,0 +1,37 @@
+"""Norms in float64, which has room for the squares of numbers of smaller types."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: So many numbers are converted to float64 at once: what a processor's cache holds.
+PART = 2**17
+#: More elsewhere, where each call takes time of its own.
+_PART_ON_DEVICE = 2**22
+
+
+def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+    """Return Euclidean norms along axes, in float64, without a copy of all numbers in it.
+
+    Args:
+        x: Numbers.
+        dim: The axes, which the norms do not have. Default: all.
+    """
+    axes = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    axes = [axis % x.ndim for axis in axes]
+    norms = _in_parts(x, axes)
+    return norms.squeeze(axes) if axes else norms
+
+
+def _in_parts(x: Tensor, axes: list[int]) -> Tensor:
+    """Return the norms with axes of length one."""
+    at_once = PART if x.is_cpu else _PART_ON_DEVICE
+    if x.dtype == torch.float64 or x.numel() <= at_once or not axes:
+        return torch.linalg.vector_norm(x, dim=axes, keepdim=True, dtype=torch.float64)
+    longest = max(range(x.ndim), key=lambda axis: x.shape[axis])
+    step = max(x.shape[longest] * at_once // x.numel(), 1)
+    norms = torch.cat([_in_parts(part, axes) for part in x.split(step, longest)], longest)
+    if longest not in axes:
+        return norms
+    return torch.linalg.vector_norm(norms, dim=longest, keepdim=True)

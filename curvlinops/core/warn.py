@@ -1,0 +1,28 @@
+"""Warnings that name the user's line."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import scipy
+import torch
+
+#: Where warnings are not attributed to: this package, and what calls it on behalf of the user.
+_LIBRARIES = tuple(
+    str(Path(file).parent) for file in (Path(__file__).parent, scipy.__file__, torch.__file__)
+)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that is attributed to the innermost line outside of the libraries.
+
+    Products are called from many places in the package and in SciPy.
+
+    Args:
+        message: What is wrong, and what to do.
+        category: The kind of warning.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

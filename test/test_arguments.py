@@ -1,0 +1,120 @@
+"""Arguments that are numbers or choices: of all kinds, and refused in words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import curvlinops as c
+from curvlinops.core.arguments import check_choice, check_count, check_number
+from curvlinops.operators.kronecker.options import FisherType
+
+A = torch.diag(torch.arange(1.0, 11.0))
+
+
+def kronecker() -> c.KroneckerProductLinearOperator:
+    return c.KroneckerProductLinearOperator(A)
+
+
+def on_data(kind: type, **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    data = [(torch.randn(4, 3), torch.randint(2, (4,)))]
+    arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
+    H = kind(*arguments, **options)
+    return H @ torch.eye(H.shape[1])
+
+
+#: What to do with the number two.
+USES: dict[str, Callable[[Any], Any]] = {
+    "num_tests": lambda two: c.dottest(A, two, seed=0),
+    "k": lambda two: c.eigsh(A, k=two, seed=0).eigenvalues,
+    "block_size": lambda two: c.eigsh(A, k=2, block_size=two, seed=0).eigenvalues,
+    "ncv": lambda two: c.eigsh(A, k=2, ncv=5 * two, seed=0).eigenvalues,
+    "maxiter": lambda two: c.eigsh(A, k=2, maxiter=two, ncv=10, seed=0).eigenvalues,
+    "seed of eigsh": lambda two: c.eigsh(A, k=2, seed=two).eigenvectors.abs(),
+    "seed of a trace": lambda two: c.hutchinson_trace(A, 4, distribution="gaussian", seed=two),
+    "num_matvecs": lambda two: c.hutchinson_trace(A, two, seed=0),
+    "maxiter of CG": lambda two: c.CGInverseLinearOperator(A, maxiter=5 * two) @ torch.ones(10),
+    "damping of CG": lambda two: c.CGInverseLinearOperator(A, damping=two) @ torch.ones(10),
+    "rtol": lambda two: c.MINRESInverseLinearOperator(A, rtol=two / 1e4) @ torch.ones(10),
+    "atol": lambda two: c.LSMRInverseLinearOperator(A, atol=two / 1e7) @ torch.ones(10),
+    "dimension": lambda two: c.IdentityLinearOperator(two) @ torch.ones(2),
+    "indices": lambda two: c.SubmatrixLinearOperator(A, [two, 1], [two]) @ torch.ones(1),
+    "power": lambda two: c.SubmatrixLinearOperator(A, [1, 2], [1, 2]) ** two @ torch.ones(2),
+    "power of a structure": lambda two: kronecker() ** two @ torch.ones(10),
+    "damping": lambda two: kronecker().inverse(two) @ torch.ones(10),
+    "number of draws": lambda two: kronecker().sample(torch.Generator().manual_seed(0), two),
+    "block_sizes": lambda two: on_data(c.HessianLinearOperator, block_sizes=[two]),
+    "num_data": lambda two: on_data(c.HessianLinearOperator, num_data=two * 2),
+    "cache": lambda two: on_data(c.HessianLinearOperator, cache=two),
+    "chunk_size": lambda two: on_data(c.HessianLinearOperator, chunk_size=two),
+    "mc_samples": lambda two: on_data(c.GGNLinearOperator, mc_samples=two, seed=1),
+    "seed": lambda two: on_data(c.GGNLinearOperator, mc_samples=1, seed=two),
+    "subsampling": lambda two: on_data(c.PerSampleGradientLinearOperator, subsampling=[two]),
+}
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), torch.tensor(2)], ids=str)
+@pytest.mark.parametrize("name", USES)
+def test_integers_of_all_kinds(name: str, two: Any):
+    torch.testing.assert_close(USES[name](two), USES[name](2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, "2", None, -1, torch.ones(2, dtype=torch.int64)])
+def test_counts(wrong: Any):
+    with pytest.raises(ValueError, match="n must be an integer >= 0, got"):
+        check_count("n", wrong, at_least=0)
+    with pytest.raises(ValueError, match="n must be an integer from 1 to 3, got"):
+        check_count("n", 4, at_most=3)
+
+
+@pytest.mark.parametrize("wrong", [True, "2", None, -1, float("nan"), 1j, torch.ones(2)])
+def test_numbers(wrong: Any):
+    with pytest.raises(ValueError, match="x must be a number >= 0, got"):
+        check_number("x", wrong, 0)
+
+
+@pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.int8(2), torch.tensor(2.0)], ids=repr)
+def test_numbers_of_all_kinds(number: Any):
+    found = check_number("x", number)
+    assert type(found) is float and found == 2.0
+
+
+def test_choices():
+    assert check_choice("x", "mc", FisherType) is FisherType.MC
+    assert check_choice("x", FisherType.MC, FisherType) is FisherType.MC
+    for wrong in ("MC", None, 1, torch.ones(2), ["mc"]):
+        with pytest.raises(ValueError, match="x must be one of .*'type-2', 'mc', .*got"):
+            check_choice("x", wrong, FisherType)
+
+
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (lambda: kronecker().sample(None, -1), "num_samples must be an integer >= 0, got -1"),
+        (lambda: kronecker().sample(None, 1.5), "num_samples must be an integer >= 0, got 1.5"),
+        (lambda: kronecker().inverse("x"), "damping must be a number, got 'x'"),
+        (lambda: kronecker() ** True, "exponent must be a number, got True"),
+        (lambda: c.SubmatrixLinearOperator(A, [1], [1]) ** 0.5, "exponent must be an integer >= 0"),
+        (lambda: c.CGInverseLinearOperator(A, atol=None), "atol must be a number >= 0, got None"),
+        (lambda: c.CGInverseLinearOperator(A, rtol=0), "rtol and atol must not both be zero"),
+        (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a number"),
+        (lambda: c.LSMRInverseLinearOperator(A, btol=-1), "btol must be a number >= 0, got -1"),
+        (lambda: c.LSMRInverseLinearOperator(A, conlim=0), "conlim must be positive"),
+        (lambda: c.CGInverseLinearOperator(A, on_failure="x"), "on_failure must be one of"),
+        (lambda: c.eigsh(A, 0), "k must be an integer from 1 to 10, got 0"),
+        (lambda: c.eigsh(A, 1, block_size=11), "block_size must be an integer from 1 to 10"),
+        (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),
+        (lambda: c.dottest(A, True), "num_tests must be an integer >= 1, got True"),
+        (lambda: on_data(c.EFLinearOperator, terms="x"), "terms must be one of"),
+        (lambda: on_data(c.HessianLinearOperator, cache=-1), "cache must be 'auto'.*got -1"),
+        (lambda: on_data(c.HessianLinearOperator, block_sizes=[]), "block_sizes must be positive"),
+    ],
+)
+def test_errors(use: Callable, match: str):
+    with pytest.raises(ValueError, match=match):
+        use()

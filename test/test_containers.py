@@ -1,0 +1,176 @@
+"""Batches in containers of all kinds keep them wherever they are cut, moved or converted."""
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvlinops
+from curvlinops.core.containers import leaves, map_leaves, move, take
+
+N = 6
+
+
+class Attributes(dict):
+    """A dictionary whose items are attributes, of which each other raises a ``KeyError``."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Encoding(UserDict):
+    """A mapping that moves itself, with items as attributes, as those of Hugging Face."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["data"][name]
+
+    def to(self, device: torch.device) -> "Encoding":
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+@dataclass
+class Record:
+    """A dataclass."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A dataclass that does not change."""
+
+    values: Tensor
+
+
+Named = namedtuple("Named", ["values"])
+
+#: Make a container of a tensor, and take it out again.
+CONTAINERS: dict[str, tuple[Callable, Callable]] = {
+    "dict": (lambda v: {"values": v}, lambda c: c["values"]),
+    "OrderedDict": (
+        lambda v: OrderedDict(values=v),
+        lambda c: (c.move_to_end("values"), c["values"])[1],
+    ),
+    "defaultdict": (lambda v: defaultdict(list, values=v), lambda c: (c["new"], c["values"])[1]),
+    "attributes": (lambda v: Attributes(x=v), lambda c: c.x),
+    "encoding": (lambda v: Encoding(values=v), lambda c: c["values"]),
+    "proxy": (lambda v: MappingProxyType({"values": v}), lambda c: c.copy()["values"]),
+    "named tuple": (lambda v: Named(v), lambda c: c.values),
+    "dataclass": (lambda v: Record(v), lambda c: c.values),
+    "frozen dataclass": (lambda v: Frozen(v), lambda c: c.values),
+    "nested": (lambda v: [Frozen({"a": (v,)})], lambda c: c[0].values["a"][0]),
+}
+
+
+def net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).double()
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    return X, torch.randint(2, (N,), generator=generator)
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_targets(kind: str):
+    wrap, get = CONTAINERS[kind]
+    model, (X, y) = net(), samples()
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output, get(target), reduction="sum")
+
+    data = [(X, wrap(y))]
+    H = curvlinops.HessianLinearOperator(model, loss, [model.weight], data, reduction="sum")
+    expected = torch.autograd.functional.hessian(
+        lambda w: F.cross_entropy(F.linear(X, w, model.bias), y, reduction="sum"), model.weight
+    )
+    torch.testing.assert_close(H @ torch.eye(6, dtype=torch.float64), expected.reshape(6, 6))
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_inputs_of_losses_that_use_parameters(kind: str):
+    wrap, get = CONTAINERS[kind]
+    model, (X, y) = net(), samples()
+    params = list(model.parameters())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        decay = sum(p.square().sum() for p in params)
+        return F.cross_entropy(output, target) + 0.1 * decay
+
+    rows = curvlinops.PerSampleGradientLinearOperator(
+        lambda c: model(get(c)), loss, params, [(wrap(X), y)], reduction="mean"
+    ).dense()
+    for n in range(N):
+        value = loss(model(X[n : n + 1]), y[n : n + 1])
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
+        torch.testing.assert_close(rows[n], gradient)
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_types_stay(kind: str):
+    wrap, get = CONTAINERS[kind]
+    X, _ = samples()
+    whole = wrap(X)
+    for part in (take(whole, slice(2, 4), N), map_leaves(whole, lambda x: x[2:4])):
+        assert type(part) is type(whole)
+        torch.testing.assert_close(get(part), X[2:4])
+    assert leaves(whole)[0] is X
+    assert move(whole, torch.device("meta")) is not whole
+    assert [x.is_meta for x in leaves(move(wrap(X), torch.device("meta")))] == [True]
+    assert get(whole) is X
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (torch.ones(3, 2), torch.ones(3, 2)),  # not as many as samples
+        (torch.tensor(1.0), torch.tensor(1.0)),
+        (np.arange(N), np.array([1])),
+        (list("abcdef"), ["b"]),
+        ([{"boxes": torch.full((n, 4), n)} for n in range(N)], [{"boxes": torch.ones(1, 4)}]),
+        ([{"a": torch.arange(N)}] * N, [{"a": torch.tensor([1])}] * N),
+        ([torch.arange(N)] * N, [torch.tensor([1])] * N),
+        ("abcdef", "abcdef"),
+        (None, None),
+    ],
+)
+def test_what_belongs_to_a_sample(part: Any, expected: Any):
+    found = take(part, slice(1, 2), N)
+    if leaves(expected):
+        torch.testing.assert_close(found, expected, check_dtype=False)
+    else:
+        np.testing.assert_equal(found, expected)
+
+
+def test_what_is_one_tensor_stays_one():
+    x = torch.ones(N, 2, requires_grad=True)
+    X, y = take((Encoding(x=x), Record(x)), slice(0, 1), N)
+    assert X["x"] is y.values and y.values.requires_grad and y.values.is_leaf
+
+
+def test_lists_of_things_for_each_sample_as_targets():
+    model, (X, _) = net(), samples()
+    targets = [{"mean": torch.full((n + 1,), float(n)).double()} for n in range(N)]
+
+    def loss(output: Tensor, target: list) -> Tensor:
+        pairs = zip(output, target, strict=True)
+        return sum((z[0] - t["mean"]).square().sum() + z[1] ** 4 for z, t in pairs)
+
+    rows = curvlinops.PerSampleGradientLinearOperator(
+        model, loss, list(model.parameters()), [(X, targets)], reduction="sum"
+    ).dense()
+    z = model(X).detach()
+    slopes = torch.stack(
+        [2 * torch.arange(1, N + 1) * (z[:, 0] - torch.arange(N)), 4 * z[:, 1] ** 3], 1
+    )
+    expected = torch.cat([(slopes[:, :, None] * X[:, None]).flatten(1), slopes], 1)
+    torch.testing.assert_close(rows, expected)

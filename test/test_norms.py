@@ -1,0 +1,84 @@
+"""Norms in float64 of numbers of smaller types: exact, and without large copies."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from curvlinops.algorithms.products import norms
+from curvlinops.core.norms import PART, double_norm
+from curvlinops.structured.norms import deviation, wide_norm
+
+CASES = {
+    "vector": ((3 * PART + 5,), 0),
+    "all": ((3, PART), None),
+    "long rows": ((3, PART), 1),
+    "long columns": ((PART, 3), 0),
+    "many rows": ((PART, 3), -1),
+    "matrices": ((2, 500, 400), (-2, -1)),
+    "first and last": ((50, 60, 70), (0, -1)),
+    "few": ((3, 4), 1),
+    "none": ((0, 4), 0),
+    "no rows": ((0, 4), 1),
+    "a number": ((), None),
+    "strided": ((2 * PART, 2), 0),
+}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest float64 tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if getattr(x, "dtype", None) == torch.float64]
+        self.size = max([self.size, *sizes])
+        return out
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_norms(name: str, dtype: torch.dtype):
+    shape, dim = CASES[name]
+    x = numbers(shape, dtype)
+    x = x[:, ::2] if name == "strided" else x
+    expected = x.double().square().sum(tuple(range(x.ndim)) if dim is None else dim).sqrt()
+    torch.testing.assert_close(double_norm(x, dim), expected, rtol=1e-12, atol=0)
+    if dim is not None:
+        torch.testing.assert_close(wide_norm(x, dim), expected, rtol=1e-12, atol=0)
+
+
+def test_squares_that_are_no_numbers():
+    x = torch.full((2, 2 * PART), 1e30)
+    expected = torch.full((2,), 1e30 * (2 * PART) ** 0.5, dtype=torch.float64)
+    torch.testing.assert_close(double_norm(x, 1), expected)
+    torch.testing.assert_close(norms(1e-30 * x * 1e-30), expected * 1e-60)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 40, 40), (700, 700), (2000, 3, 3), (1, 1)])
+def test_deviation(shape: tuple[int, ...]):
+    A = numbers(shape, torch.float32)
+    A += 1e4 * torch.eye(shape[-1])
+    mean = A.double().diagonal(dim1=-2, dim2=-1).mean(-1)
+    eye = torch.eye(shape[-1], dtype=torch.float64)
+    rest = (A.double() - mean[..., None, None] * eye).square().sum((-2, -1)).sqrt()
+    found = deviation(A)
+    torch.testing.assert_close(found[0], mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[1], rest, rtol=1e-9, atol=1e-12)
+
+
+def test_no_large_copy():
+    A = numbers((700, 700), torch.float32)
+    for function in (double_norm, norms, deviation, lambda x: wide_norm(x, (0, 1))):
+        with Largest() as largest:
+            function(A)
+        assert 0 < largest.size <= PART
