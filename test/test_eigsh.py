@@ -245,6 +245,13 @@ def test_multiple_eigenvalues_close_to_others(copies: int, gap: float, which: st
         check(A, eigsh(A, k, which, seed=seed), k, which, 1e-13)
 
 
+@pytest.mark.parametrize("ncv", [4, 6, 8, 9, 10, 12])
+def test_few_basis_vectors_of_a_small_space(ncv: int):
+    pairs = eigsh(np.diag(np.arange(1.0, 11)), 2, ncv=ncv, seed=0)
+    np.testing.assert_allclose(pairs.eigenvalues, [9, 10], rtol=1e-12)
+    assert pairs.num_products <= 100
+
+
 def test_without_convergence():
     A = spectra.matrix("power")
     with pytest.raises(ConvergenceError, match=r"after \d+ products [1-4] of 4 pairs .* maxiter"):

@@ -84,7 +84,7 @@ class LanczosSearch:
             return False
         if not self.confirm:
             return True
-        if self.matrix.shape[0] - self.space.dim <= _FEW:
+        if self.ncv >= self.matrix.shape[0] and self.matrix.shape[0] - self.space.dim <= _FEW:
             return False  # the whole space, soon, leaves nothing to confirm
         values, slack = ritz.values[wanted], 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
         if self.confirmation is not None and self.confirmation.agrees(values, slack):

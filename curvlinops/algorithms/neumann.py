@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import ConvergenceError
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms
-from curvlinops.core.arguments import check_count, without_graph
+from curvlinops.core.arguments import check_count, check_number
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns
 
@@ -59,9 +59,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     ) -> None:
         """Set the options of the constructor again."""
         self.num_terms = check_count("num_terms", num_terms, at_least=0)
-        if not isfinite(without_graph(scale, "scale")) or scale == 0:
+        self.scale, self.check_nan = check_number("scale", scale), check_nan
+        if not isfinite(self.scale) or self.scale == 0:
             raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
-        self.scale, self.check_nan = float(scale), check_nan
 
     def _apply(self, columns: Columns) -> Columns:
         rows = self._precondition(self.domain.join(columns), adjoint=False)
