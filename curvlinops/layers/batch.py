@@ -40,7 +40,7 @@ class RecordedBatch:
         names: The parameters.
         changes: What to do about some calls.
         num_samples: How many samples there are, each with as many neighboring rows of the output;
-            by default each row is one.
+            ``None`` if each row is one.
 
     Attributes:
         names: The parameters.
@@ -57,7 +57,7 @@ class RecordedBatch:
         bound: BoundModel,
         names: list[str],
         changes: Mapping[Call, Change],
-        num_samples: int | None = None,
+        num_samples: int | None,
     ):
         self.names = names
         self._num_samples = num_samples

@@ -77,9 +77,6 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __bool__(self) -> bool:
-        return True
-
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
     ) -> "BlockDiagonalLinearOperator":

@@ -133,9 +133,6 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
             return self._to(self.device, torch.float64)
         return self._origin.wide()
 
-    def _eigh(self) -> "EighDecomposedLinearOperator":
-        return self
-
     def eigh(self) -> "EighDecomposedLinearOperator":
         """Return the operator itself."""
         return self
