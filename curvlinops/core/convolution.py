@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.functions import wanted
+from curvlinops.core.functions import in_transform, wanted
 
 #: stride, padding, dilation, transposed, output_padding, groups
 Options = tuple[list[int], list[int], list[int], bool, list[int], int]
@@ -117,7 +117,7 @@ def convolution(function: Callable, transposed: bool) -> Callable:
             isinstance(options.get("padding"), str)
             or input.ndim != weight.ndim
             or torch.is_autocast_enabled(input.device.type)
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or in_transform()
         ):
             return function(input, weight, bias, *rest, **kw)
         rank = weight.ndim - 2

@@ -41,10 +41,7 @@ def _recurrent(packet: Any) -> Callable:
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return ``g v / |v|``; the fused kernel's double backward is off by 1-9 %."""
-    if dim == -1:
-        return v * (g / v.norm())
-    other = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
-    return v * (g / v.norm(dim=other, keepdim=True))
+    return v * (g / _norm_except_dim(v, 2, dim))
 
 
 def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes
+from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
 from curvlinops.layers.check import by_samples, disagreeing, probe, weighted_probe
@@ -125,7 +125,7 @@ class RecordedBatch:
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
         own = {id(self._leaves[name]): name for name in self.names}
-        found = (id(getattr(node, "variable", None)) for node in self._nodes)
+        found = (id(variable) for variable in leaf_variables(self._nodes))
         overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
         names = {own[i] for i in found if i in own}
         return sorted(names.union(*(self.names_of(key) for key in overwritten)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.space import Columns
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, check_independent, has_parts
@@ -238,8 +238,7 @@ class SampleGradients:
         """Do the same for the parameters that ``parts`` does not know."""
         groups: list[Group] = []
         if self._rest:
-            shapes = {name: self._bound.space.shapes[name] for name in self._rest}
-            space = ParameterSpace(shapes, self._bound.space.dtype, self._bound.space.device)
+            space = self._bound.space.restricted(self._rest)
 
             def apply(alone: Tensor, out: Columns) -> None:
                 self._apply(alone.flatten(0, 1), out)

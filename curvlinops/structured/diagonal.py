@@ -86,5 +86,5 @@ class DiagonalLinearOperator(StructuredLinearOperator):
         return self._with(self._entries**2)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "DiagonalLinearOperator":
-        space = ParameterSpace(self.domain.shapes, dtype, device)
+        space = self.domain.to(device, dtype)
         return DiagonalLinearOperator(self._entries.to(device, dtype), space)

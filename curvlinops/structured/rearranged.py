@@ -62,7 +62,7 @@ class RearrangedLinearOperator(StructuredLinearOperator):
                 f"An operator of shape {operator.shape} cannot act on {space.dim} parameters."
             )
         self.operator, self.arrangement = operator, arrangement
-        domain = ParameterSpace(space.shapes, operator.torch_dtype, operator.device)
+        domain = space.to(operator.device, operator.torch_dtype)
         super().__init__(domain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
@@ -149,5 +149,5 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         return self.domain.shapes == other.domain.shapes and self.arrangement == other.arrangement
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "RearrangedLinearOperator":
-        space = ParameterSpace(self.domain.shapes, dtype, device)
+        space = self.domain.to(device, dtype)
         return RearrangedLinearOperator(self.operator._to(device, dtype), space, self.arrangement)
