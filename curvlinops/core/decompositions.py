@@ -121,7 +121,7 @@ def _raw_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Do the same for ``torch.embedding``, which has another signature."""
+    """Look rows up like ``_embedding``, with the signature of ``torch.embedding``."""
     padding = None if padding_idx < 0 else padding_idx
     return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 

@@ -249,7 +249,7 @@ class RecordedBatch:
     def _sorted(
         self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
     ) -> Iterator[Part]:
-        """Do this with gradients at the uses' outputs, which are freed.
+        """Yield parts made of gradients at the uses' outputs, which are freed.
 
         Args:
             gradients: These gradients, ``[V, *]``.

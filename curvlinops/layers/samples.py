@@ -235,7 +235,7 @@ class SampleGradients:
         return groups + self.rest(u)
 
     def rest(self, u: Tensor) -> list[Group]:
-        """Do the same for the parameters that ``parts`` does not know."""
+        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
         groups: list[Group] = []
         if self._rest:
             space = self._bound.space.restricted(self._rest)

@@ -119,7 +119,7 @@ class EFLinearOperator(DataLinearOperator):
         return apply
 
     def _from_samples_alone(self, bound: BatchRisk) -> Apply:
-        """Do the same if the loss is no function of the output; each sample is a term."""
+        """Multiply if the loss is no function of the output; each sample is a term."""
         rows = self._alone.rows(bound)
         num_samples = len(next(iter(rows.values())))
         return _sum_of_outer_products(rows, torch.tensor(num_samples, device=self.device))

@@ -12,7 +12,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 
 
-class Arrangement(Protocol):
+class Placement(Protocol):
     """A bijection between the entries of parameters and those of a plain vector.
 
     It must be picklable, and compare equal to others that do the same.
@@ -51,17 +51,17 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     Args:
         operator: A.
         space: The names and shapes of the parameters. Dtype and device are those of A.
-        arrangement: P, which permutes the entries of the parameters.
+        placement: P, which permutes the entries of the parameters.
     """
 
     def __init__(
-        self, operator: StructuredLinearOperator, space: ParameterSpace, arrangement: Arrangement
+        self, operator: StructuredLinearOperator, space: ParameterSpace, placement: Placement
     ):
         if operator.shape != (space.dim, space.dim):
             raise ValueError(
                 f"An operator of shape {operator.shape} cannot act on {space.dim} parameters."
             )
-        self.operator, self.arrangement = operator, arrangement
+        self.operator, self.placement = operator, placement
         domain = space.to(operator.device, operator.torch_dtype)
         super().__init__(domain, operator.self_adjoint)
 
@@ -72,12 +72,12 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         return self._conjugate(self.operator._apply_adjoint, columns)
 
     def _conjugate(self, product: Callable[[Columns], Columns], columns: Columns) -> Columns:
-        flat = self.operator.domain.split(self.arrangement.gather(columns))
-        return self.arrangement.scatter(self.operator.codomain.join(product(flat)))
+        flat = self.operator.domain.split(self.placement.gather(columns))
+        return self.placement.scatter(self.operator.codomain.join(product(flat)))
 
     def _vector(self, flat: Tensor) -> Tensor:
         """Arrange a vector ``[D]`` as the parameters."""
-        return self.domain.join(self.arrangement.scatter(flat.unsqueeze(0)))[0].clone()
+        return self.domain.join(self.placement.scatter(flat.unsqueeze(0)))[0].clone()
 
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
@@ -95,7 +95,7 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         return self.operator._slogdet()
 
     def _with(self, operator: StructuredLinearOperator) -> "RearrangedLinearOperator":
-        return RearrangedLinearOperator(operator, self.domain, self.arrangement)
+        return RearrangedLinearOperator(operator, self.domain, self.placement)
 
     def _eigh(self) -> EighDecomposedLinearOperator:
         inner = self.operator.eigh()
@@ -146,8 +146,8 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     def _is_like(self, other: StructuredLinearOperator) -> bool:
         if not isinstance(other, RearrangedLinearOperator):
             return False
-        return self.domain.shapes == other.domain.shapes and self.arrangement == other.arrangement
+        return self.domain.shapes == other.domain.shapes and self.placement == other.placement
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "RearrangedLinearOperator":
         space = self.domain.to(device, dtype)
-        return RearrangedLinearOperator(self.operator._to(device, dtype), space, self.arrangement)
+        return RearrangedLinearOperator(self.operator._to(device, dtype), space, self.placement)

@@ -135,8 +135,8 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         matrix = KroneckerProductLinearOperator(Dense(blocks))
         if axis == 0:
             return matrix
-        arrangement = Transposes((self._groups, *self._sizes))
-        return RearrangedLinearOperator(matrix, self.domain, arrangement)
+        placement = Transposes((self._groups, *self._sizes))
+        return RearrangedLinearOperator(matrix, self.domain, placement)
 
     def _solvable(self) -> StructuredLinearOperator:
         """Return the sum in a form that has an inverse and a determinant."""
