@@ -52,6 +52,10 @@ def xtrace(
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``.
+
+    Raises:
+        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
+            another argument is not among its choices.
     """
     probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
     sketch = _Sketch(probes)
@@ -94,6 +98,11 @@ def xdiag(
     Returns:
         The estimate ``[D]``. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``, both ``[D]``.
+
+    Raises:
+        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
+            another argument is not among its choices.
+        NotImplementedError: If ``A`` has no products with its transpose.
     """
     probes = Probes(Matrix(A, square=True), "rademacher", chunk_size, seed, generator)
     sketch = _Sketch(probes, adjoint=True)

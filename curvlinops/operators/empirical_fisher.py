@@ -35,6 +35,9 @@ class EFLinearOperator(DataLinearOperator):
             gradients, if weights are used at many positions and they fit, which makes products
             much faster; else the layers' inputs and output gradients, of which they are made.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``terms`` is neither of both, or samples interact in the model.
     """
 
     _per_sample = True

@@ -18,6 +18,10 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     Args:
         diagonal: The diagonal, ``[D]``.
         space: The space of the vectors, if they are those of parameters. Default: plain vectors.
+
+    Raises:
+        TypeError: If the diagonal is no tensor of real floating-point numbers.
+        ValueError: If it has NaN or infinite values, or does not fit the space.
     """
 
     def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
