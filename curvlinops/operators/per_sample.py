@@ -43,8 +43,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
-        ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or samples
-            interact in the model.
+        ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or
+            samples interact in the model.
     """
 
     _per_sample = True
