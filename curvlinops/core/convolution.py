@@ -120,28 +120,23 @@ def convolution(function: Callable, transposed: bool) -> Callable:
             or in_transform()
         ):
             return function(input, weight, bias, *rest, **kw)
-        rank = weight.ndim - 2
-
-        def sizes(name: str, default: int) -> list[int]:
-            value = options.get(name, default)
-            value = [value] if isinstance(value, int) else list(value)
-            return value * rank if len(value) == 1 else value
-
         return Convolution.apply(
-            input,
-            weight,
-            bias,
-            (
-                sizes("stride", 1),
-                sizes("padding", 0),
-                sizes("dilation", 1),
-                transposed,
-                sizes("output_padding", 0),
-                options.get("groups", 1),
-            ),
+            input, weight, bias, _options(options, weight.ndim - 2, transposed)
         )
 
     return replacement
+
+
+def _options(given: dict[str, Any], rank: int, transposed: bool) -> Options:
+    """Return all options of a convolution, with a number for each axis."""
+
+    def sizes(name: str, default: int) -> list[int]:
+        value = given.get(name, default)
+        value = [value] if isinstance(value, int) else list(value)
+        return value * rank if len(value) == 1 else value
+
+    steps = sizes("stride", 1), sizes("padding", 0), sizes("dilation", 1)
+    return (*steps, transposed, sizes("output_padding", 0), given.get("groups", 1))
 
 
 CONVOLUTIONS: dict[Callable, Callable] = {
