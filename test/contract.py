@@ -115,6 +115,15 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm()) / scale
 
 
+def errors(p: Problem, found: Tensor, expected: Tensor, dim: int) -> dict[str, float]:
+    """Return the error of each parameter's part of an axis, with a floor on the common scale."""
+    sizes = [value.numel() for value in p.named_params().values()]
+    floor = 1e-3 * expected.norm()
+    parts = zip(found.double().split(sizes, dim), expected.double().split(sizes, dim), strict=True)
+    scaled = [float((a - b).norm() / ((b.norm() + floor) or 1.0)) for a, b in parts]
+    return dict(zip(p.named_params(), scaled, strict=True))
+
+
 def vectors(operator: TorchLinearOperator, *shape: int, rows: bool = False) -> Tensor:
     """Return random vectors that the operator (or its adjoint) takes."""
     generator = torch.Generator().manual_seed(0)

@@ -270,7 +270,8 @@ def test_densities_of_numpy_integers():
         (lambda: J.T @ [torch.ones(ROWS)], ValueError, r"shape \[14\], expected \[7, 2\]"),
         (lambda: CGInverseLinearOperator(M, eps=1e-3), ValueError, "eps=0"),
         (lambda: CGInverseLinearOperator(M, tol=0.1, rtol=0.1), TypeError, "twice"),
-        (lambda: CGInverseLinearOperator(M, callback=print), TypeError, "callback"),
+        (lambda: CGInverseLinearOperator(M, tol=0.1, tolerance=0.1), TypeError, "twice"),
+        (lambda: CGInverseLinearOperator(M, rtoll=1), TypeError, "no options .'rtoll'.; .*'rtol'"),
         (
             lambda: CGInverseLinearOperator(M).set_cg_hyperparameters(callback=print),
             TypeError,

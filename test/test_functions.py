@@ -8,8 +8,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from curvlinops import HessianLinearOperator
 from curvlinops.core.activations import ACTIVATIONS
-from curvlinops.core.decompositions import FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.normalization import NORMALIZATIONS
+from curvlinops.core.rewriting import FOR_DOUBLE_BACKWARD, Rewriting
 
 X = (4, 3, 5)
 

@@ -431,7 +431,7 @@ def test_neumann(num_terms: int):
         dense = 0.5 * sum(powers) @ (np.eye(6) if preconditioner is None else P)
         for check_nan in (True, False):
             inverse = NeumannInverseLinearOperator(
-                operator, num_terms, 0.5, check_nan, preconditioner
+                operator, num_terms, 0.5, check_nan, preconditioner, rtol=1
             )
             np.testing.assert_allclose(inverse @ B, dense @ B)
             np.testing.assert_allclose(inverse.T @ B, dense.T @ B)
@@ -445,6 +445,22 @@ def test_neumann_of_an_operator_converges():
     inverse = NeumannInverseLinearOperator(A, num_terms=200, scale=1 / largest)
     torch.testing.assert_close(A @ (inverse @ b), b, rtol=0, atol=1e-3)
     assert not NeumannInverseLinearOperator(operator @ operator).self_adjoint
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_neumann_says_that_it_has_not_converged(check_nan: bool):
+    A, b = np.diag(np.logspace(-4, 0, 20)), np.ones(20)
+    before = NeumannInverseLinearOperator(A, num_terms=99, rtol=1) @ b
+    residual = np.linalg.norm(b - A @ before) / np.linalg.norm(b)
+    assert residual > 0.5
+    options = {"num_terms": 100, "check_nan": check_nan}
+    enough = NeumannInverseLinearOperator(A, **options, rtol=1.0001 * residual)
+    inverse = NeumannInverseLinearOperator(A, **options, rtol=0.9999 * residual)
+    assert (enough @ (0 * b) == 0).all()
+    with pytest.warns(ConvergenceWarning, match="not converged after 100 terms: .* up to 6.1e-01"):
+        np.testing.assert_array_equal(inverse @ b, enough @ b)
+    with pytest.raises(ConvergenceError, match="pass rtol=1"):
+        NeumannInverseLinearOperator(A, on_failure="raise") @ b
 
 
 @pytest.mark.parametrize("scale, num_terms", [(3.0, 5), (1e30, 100), (3.0, 5000)])
@@ -525,6 +541,8 @@ def test_traditional_names():
         (lambda A: LSMRInverseLinearOperator(A, maxiter=0), "maxiter"),
         (lambda A: NeumannInverseLinearOperator(A, num_terms=-1), "num_terms"),
         (lambda A: NeumannInverseLinearOperator(A, scale=0.0), "scale"),
+        (lambda A: NeumannInverseLinearOperator(A, rtol=-1.0), "rtol"),
+        (lambda A: NeumannInverseLinearOperator(A, on_failure="no"), "on_failure"),
         (lambda A: NeumannInverseLinearOperator(A, scale=float("nan")), "scale"),
         (lambda A: dottest(A, num_tests=0), "num_tests"),
     ],

@@ -17,6 +17,7 @@ import torch
 from contract import CASES, EXACT, RANDOM, error, matrix, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_contract import pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,12 +45,9 @@ SQUARE = [name for name, case in CASES.items() if case.square]
 
 
 @pytest.mark.parametrize("cache", ["graph", "auto", 10**9, 0])
-@pytest.mark.parametrize("problem", AWKWARD)
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case, problem", pairs(EXACT, AWKWARD))
 def test_agrees_with_fresh_products(case: str, problem: str, cache):
     p = problems.make(problem)
-    if CASES[case].needs_root and not p.mc:
-        pytest.skip("not defined")
     fresh, kept = (CASES[case].build(p, cache=c) for c in ("none", cache))
     v, V = vectors(fresh), vectors(fresh, 3)
     for _ in range(3):

@@ -251,6 +251,7 @@ def test_structure(name: str):
     assert error(operator.trace(), dense.trace()) <= 1e-10
     assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
     assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
+    assert error(operator.to_dense(), dense) <= 1e-10
     assert error(matrix(operator @ operator), dense @ dense) <= 1e-10
     assert error(matrix(operator**2), dense @ dense) <= 1e-10
     assert error(matrix(-operator), -dense) == 0

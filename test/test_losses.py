@@ -1,5 +1,6 @@
 """Losses against automatic differentiation of PyTorch's own values, term by term."""
 
+import re
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops.kfac_utils import loss_hessian_matrix_sqrt
-from curvlinops.losses import wrap_loss
+from curvlinops.losses import KNOWN_LOSSES, wrap_loss
 
 N, C = 4, 3
 W = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
@@ -112,6 +113,16 @@ def test_hessian_sqrt_of_one_datum(name: str, reduction: str):
         root = loss_hessian_matrix_sqrt(z[n : n + 1], y[n : n + 1], module)
         assert root.shape == (C, C)
         torch.testing.assert_close(root @ root.T, full[n, :, n])
+
+
+def test_messages_name_the_losses_with_a_likelihood():
+    supported = [
+        module.__name__ for module, kind in KNOWN_LOSSES.items() if kind(module(), "sum").can_sample
+    ]
+    with pytest.raises(NotImplementedError) as error:
+        wrap_loss(nn.L1Loss()).refuse_sampling()
+    named = re.findall(r"\w+Loss", str(error.value))
+    assert sorted(named) == sorted(["L1Loss", *supported])
 
 
 def test_hessian_sqrt_closed_forms():

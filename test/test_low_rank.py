@@ -30,7 +30,7 @@ def decaying(dtype: torch.dtype = DOUBLE) -> Tensor:
 def test_eigh(shift: float, dtype: torch.dtype):
     matrix = gram(shift, dtype)
     assert low_rank(matrix) is not None
-    [(values, vectors)] = eigh_batched([matrix])
+    [(values, vectors)] = eigh_batched([matrix], ["A"])
     eps = torch.finfo(dtype).eps
     expected = torch.linalg.eigvalsh(matrix.double())
     scale = expected.abs().max()
@@ -85,20 +85,20 @@ def test_a_direction_that_few_entries_show():
     hidden = torch.zeros(SIZE, dtype=DOUBLE)
     hidden[1::4] = 1.0
     matrix += torch.outer(hidden, hidden)
-    [(values, vectors)] = eigh_batched([matrix])
+    [(values, vectors)] = eigh_batched([matrix], ["A"])
     torch.testing.assert_close((vectors * values) @ vectors.T, matrix)
 
 
 def test_multiples_of_the_identity():
     for scale in (0.0, 3.0):
-        [(values, vectors)] = eigh_batched([scale * torch.eye(SIZE, dtype=DOUBLE)])
+        [(values, vectors)] = eigh_batched([scale * torch.eye(SIZE, dtype=DOUBLE)], ["A"])
         torch.testing.assert_close(values, torch.full((SIZE,), scale, dtype=DOUBLE))
         torch.testing.assert_close(vectors.T @ vectors, torch.eye(SIZE, dtype=DOUBLE))
 
 
 def test_some_of_several_matrices():
     matrices = torch.stack([gram(0.1), decaying(), gram(0.2, seed=1)])
-    [(values, vectors)] = eigh_batched([matrices])
+    [(values, vectors)] = eigh_batched([matrices], ["A"])
     torch.testing.assert_close(vectors * values.unsqueeze(1) @ vectors.mT, matrices)
     found = inverse(matrices, "A")
     eye = torch.eye(SIZE, dtype=DOUBLE).expand_as(found)

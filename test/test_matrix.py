@@ -134,7 +134,7 @@ def test_seeds():
     [
         ({"seed": 1, "generator": torch.Generator()}, ValueError),
         ({"seed": -1, "generator": None}, ValueError),
-        ({"seed": 0.5, "generator": None}, TypeError),
+        ({"seed": 0.5, "generator": None}, ValueError),
         ({"seed": None, "generator": 3}, TypeError),
     ],
 )

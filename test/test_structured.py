@@ -21,9 +21,13 @@ from curvlinops import (
     ParameterSpace,
     TorchLinearOperator,
 )
+from curvlinops.layers.factors import Kind
+from curvlinops.layers.outer import Arrangement
+from curvlinops.operators.kronecker.entries import Entries
+from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.decompositions import eigh_batched
-from curvlinops.structured.rearranged import JoinedMatrices, RearrangedLinearOperator
+from curvlinops.structured.rearranged import RearrangedLinearOperator
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
 
@@ -69,6 +73,15 @@ GA, GB = definite(5, 3), definite(5, 2)
 a, b = positive(4), positive(3)
 
 
+#: A transposed convolution of two groups, whose weight ``[2 * 3, 4]`` is seen as ``[2, 4, 3]``.
+TRANSPOSED = Kind(2, 4, 3, Arrangement.of((2, 4, 3), (0, 2, 1)))
+
+
+def entries(shapes: dict[str, tuple[int, ...]], kind: Kind) -> Entries:
+    """Where the entries of a Kronecker product are in a weight, and perhaps its bias."""
+    return Entries.of(shapes, [Block(tuple(shapes), "kronecker", (kind,), (None,) * len(shapes))])
+
+
 def weight_and_bias() -> tuple[StructuredLinearOperator, Tensor]:
     """A Kronecker product on a weight [3, 2, 2] with a bias [3], and its matrix."""
     shapes = {"weight": (3, 2, 2), "bias": (3,)}
@@ -76,7 +89,7 @@ def weight_and_bias() -> tuple[StructuredLinearOperator, Tensor]:
     place = torch.arange(15).reshape(3, 5)
     order = torch.cat([place[:, :4].flatten(), place[:, 4]])
     operator = RearrangedLinearOperator(
-        Kron(B, definite(5)), ParameterSpace(shapes, DOUBLE), JoinedMatrices(shapes, lead=1)
+        Kron(B, definite(5)), ParameterSpace(shapes, DOUBLE), entries(shapes, Kind(1, 3, 4))
     )
     return operator, joint[order][:, order]
 
@@ -86,8 +99,9 @@ def transposed_groups() -> tuple[StructuredLinearOperator, Tensor]:
     shapes = {"weight": (6, 4)}
     factors = (definite(2, 4), definite(2, 3))
     order = torch.arange(24).reshape(2, 4, 3).permute(0, 2, 1).flatten()
-    views = JoinedMatrices(shapes, 2, {"weight": (2, 3, 4)}, {"weight": (0, 2, 1)})
-    operator = RearrangedLinearOperator(Kron(*factors), ParameterSpace(shapes, DOUBLE), views)
+    operator = RearrangedLinearOperator(
+        Kron(*factors), ParameterSpace(shapes, DOUBLE), entries(shapes, TRANSPOSED)
+    )
     return operator, kron(*factors)[order][:, order]
 
 
@@ -95,8 +109,10 @@ def embedding() -> tuple[StructuredLinearOperator, Tensor]:
     """A dense and a diagonal factor on a weight [4, 3]."""
     shapes = {"embedding": (4, 3)}
     order = torch.arange(12).reshape(3, 4).T.flatten()
-    views = JoinedMatrices(shapes, 2, orders={"embedding": (1, 0)})
-    operator = RearrangedLinearOperator(Kron(B, Diag(a)), ParameterSpace(shapes, DOUBLE), views)
+    kind = Kind(1, 3, 4, Arrangement.of((3, 4), (1, 0)))
+    operator = RearrangedLinearOperator(
+        Kron(B, Diag(a)), ParameterSpace(shapes, DOUBLE), entries(shapes, kind)
+    )
     return operator, kron(B, a.diag())[order][:, order]
 
 
@@ -108,7 +124,7 @@ def network() -> tuple[StructuredLinearOperator, Tensor]:
     names = ["bias", "norm", "embedding", "weight", "conv.weight"]
     conv = parts["conv"][0]
     shapes = {"conv.weight": (6, 4)}
-    views = JoinedMatrices(shapes, 2, {"conv.weight": (2, 3, 4)}, {"conv.weight": (0, 2, 1)})
+    views = entries(shapes, TRANSPOSED)
     conv = RearrangedLinearOperator(conv.operator, ParameterSpace(shapes, DOUBLE), views)
     parts["conv"] = (conv, parts["conv"][1])
     blocks = {name: operator for name, (operator, _) in parts.items()}
@@ -453,7 +469,8 @@ def test_decompositions_are_computed_once(monkeypatch):
 def test_batched_eigendecompositions(dtype: torch.dtype):
     matrices = [A, B, A2, GA, torch.zeros(3, 3), definite(1), A[:0, :0], 1e-30 * B, 1e30 * B]
     matrices = [matrix.to(dtype) for matrix in matrices]
-    for matrix, (values, vectors) in zip(matrices, eigh_batched(matrices), strict=True):
+    found = eigh_batched(matrices, [str(i) for i in range(len(matrices))])
+    for matrix, (values, vectors) in zip(matrices, found, strict=True):
         assert values.dtype == vectors.dtype == dtype and vectors.shape == matrix.shape
         rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
         scale = float(matrix.abs().max()) if matrix.numel() else 1.0
@@ -478,7 +495,7 @@ def test_eigendecompositions_are_rescued(monkeypatch):
 
     for broken in (wrong, fails):
         monkeypatch.setattr(torch.linalg, "eigh", broken)
-        [(values, vectors)] = eigh_batched([GA.float()])
+        [(values, vectors)] = eigh_batched([GA.float()], ["GA"])
         rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
         torch.testing.assert_close(rebuilt, GA.float(), rtol=0, atol=1e-6)
 
@@ -541,7 +558,7 @@ NEARLY_SINGULAR = {
         RearrangedLinearOperator(
             Kron(gram(4, 4), gram(20, 6)),
             space := ParameterSpace({"weight": (4, 20)}),
-            JoinedMatrices(space.shapes, lead=1),
+            entries(space.shapes, Kind(1, 4, 20)),
         ),
         kron(gram(4, 4).double(), gram(20, 6).double()),
     ),
@@ -740,12 +757,10 @@ def test_blocks():
 
 def test_arrangements_are_inverse_and_comparable():
     shapes = {"w": (6, 4), "b": (6,)}
-    first, second = (
-        JoinedMatrices(shapes, 2, {"w": (2, 3, 4), "b": (2, 3)}, {"w": (0, 1, 2)}) for _ in "ab"
-    )
+    first, second = (entries(shapes, Kind(2, 3, 4)) for _ in "ab")
     columns = {name: randn(2, *shape) for name, shape in shapes.items()}
     flat = first.gather(columns)
-    assert first == second and first != JoinedMatrices(shapes, 1)
+    assert first == second and first != entries(shapes, Kind(1, 6, 4))
     torch.testing.assert_close(flat.reshape(2, 2, 3, 5)[..., 4].flatten(1), columns["b"])
     for name, value in second.scatter(flat).items():
         torch.testing.assert_close(value, columns[name])
@@ -829,7 +844,6 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
             ValueError,
             "Block 'body': Factor 1 .* singular",
         ),
-        (lambda: JoinedMatrices({"w": (2, 3), "b": (3,)}, 1), ValueError, "share no 1 leading"),
         (lambda: RearrangedLinearOperator(Diag(a), PLAIN, None), ValueError, "3 parameters"),
         (lambda: SumOfKroneckersLinearOperator([]), ValueError, "at least one term"),
         (

@@ -39,10 +39,16 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
-        **options: ``preconditioner``, ``rtol=1e-5``, ``atol=0``, ``maxiter``, ``damping=0``,
-            ``x0``, ``on_failure="warn"``; also under the names of SciPy (``M``, ``tol``) and of
-            GPyTorch (``tolerance``, ``max_iter``, ``initial_guess``), whose ``eps`` must be zero,
-            and whose ``max_tridiag_iter`` says nothing here.
+        preconditioner: See ``KrylovInverseLinearOperator``, as for all that follow.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        maxiter: Largest number of iterations.
+        damping: Multiple of the identity that is added.
+        x0: Start of the iteration.
+        on_failure: ``"warn"`` or ``"raise"``.
+        **aliases: The same under the names of SciPy (``M``, ``tol``) and of GPyTorch
+            (``tolerance``, ``max_iter``, ``initial_guess``), whose ``eps`` must be zero, and whose
+            ``max_tridiag_iter`` says nothing here.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.
@@ -50,8 +56,34 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         TypeError: If an option is unknown, or given under two names.
     """
 
-    def __init__(self, A: Any, **options: Any):
-        super().__init__(A, **_renamed(options))
+    def __init__(
+        self,
+        A: Any,
+        *,
+        preconditioner: Any = None,
+        rtol: float = 1e-5,
+        atol: float = 0.0,
+        maxiter: int | None = None,
+        damping: float = 0.0,
+        x0: Any = None,
+        on_failure: str = "warn",
+        **aliases: Any,
+    ):
+        options = {
+            "preconditioner": preconditioner,
+            "rtol": rtol,
+            "atol": atol,
+            "maxiter": maxiter,
+            "damping": damping,
+            "x0": x0,
+            "on_failure": on_failure,
+        }
+        renamed = _renamed(aliases)
+        _check_known(renamed, options)
+        defaults = CGInverseLinearOperator.__init__.__kwdefaults__
+        if twice := [name for name in renamed if options[name] is not defaults[name]]:
+            raise TypeError(f"{twice} are given twice, also by {sorted(aliases)}.")
+        super().__init__(A, **options | renamed)
 
     def set_cg_hyperparameters(self, x0: Any = None, **options: Any) -> None:
         """Set options after construction; those that are not given have their defaults.
@@ -62,9 +94,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
                 theirs.
         """
         found = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None}
-        unknown = (given := _renamed(options)).keys() - found.keys()
-        if unknown:
-            raise TypeError(f"Options {sorted(unknown)} cannot be set; those are {sorted(found)}.")
+        given = _renamed(options)
+        _check_known(given, found)
         found |= given
         preconditioner = self._read_preconditioner(found["preconditioner"])
         atol = 0.0 if found["atol"] is None else found["atol"]
@@ -212,6 +243,11 @@ def _ratio(s: _Family, alpha: Tensor, shifts: Tensor) -> Tensor:
     alpha, before, beta = alpha[:, None], s.alpha[:, None], s.beta[:, None]
     numerator = before * s.zeta_old
     return numerator / (numerator * (1 + alpha * shifts) + alpha * beta * (s.zeta_old - s.zeta))
+
+
+def _check_known(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    if unknown := sorted(given.keys() - options.keys()):
+        raise TypeError(f"There are no options {unknown}; there are {sorted(options)}.")
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,13 @@ the variance of both (Epperly, Tropp and Webber, XTrace: making the most of ever
 stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 2024).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Goal, Probes, check_split
+from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
 from curvlinops.core.ambient import without_autocast
 
 
@@ -55,6 +54,10 @@ def xtrace(
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``.
+
+    Raises:
+        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
+            another argument is not among its choices.
     """
     probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
     sketch = _Sketch(probes)
@@ -98,6 +101,11 @@ def xdiag(
     Returns:
         The estimate ``[D]``. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``, both ``[D]``.
+
+    Raises:
+        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
+            another argument is not among its choices.
+        NotImplementedError: If ``A`` has no products with its transpose.
     """
     probes = Probes(Matrix(A, square=True), "rademacher", chunk_size, seed, generator)
     sketch = _Sketch(probes, adjoint=True)
@@ -112,30 +120,6 @@ def xdiag(
         return known + QS * (sketch.X * lengths - sketch.Z @ S)
 
     return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
-
-
-def grow(
-    probes: Probes,
-    num_matvecs: int,
-    parts: int,
-    goal: Goal,
-    estimate: Callable[[int], tuple[Tensor, Tensor]],
-) -> Any:
-    """Estimate with more and more vectors, until the error is as small as wanted.
-
-    Args:
-        probes: The random vectors.
-        num_matvecs: The number of products.
-        parts: How many products each vector needs.
-        goal: When to stop, and what to return.
-        estimate: Takes the number of vectors, returns the estimate and its standard error.
-    """
-    num = check_split(num_matvecs, parts, probes.dim, goal)
-    for count in goal.steps(num):
-        mean, error = estimate(count)
-        if goal.reached(mean, error, count):
-            break
-    return goal.report(probes.matrix, mean, error)
 
 
 def _average(probes: Probes, num_matvecs: int, goal: Goal, samples: Any) -> Any:
@@ -181,11 +165,6 @@ class _Sketch:
         self.Z = append(self.Z, product)
 
 
-def append(columns: Tensor, more: Tensor) -> Tensor:
-    """Return columns ``[D, K]`` and more of them, each contiguous."""
-    return torch.cat([columns.T, more.T]).T
-
-
 def _left_out(R: Tensor) -> Tensor:
     """Return unit columns ``s_i``, orthogonal to the columns of R except for the i-th.
 
@@ -211,21 +190,3 @@ def _traces_of_sketch(sketch: _Sketch) -> Tensor:
     outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
     lengths = sketch.X.double().square().sum(0)
     return inside + rescale(outside, lengths - V.square().sum(0), lengths, sketch._probes, len(R))
-
-
-def rescale(forms: Tensor, left: Tensor, lengths: Tensor, probes: Probes, num: int) -> Tensor:
-    """Scale quadratic forms of what is left out of vectors to the expected length of that.
-
-    Its direction is uniformly distributed if the vector's is, and independent of its length.
-
-    Args:
-        forms: The quadratic forms, ``[K]``.
-        left: The squared lengths of what is left out.
-        lengths: The squared lengths of the whole vectors.
-        probes: Where the vectors come from.
-        num: Number of vectors; all others span what is not left out.
-    """
-    if probes.distribution == "rademacher":
-        return forms
-    some = left > torch.finfo(probes.matrix.dtype).eps * lengths
-    return torch.where(some, forms * (probes.dim - num + 1) / left, 0.0)

@@ -86,6 +86,9 @@ def hutchinson_diag(
     Returns:
         The estimate ``[D]``. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``, both ``[D]``.
+
+    Raises:
+        ValueError: If the matrix is not square, or an argument is not among its choices.
     """
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
@@ -121,6 +124,9 @@ def hutchinson_squared_fro(
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``.
+
+    Raises:
+        ValueError: If an argument is not among its choices.
     """
     probes = Probes(Matrix(A), distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
@@ -166,6 +172,10 @@ def hutchpp_trace(
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
         ``standard_error``.
+
+    Raises:
+        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is not divisible
+            by three, or another argument is not among its choices.
     """
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)

@@ -110,21 +110,8 @@ class Matrix:
                 of tensors, one for each parameter.
         """
         without_graph(x, "The vector")
-        if is_ours(x) and not isinstance(x, Tensor | np.ndarray):
-            domain = self.operator.domain
-            return domain.join(read(x, domain)[0]).T
-        tensor = x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
-        if tensor.is_complex():
-            raise TypeError("The matrix is real, the vector complex.")
-        tensor = tensor.to(self.device, self.dtype)
-        if tensor.ndim not in (1, 2) or tensor.shape[0] != self.shape[1]:
-            raise ValueError(
-                f"Vector has shape {list(tensor.shape)}, expected [{self.shape[1]}] or "
-                f"[{self.shape[1]}, K]."
-            )
-        if not_finite({"": tensor}) is not None:
-            raise ValueError("The vector contains NaN or infinite values.")
-        return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor
+        domain = self.operator.domain
+        return domain.join(read(x if is_ours(x) else np.array(x), domain)[0]).T
 
     def write(self, x: Tensor) -> Tensor | np.ndarray:
         """Return a result in the matrix's own kind.

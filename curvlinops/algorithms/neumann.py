@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import ConvergenceError
+from curvlinops.algorithms.convergence import ConvergenceError, check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms
 from curvlinops.core.arguments import check_count, check_number
@@ -20,8 +20,10 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     ``A^-1 ~ sum_{k=0}^{num_terms} (I - s P A)^k s P``, with scale s and preconditioner P (Lorraine
     et al., Optimizing millions of hyperparameters by implicit differentiation, AISTATS 2020). For
     a positive definite ``P A`` it converges if s is less than two over its largest eigenvalue. What
-    is left out acts like damping; nothing is said about its size. The other inverses need fewer
-    products for the same accuracy.
+    is left out acts like damping. The other inverses need fewer products for the same accuracy.
+
+    The last term is the residual of the sum before it, ``s P (b - A x)``, and costs no product; of
+    the adjoint it is ``s (b - A^T x)``.
 
     Args:
         A: A square operator or matrix of any kind, ``[D, D]``.
@@ -29,10 +31,14 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         scale: The scale s.
         check_nan: Whether to check that each term is finite, not the last one only.
         preconditioner: An operator or matrix that approximates the inverse. Default: identity.
+        rtol: How large the last term may be relative to the first one, without failure; 1 for a
+            truncation that is meant.
+        on_failure: If it is larger, ``"warn"``, or ``"raise"``.
 
     Raises:
         ConvergenceError: If the series diverges: a term is not finite, or the last one is larger
-            than the first, or than the one before.
+            than the first, or than the one before. If it has not converged and
+            ``on_failure="raise"``.
     """
 
     def __init__(
@@ -42,7 +48,13 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         scale: float = 1.0,
         check_nan: bool = True,
         preconditioner: Any = None,
+        rtol: float = 1e-2,
+        on_failure: str = "warn",
     ):
+        check_on_failure(on_failure)
+        if not rtol >= 0:
+            raise ValueError(f"rtol must not be negative, got {rtol!r}.")
+        self.rtol, self.on_failure = float(rtol), on_failure
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         self._preconditioner = None
@@ -109,7 +121,18 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         growing = last > before * (1 + 100 * torch.finfo(term.dtype).eps)
         if bool((growing | (last > first)).any()):
             self._diverge(self.num_terms)
+        self._report((last / first)[first > 0])
         return total
+
+    def _report(self, residuals: Tensor) -> None:
+        if bool((residuals > self.rtol).any()):
+            fail(
+                f"The Neumann series has not converged after {self.num_terms} terms: relative "
+                f"residuals are up to {float(residuals.max()):.1e} (rtol={self.rtol:.1e}). Use "
+                "more terms, a larger scale, or a preconditioner; CGInverseLinearOperator needs "
+                "fewer products. If the truncation is meant, pass rtol=1.",
+                self.on_failure,
+            )
 
     def _diverge(self, k: int, cause: Exception | None = None) -> None:
         raise ConvergenceError(

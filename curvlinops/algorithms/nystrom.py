@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.exchangeable import append, grow, rescale
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Goal, Probes
+from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
 from curvlinops.core.ambient import without_autocast
 from curvlinops.core.norms import double_norm
 

@@ -194,3 +194,50 @@ def average(
         if goal.reached(known + total.mean, total.standard_error, total.count):
             break
     return goal.report(probes.matrix, known + total.mean, total.standard_error)
+
+
+def grow(
+    probes: Probes,
+    num_matvecs: int,
+    parts: int,
+    goal: Goal,
+    estimate: Callable[[int], tuple[Tensor, Tensor]],
+) -> Any:
+    """Estimate with more and more vectors, until the error is as small as wanted.
+
+    Args:
+        probes: The random vectors.
+        num_matvecs: The number of products.
+        parts: How many products each vector needs.
+        goal: When to stop, and what to return.
+        estimate: Takes the number of vectors, returns the estimate and its standard error.
+    """
+    num = check_split(num_matvecs, parts, probes.dim, goal)
+    for count in goal.steps(num):
+        mean, error = estimate(count)
+        if goal.reached(mean, error, count):
+            break
+    return goal.report(probes.matrix, mean, error)
+
+
+def append(columns: Tensor, more: Tensor) -> Tensor:
+    """Return columns ``[D, K]`` and more of them, each contiguous."""
+    return torch.cat([columns.T, more.T]).T
+
+
+def rescale(forms: Tensor, left: Tensor, lengths: Tensor, probes: Probes, num: int) -> Tensor:
+    """Scale quadratic forms of what is left out of vectors to the expected length of that.
+
+    Its direction is uniformly distributed if the vector's is, and independent of its length.
+
+    Args:
+        forms: The quadratic forms, ``[K]``.
+        left: The squared lengths of what is left out.
+        lengths: The squared lengths of the whole vectors.
+        probes: Where the vectors come from.
+        num: Number of vectors; all others span what is not left out.
+    """
+    if probes.distribution == "rademacher":
+        return forms
+    some = left > torch.finfo(probes.matrix.dtype).eps * lengths
+    return torch.where(some, forms * (probes.dim - num + 1) / left, 0.0)

@@ -42,6 +42,9 @@ class LanczosApproximateSpectrumCached:
             for each. Default: as many as need 64 MiB.
         seed: Seeds the random vectors.
         generator: Draws the random vectors.
+
+    Raises:
+        ValueError: See ``lanczos_approximate_spectrum``.
     """
 
     def __init__(
@@ -91,6 +94,9 @@ class LanczosApproximateLogSpectrumCached:
         chunk_size: How many random vectors are taken at once.
         seed: Seeds the random vectors.
         generator: Draws the random vectors.
+
+    Raises:
+        ValueError: See ``lanczos_approximate_log_spectrum``.
     """
 
     def __init__(
@@ -240,6 +246,10 @@ def lanczos_approximate_log_spectrum(
     Returns:
         Grid and density, both ``[num_points]``. With ``return_error`` a named tuple of ``grid``,
         ``density`` and ``standard_error``.
+
+    Raises:
+        ValueError: See ``lanczos_approximate_spectrum``; also if a boundary is negative, or
+            ``epsilon`` is not positive and finite.
     """
     cached = LanczosApproximateLogSpectrumCached(
         A, ncv, boundaries, boundaries_tol, chunk_size=chunk_size, seed=seed, generator=generator

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.functions import wanted
+from curvlinops.core.functions import in_transform, wanted
 
 #: Maps x to the first and second derivatives there.
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -111,7 +111,7 @@ def is_plain(*inputs: Tensor | None) -> bool:
         all(x.dtype == tensors[0].dtype for x in tensors)
         and tensors[0].dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled(tensors[0].device.type)
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not in_transform()
     )
 
 

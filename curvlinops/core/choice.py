@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, Head, Seed
+from curvlinops.core.columns import dot, norm
 from curvlinops.core.model import Model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.space import Columns
@@ -76,8 +77,8 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
     Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
     apply(u, Hu)
     apply(v, Hv)
-    scale = _norm(Hv) + _norm(Hu) + _noise(seeds[0])
-    return abs(_dot(u, Hv) - _dot(v, Hu)) / scale
+    scale = norm(Hv) + norm(Hu) + _noise(seeds[0])
+    return abs(dot(u, Hv) - dot(v, Hu)) / scale
 
 
 def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
@@ -100,21 +101,13 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
 
     mode.gauss_newton(bound, probe)(v, Jw)
     w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
-    scale = float(Jv.norm()) + _dot(Jw, Jw) ** 0.5 + _noise(outputs[0])
-    return abs(float((w * Jv).sum()) - _dot(Jw, v)) / scale
+    scale = float(Jv.norm()) + norm(Jw) + _noise(outputs[0])
+    return abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
 
 
 def _random(bound: BoundModel, seed: int) -> Columns:
     generator = torch.Generator(bound.space.device).manual_seed(seed)
     return bound.space.randn(1, generator)
-
-
-def _dot(first: Columns, second: Columns) -> float:
-    return float(sum((first[name] * second[name]).sum() for name in first))
-
-
-def _norm(columns: Columns) -> float:
-    return _dot(columns, columns) ** 0.5
 
 
 def _noise(value: Tensor) -> float:

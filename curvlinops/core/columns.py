@@ -100,6 +100,16 @@ def multiple(columns: Columns, scalar: float) -> Columns:
     return {name: scalar * column for name, column in columns.items()}
 
 
+def dot(first: Columns, second: Columns) -> float:
+    """Return the inner product of columns, summed in float64."""
+    return float(sum((first[name].double() * second[name].double()).sum() for name in first))
+
+
+def norm(columns: Columns) -> float:
+    """Return the root of the sum of all squares, summed in float64."""
+    return dot(columns, columns) ** 0.5
+
+
 def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
     """Return the name of a tensor with NaN or infinite values, if there is one.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.functions import wanted
+from curvlinops.core.functions import in_transform, wanted
 
 #: stride, padding, dilation, transposed, output_padding, groups
 Options = tuple[list[int], list[int], list[int], bool, list[int], int]
@@ -117,31 +117,26 @@ def convolution(function: Callable, transposed: bool) -> Callable:
             isinstance(options.get("padding"), str)
             or input.ndim != weight.ndim
             or torch.is_autocast_enabled(input.device.type)
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or in_transform()
         ):
             return function(input, weight, bias, *rest, **kw)
-        rank = weight.ndim - 2
-
-        def sizes(name: str, default: int) -> list[int]:
-            value = options.get(name, default)
-            value = [value] if isinstance(value, int) else list(value)
-            return value * rank if len(value) == 1 else value
-
         return Convolution.apply(
-            input,
-            weight,
-            bias,
-            (
-                sizes("stride", 1),
-                sizes("padding", 0),
-                sizes("dilation", 1),
-                transposed,
-                sizes("output_padding", 0),
-                options.get("groups", 1),
-            ),
+            input, weight, bias, _options(options, weight.ndim - 2, transposed)
         )
 
     return replacement
+
+
+def _options(given: dict[str, Any], rank: int, transposed: bool) -> Options:
+    """Return all options of a convolution, with a number for each axis."""
+
+    def sizes(name: str, default: int) -> list[int]:
+        value = given.get(name, default)
+        value = [value] if isinstance(value, int) else list(value)
+        return value * rank if len(value) == 1 else value
+
+    steps = sizes("stride", 1), sizes("padding", 0), sizes("dilation", 1)
+    return (*steps, transposed, sizes("output_padding", 0), given.get("groups", 1))
 
 
 CONVOLUTIONS: dict[Callable, Callable] = {

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from curvlinops.core.autodiff import gradient
+from curvlinops.core.columns import norm
 from curvlinops.core.graph import graph_nodes
 from curvlinops.core.modes import Reverse
 from curvlinops.core.risk import BatchRisk
@@ -48,7 +49,7 @@ def check_custom_functions(risk: BatchRisk) -> None:
         )
         return
     noise = _distance(*slopes)
-    if _distance(product, slopes[0]) > 1e-3 * _norm(slopes[0]) + 10 * noise:
+    if _distance(product, slopes[0]) > 1e-3 * norm(slopes[0]) + 10 * noise:
         names = ", ".join(sorted(functions))
         raise RuntimeError(
             "The Hessian product is not the derivative of the gradient: the backward of a custom "
@@ -63,7 +64,7 @@ def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
     theta = {name: leaf.detach().double() for name, leaf in risk.leaves().items()}
     generator = torch.Generator(risk.space.device).manual_seed(0)
     v = risk.in_double(theta).space.randn(1, generator)
-    size = max(sum(float(x.square().sum()) for x in theta.values()) ** 0.5, 1e-3) / _norm(v)
+    size = max(norm(theta), 1e-3) / norm(v)
 
     def shifted(step: float) -> Columns:
         twin = risk.in_double({name: x + step * v[name][0] for name, x in theta.items()})
@@ -80,8 +81,4 @@ def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
 
 
 def _distance(one: Columns, two: Columns) -> float:
-    return _norm({name: one[name] - two[name] for name in one})
-
-
-def _norm(columns: Columns) -> float:
-    return sum(float(column.square().sum()) for column in columns.values()) ** 0.5
+    return norm({name: one[name] - two[name] for name in one})

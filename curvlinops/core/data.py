@@ -65,9 +65,6 @@ class Batches:
         self.batch_size_fn = batch_size_fn
         self.num_data = num_data
 
-    def __len__(self) -> int:
-        return len(self.data)
-
     def iterate(self, device: torch.device, wrap: Callable[[Iterable], Iterable]) -> Iterator:
         """Yield one ``Batch`` after the other.
 

@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from curvlinops.core.graph import graph_nodes
+from curvlinops.core.functions import in_transform
+from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.model import Model
 
 Tensors = Mapping[str, Tensor]
 
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
-_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+#: What differentiates inside of a model or a loss.
+DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _REENTRANT = (
     "The model uses reentrant activation checkpointing, which supports neither autograd.grad nor "
     "second derivatives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
@@ -55,7 +57,7 @@ class Watch(TorchFunctionMode):
         if not torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
             self._reentrant = self._reentrant or _in_reentrant_checkpoint(sys._getframe())
         # transforms of torch.func need no tensors that require gradients
-        if func in _DIFFERENTIATING and torch._C._functorch.peek_interpreter_stack() is None:
+        if func in DIFFERENTIATING and not in_transform():
             # grad passes these on as a tuple, backward as it got them, perhaps as a generator
             for x in args[1] if func is torch.autograd.grad else (None,):
                 self._hidden = self._own.get(id(x), self._hidden)
@@ -87,10 +89,10 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
             earlier evaluation made of it.
     """
     own, current, depends = _own_names(model), {id(leaf) for leaf in leaves.values()}, False
-    for node in graph_nodes(value):
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(_REENTRANT)
-        variable = getattr(node, "variable", None)
+    nodes = list(graph_nodes(value))
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        raise ValueError(_REENTRANT)
+    for variable in leaf_variables(nodes):
         if id(variable) in current:
             depends = True
         elif id(variable) in own:
@@ -158,7 +160,7 @@ def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params:
     except Exception:
         return False
     used = {id(param) for param in (*leaves.values(), *params.values())}
-    if any(id(getattr(node, "variable", None)) in used for node in graph_nodes(total)):
+    if any(id(variable) in used for variable in leaf_variables(graph_nodes(total))):
         return True
     # derivatives that count as zero where there is no graph
     with_graph = loss.sum(output.clone(), target)

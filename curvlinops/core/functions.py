@@ -47,6 +47,11 @@ class WithDerivative(torch.autograd.Function):
         return ctx.multiply(v.unsqueeze(0)).squeeze(0)
 
 
+def in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` is active, whose tensors mean something else."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def wide(x: Tensor) -> Tensor:
     """Return ``x`` in float32 or wider."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

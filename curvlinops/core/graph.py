@@ -1,6 +1,6 @@
 """What autograd graphs are made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +18,12 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors at which a graph with these nodes begins, such as parameters."""
+    found = (getattr(node, "variable", None) for node in nodes)
+    return (variable for variable in found if isinstance(variable, Tensor))
 
 
 def footprint(part: Any) -> int:
@@ -38,7 +44,8 @@ def footprint(part: Any) -> int:
 
     for tensor in tensors:
         count(tensor)
-    for node in graph_nodes(*tensors):
+    nodes = list(graph_nodes(*tensors))
+    for node in nodes:
         for attribute in _saved_attributes(node):
             saved = getattr(node, attribute)
             for one in saved if isinstance(saved, list | tuple) else [saved]:
@@ -46,9 +53,7 @@ def footprint(part: Any) -> int:
                 held = getattr(one, "data", None)
                 if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
                     count(held)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.add(variable.untyped_storage().data_ptr())
+    leaves |= {variable.untyped_storage().data_ptr() for variable in leaf_variables(nodes)}
     return sum(size for address, size in sizes.items() if address not in leaves)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.decompositions import check_modules
 from curvlinops.core.parameters import (
     alias,
     check_distinct,
@@ -20,6 +19,7 @@ from curvlinops.core.parameters import (
 )
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
+from curvlinops.core.rewriting import check_modules
 
 
 class Model(ABC):

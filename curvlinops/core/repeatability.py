@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
+from curvlinops.core.columns import norm
 from curvlinops.core.determinism import (
     agree,
     check_finite,
@@ -87,8 +88,7 @@ def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tenso
 
     value, columns, terms = autodiff.gradient(bound, head)
     check_finite(bound.batch, value, columns)
-    norm = sum(float(column.double().square().sum()) for column in columns.values()) ** 0.5
-    return [float(value), norm], outputs[0], terms
+    return [float(value), norm(columns)], outputs[0], terms
 
 
 def _explain_model(risk: EmpiricalRisk, index: int) -> str:

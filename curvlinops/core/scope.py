@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from curvlinops.core.decompositions import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.model import Model
+from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 
 _ONE_ARGUMENT = (
     "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "

@@ -32,9 +32,6 @@ class Snapshot:
         copied: Whether ``root`` itself is a private copy. If it is not, its tensors must stay in
             place, too: the computation may use their memory.
         numbers: Whether tensors and arrays are copied and compared, too.
-
-    Attributes:
-        num_bytes: The memory of the copied tensors.
     """
 
     def __init__(self, root: Any, copied: bool = False, numbers: bool = True):
@@ -53,7 +50,6 @@ class Snapshot:
                 self._arrays.append((token, token if copied or not numbers else token.copy()))
                 token = self._arrays[-1][1]
             self._tokens.append(token)
-        self.num_bytes = sum(tensor.copy.untyped_storage().nbytes() for tensor in self._tensors)
 
     def matches(self, root: Any) -> bool:
         """Return whether the object's tensors and values are those of the snapshot."""

@@ -168,9 +168,9 @@ class ParameterSpace:
         """Return the space of some of the tensors, in the given order."""
         return ParameterSpace({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
-    def to(self, device: torch.device | str) -> "ParameterSpace":
-        """Return the same space on another device."""
-        return ParameterSpace(self.shapes, self.dtype, device)
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ParameterSpace":
+        """Return the same space on another device, and perhaps in another dtype."""
+        return ParameterSpace(self.shapes, dtype or self.dtype, device)
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.shapes}, {self.dtype}, '{self.device}')"

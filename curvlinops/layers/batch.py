@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes
+from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
 from curvlinops.layers.check import by_samples, disagreeing, probe, weighted
@@ -40,7 +40,7 @@ class RecordedBatch:
         names: The parameters.
         changes: What to do about some calls.
         num_samples: How many samples there are, each with as many neighboring rows of the output;
-            by default each row is one.
+            ``None`` if each row is one.
 
     Attributes:
         names: The parameters.
@@ -57,7 +57,7 @@ class RecordedBatch:
         bound: BoundModel,
         names: list[str],
         changes: Mapping[Call, Change],
-        num_samples: int | None = None,
+        num_samples: int | None,
     ):
         self.names = names
         self._num_samples = num_samples
@@ -125,7 +125,7 @@ class RecordedBatch:
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
         own = {id(self._leaves[name]): name for name in self.names}
-        found = (id(getattr(node, "variable", None)) for node in self._nodes)
+        found = (id(variable) for variable in leaf_variables(self._nodes))
         overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
         names = {own[i] for i in found if i in own}
         return sorted(names.union(*(self.names_of(key) for key in overwritten)))
@@ -248,7 +248,7 @@ class RecordedBatch:
     def _sorted(
         self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
     ) -> Iterator[Part]:
-        """Do this with gradients at the uses' outputs, which are freed.
+        """Yield parts made of gradients at the uses' outputs, which are freed.
 
         Args:
             gradients: These gradients, ``[V, *]``.

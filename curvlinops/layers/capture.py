@@ -12,6 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.autodiff import pull
+from curvlinops.core.dependence import DIFFERENTIATING
+from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns
 from curvlinops.layers.composed import COMPOSED
 from curvlinops.layers.elementwise import IN_PLACE, REPEATING
@@ -104,11 +106,11 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, and record it if it uses a tracked tensor."""
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATING:
+        if func in DIFFERENTIATING:
             raise RuntimeError("it computes gradients itself")
         tensors = _tensors(args, kwargs)
         tracked = [x for x in tensors if id(x) in self._tracked]
-        if not tracked or not torch.is_grad_enabled() or _transformed():
+        if not tracked or not torch.is_grad_enabled() or in_transform():
             return func(*args, **kwargs)
         if len(tracked) == len(tensors) and func not in REPEATING:
             return self._follow(func(*args, **kwargs))
@@ -184,9 +186,6 @@ class Capture(TorchFunctionMode):
         return out
 
 
-_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-
-
 def _covers(view: Tensor, base: Tensor) -> bool:
     """Return whether a view has all entries of a tensor, in their order."""
     same = view.is_contiguous() and base.is_contiguous() and view.numel() == base.numel()
@@ -203,11 +202,6 @@ def _tensors(*trees: Any) -> list[Tensor]:
         elif isinstance(tree, dict):
             found += _tensors(*tree.values())
     return found
-
-
-def _transformed() -> bool:
-    """Return whether a transform of ``torch.func`` is active, whose tensors mean something else."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

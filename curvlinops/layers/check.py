@@ -57,7 +57,7 @@ def has_parts(bound: BoundModel, output: Tensor) -> bool:
     return 0 < num_samples < len(output) and len(output) % num_samples == 0
 
 
-def autograd_sums(bound: BoundModel, num_samples: int | None = None) -> dict[str, Tensor]:
+def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tensor]:
     """Return autograd's gradients of a weighted sum of the output, in a forward pass of its own.
 
     Args:

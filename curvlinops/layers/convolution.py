@@ -55,25 +55,10 @@ def _transposed(
     dilation: Lengths = 1,
 ) -> dict[str, Use]:
     """Matrix products of the filters with the input, and patches of the output."""
-    dims = weight.ndim - 2
     batched = input.ndim == weight.ndim
-    kernel, stride, dilation = weight.shape[2:], lengths(stride, dims), lengths(dilation, dims)
-    x = input if batched else input.unsqueeze(0)
-    padding, extra = lengths(padding, dims), lengths(output_padding, dims)
-    size = [
-        (length - 1) * s - 2 * p + d * (k - 1) + e + 1
-        for length, s, p, d, k, e in zip(
-            x.shape[2:], stride, padding, dilation, kernel, extra, strict=True
-        )
-    ]
-    # negative where patches end before the output does
-    pads = [
-        (p, (length - 1) * s + d * (k - 1) + 1 - p - n)
-        for p, length, s, d, k, n in zip(
-            padding, x.shape[2:], stride, dilation, kernel, size, strict=True
-        )
-    ]
-    window = Window(kernel, stride, pads, dilation, x.shape[2:], groups)
+    x, dims = input if batched else input.unsqueeze(0), weight.ndim - 2
+    each = (lengths(option, dims) for option in (stride, padding, output_padding, dilation))
+    window, size = _window_of_output(x.shape[2:], weight.shape[2:], *each, groups)
 
     def split(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
@@ -94,6 +79,29 @@ def _transposed(
     return {"weight": use.reshaped(weight.shape)} | {
         name: replace(use, elsewhere=True) for name, use in biases.items()
     }
+
+
+def _window_of_output(
+    positions: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Window, list[int]]:
+    """Return which patches of its output a transposed convolution writes, and the output's size."""
+    # how much of an axis all patches span
+    spans = [
+        (count - 1) * s + d * (k - 1) + 1
+        for count, s, d, k in zip(positions, stride, dilation, kernel, strict=True)
+    ]
+    size = [
+        span - 2 * p + extra for span, p, extra in zip(spans, padding, output_padding, strict=True)
+    ]
+    # negative where patches end before the output does
+    pads = [(p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True)]
+    return Window(kernel, stride, pads, dilation, positions, groups), size
 
 
 for _function in (torch.conv1d, torch.conv2d, torch.conv3d):

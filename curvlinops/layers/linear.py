@@ -34,12 +34,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[st
 def matmul(input: Tensor, other: Tensor) -> dict[str, Use]:
     """``input @ other``; either may be the parameter."""
     return {
-        name: use
-        for name, use in (
-            ("input", _factor(other, input, left=True)),
-            ("other", _factor(input, other, left=False)),
-        )
-        if use is not None
+        "input": _factor(other, input, left=True),
+        "other": _factor(input, other, left=False),
     }
 
 

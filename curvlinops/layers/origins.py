@@ -6,7 +6,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import pull_columns
 from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes
+from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
 from curvlinops.layers.place import Place
@@ -19,7 +19,7 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     """Return the parameters of which a tensor is a function."""
     if id(tensor) in by_id:
         return {by_id[id(tensor)]: tensor}
-    found = (getattr(node, "variable", None) for node in graph_nodes(tensor))
+    found = leaf_variables(graph_nodes(tensor))
     return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
 
 

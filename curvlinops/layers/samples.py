@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.independence import check_first_sample
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.space import Columns
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, has_parts
@@ -236,11 +236,10 @@ class SampleGradients:
         return groups + self.rest(u)
 
     def rest(self, u: Tensor) -> list[Group]:
-        """Do the same for the parameters that ``parts`` does not know."""
+        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
         groups: list[Group] = []
         if self._rest:
-            shapes = {name: self._bound.space.shapes[name] for name in self._rest}
-            space = ParameterSpace(shapes, self._bound.space.dtype, self._bound.space.device)
+            space = self._bound.space.restricted(self._rest)
 
             def apply(alone: Tensor, out: Columns) -> None:
                 self._apply(alone.flatten(0, 1), out)

@@ -13,6 +13,10 @@ from curvlinops.core.functions import WithDerivative, wide
 OutputMatrix = Callable[[Tensor], Tensor]
 
 
+#: The losses with a square root and samples, for messages; a test asks the classes.
+_SUPPORTED = "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss."
+
+
 class Loss(ABC):
     """A loss as a sum over terms, ``L = c * sum_t l_t``.
 
@@ -97,7 +101,7 @@ class Loss(ABC):
         return self.from_terms(self._hessian_sqrt(self._rows(output), output, target), output)
 
     def hessian_root(self, output: Tensor, target: Any) -> Tensor:
-        """Return the same for some S with as few columns as possible."""
+        """Return a square root like ``hessian_sqrt``, with as few columns as possible."""
         return self.from_terms(self._hessian_root(self._rows(output), output, target), output)
 
     def sample(
@@ -156,12 +160,11 @@ class Loss(ABC):
     def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
-            f"{self.name} has no closed-form square root of its Hessian. Supported are MSELoss, "
-            "CrossEntropyLoss and BCEWithLogitsLoss."
+            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED}"
         )
 
     def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
-        """Return the same, with as few columns as possible."""
+        """Return square roots like ``_hessian_sqrt``, with as few columns as possible."""
         return self._hessian_sqrt(z, output, target)
 
     def _sample(
@@ -174,8 +177,7 @@ class Loss(ABC):
         """Say that ``sample`` is not implemented."""
         raise NotImplementedError(
             f"{self.name} is not known as a negative log-likelihood whose labels could be sampled. "
-            "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss. The exact GGN and the "
-            "empirical Fisher support every loss."
+            f"{_SUPPORTED} The exact GGN and the empirical Fisher support every loss."
         )
 
     def _sqrt_of_scale(self, scale: Tensor) -> Tensor:

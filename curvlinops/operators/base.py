@@ -158,7 +158,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Multiply some tensors of vectors, for some tensors of the product."""
         num_columns = next(iter(columns.values())).shape[0]
         out = codomain.zeros(num_columns)
-        both = [[[n for n in block if n in x] for x in (columns, out)] for block in self._blocks]
+        both = (([n for n in b if n in columns], [n for n in b if n in out]) for b in self._blocks)
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         if num_columns == 0 or not both:
             return out

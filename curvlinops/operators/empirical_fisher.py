@@ -36,6 +36,9 @@ class EFLinearOperator(DataLinearOperator):
             gradients, if weights are used at many positions and they fit, which makes products
             much faster; else the layers' inputs and output gradients, of which they are made.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``terms`` is neither of both, or samples interact in the model.
     """
 
     _per_sample = True
@@ -118,7 +121,7 @@ class EFLinearOperator(DataLinearOperator):
         return apply
 
     def _from_samples_alone(self, bound: BatchRisk) -> Apply:
-        """Do the same if the loss is no function of the output; each sample is a term."""
+        """Multiply if the loss is no function of the output; each sample is a term."""
         rows = self._alone.rows(bound)
         num_samples = len(next(iter(rows.values())))
         return _sum_of_outer_products(rows, torch.tensor(num_samples, device=self.device))

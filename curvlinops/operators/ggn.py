@@ -27,6 +27,10 @@ class GGNLinearOperator(DataLinearOperator):
         mc_samples: Number of samples per term; 0 for the exact matrix.
         seed: Seeds the samples, together with the index of the batch.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``mc_samples`` or ``seed`` is negative.
+        NotImplementedError: If labels are to be sampled, and the loss is not known as a likelihood.
     """
 
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
@@ -64,6 +68,10 @@ class FisherMCLinearOperator(DataLinearOperator):
         mc_samples: Number M of samples per term.
         seed: Seeds the samples, together with the index of the batch.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``mc_samples`` is not positive, or ``seed`` is negative.
+        NotImplementedError: If the loss is not known as a likelihood.
     """
 
     def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):

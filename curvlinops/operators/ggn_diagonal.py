@@ -31,6 +31,11 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         mc_samples: Number of samples per term; 0 for the exact diagonal.
         seed: Seeds the samples, together with the index of the batch.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``mc_samples`` or ``seed`` is negative, or samples interact in the model.
+        NotImplementedError: If the loss has no closed-form square root, or is not known as a
+            likelihood.
     """
 
     _per_sample = True

@@ -42,6 +42,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             ``EFLinearOperator``). Terms interact in most models, so that each such row takes a
             backward pass.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
+
+    Raises:
+        ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or
+            samples interact in the model.
     """
 
     _per_sample = True

@@ -62,6 +62,10 @@ class StructuredDataLinearOperator(DataLinearOperator):
         """Return the diagonal, ``[D]``."""
         return self.structure.diagonal()
 
+    def to_dense(self) -> Tensor:
+        """Return the matrix, ``[D, D]``."""
+        return self.structure.to_dense()
+
     def eigh(self) -> StructuredLinearOperator:
         """Return the eigendecomposition, an ``EighDecomposedLinearOperator``."""
         return self.structure.eigh()

@@ -58,7 +58,7 @@ def hessian_roots(
 
 
 def signed_hessian_roots(
-    bound: BatchRisk, output: Tensor, num_draws: int, seed: int, num_samples: int | None = None
+    bound: BatchRisk, output: Tensor, num_draws: int, seed: int, num_samples: int
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
 

@@ -77,9 +77,6 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __bool__(self) -> bool:
-        return True
-
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
     ) -> "BlockDiagonalLinearOperator":
@@ -225,7 +222,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
         blocks = {name: block._to(device, dtype) for name, block in self._blocks.items()}
-        space = ParameterSpace(self.domain.shapes, dtype, device) if self._is_named else None
+        space = self.domain.to(device, dtype) if self._is_named else None
         return BlockDiagonalLinearOperator(blocks, space)
 
     def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":

@@ -15,9 +15,7 @@ from curvlinops.structured.norms import wide_norm
 _TOLERANCE = 100.0
 
 
-def eigh_batched(
-    matrices: Sequence[Tensor], names: Sequence[str] | None = None
-) -> list[tuple[Tensor, Tensor]]:
+def eigh_batched(matrices: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
     """Return the eigendecompositions of symmetric matrices.
 
     Matrices of equal size are decomposed together. What does not converge or is inaccurate is
@@ -35,7 +33,6 @@ def eigh_batched(
         ValueError: If a matrix has NaN or infinite values.
         RuntimeError: If a matrix cannot be decomposed in float64.
     """
-    names = [f"Matrix {i}" for i in range(len(matrices))] if names is None else names
     for matrix, name in zip(matrices, names, strict=True):
         if not _is_finite(matrix):
             raise ValueError(f"{name} contains NaN or infinite values.")

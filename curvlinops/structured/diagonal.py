@@ -18,6 +18,10 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     Args:
         diagonal: The diagonal, ``[D]``.
         space: The space of the vectors, if they are those of parameters. Default: plain vectors.
+
+    Raises:
+        TypeError: If the diagonal is no tensor of real floating-point numbers.
+        ValueError: If it has NaN or infinite values, or does not fit the space.
     """
 
     def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
@@ -86,5 +90,5 @@ class DiagonalLinearOperator(StructuredLinearOperator):
         return self._with(self._entries**2)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "DiagonalLinearOperator":
-        space = ParameterSpace(self.domain.shapes, dtype, device)
+        space = self.domain.to(device, dtype)
         return DiagonalLinearOperator(self._entries.to(device, dtype), space)

@@ -105,6 +105,6 @@ class Floor(NamedTuple):
 NO_FLOOR = Floor(-inf, 0.0)
 
 
-def signed_logarithm(values: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Return the sign of a product of numbers, and the logarithm of its absolute value."""
-    return values.sign().prod(dim), values.abs().log().sum(dim)
+def signed_logarithm(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sign of the last axis' product, and the logarithm of its absolute value."""
+    return values.sign().prod(-1), values.abs().log().sum(-1)

@@ -22,6 +22,10 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         eigenvectors: Q, orthogonal: a matrix ``[D, D]`` with the eigenvectors as columns, or an
             operator such as a Kronecker product of orthogonal matrices. Orthogonality is not
             checked.
+
+    Raises:
+        TypeError: If eigenvalues or eigenvectors are no tensors of real floating-point numbers.
+        ValueError: If they have NaN or infinite values, or do not fit each other.
     """
 
     def __init__(self, eigenvalues: Tensor, eigenvectors: Tensor | StructuredLinearOperator):
@@ -132,9 +136,6 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         if self._origin is None:
             return self._to(self.device, torch.float64)
         return self._origin.wide()
-
-    def _eigh(self) -> "EighDecomposedLinearOperator":
-        return self
 
     def eigh(self) -> "EighDecomposedLinearOperator":
         """Return the operator itself."""

@@ -83,6 +83,4 @@ class IdentityLinearOperator(StructuredLinearOperator):
         return IdentityLinearOperator(self.domain, self.scalar**2)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "IdentityLinearOperator":
-        return IdentityLinearOperator(
-            ParameterSpace(self.domain.shapes, dtype, device), self.scalar
-        )
+        return IdentityLinearOperator(self.domain.to(device, dtype), self.scalar)

@@ -53,7 +53,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
                 f"{[factor.groups for factor in self._factors]}."
             )
         self._groups = groups.pop() if groups else 1
-        like = _tensor(self._factors[0])
+        like = tensor_of(self._factors[0])
         domain, codomain = (
             ParameterSpace.flat(self._groups * prod(sizes), like.dtype, like.device)
             for sizes in (
@@ -95,7 +95,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         orthogonal, so that nothing cancels but ``prod a_i + shift``.
         """
         self._need_square_factors("A sum with the identity")
-        like = _tensor(self._factors[0])
+        like = tensor_of(self._factors[0])
         means = like.new_ones(self._groups, dtype=torch.float64)
         rest = torch.zeros_like(means)
         if self.domain.dim == 0:
@@ -195,7 +195,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _scaled(self, scalar: float) -> "KroneckerProductLinearOperator":
         # the smallest factor is the cheapest; the others keep their decompositions
-        sizes = [_tensor(factor).numel() for factor in self._factors]
+        sizes = [tensor_of(factor).numel() for factor in self._factors]
         index = sizes.index(min(sizes))
         factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
         return KroneckerProductLinearOperator(*factors)
@@ -264,7 +264,7 @@ def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> lis
 
 def _in_one_place(factors: list[Factor]) -> list[Factor]:
     """Return the factors in their common dtype, all on one device."""
-    tensors = [_tensor(factor) for factor in factors]
+    tensors = [tensor_of(factor) for factor in factors]
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(
@@ -278,5 +278,6 @@ def _in_one_place(factors: list[Factor]) -> list[Factor]:
     ]
 
 
-def _tensor(factor: Factor) -> Tensor:
+def tensor_of(factor: Factor) -> Tensor:
+    """Return the numbers of which a factor consists, ``[G, m, n]`` or ``[G, n]``."""
     return factor.tensor if isinstance(factor, Dense) else factor.entries

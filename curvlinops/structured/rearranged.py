@@ -1,7 +1,7 @@
 """Structured matrices on parameters whose entries are in another order."""
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 
 
-class Arrangement(Protocol):
+class Placement(Protocol):
     """A bijection between the entries of parameters and those of a plain vector.
 
     It must be picklable, and compare equal to others that do the same.
@@ -25,67 +25,24 @@ class Arrangement(Protocol):
         """Turn vectors ``[K, n]`` into ``{name: [K, *shape]}``; the inverse of ``gather``."""
 
 
-class JoinedMatrices:
-    """Writes parameters side by side, as the columns of one matrix ``[*lead, columns]``.
+@dataclass(frozen=True)
+class Transposes:
+    """Reads a plain vector of the entries of matrices as those of their transposes.
 
-    A weight ``[out, in]`` and a bias ``[out]`` become ``[out, in + 1]`` with
-    ``JoinedMatrices({"weight": (out, in), "bias": (out,)}, lead=1)``. Axes are first
-    divided and permuted where necessary: ``views={"weight": (G, in, out)}`` and
-    ``orders={"weight": (0, 2, 1)}`` make ``[G, out, in]`` of a weight ``[G * in, out]``.
-
-    Args:
-        shapes: Name and shape of each parameter.
-        lead: How many axes, counted after the permutation, the parameters share; the other axes are
-            flattened to columns. A parameter without other axes is one column.
-        views: Shapes into which to reshape parameters first. Default: their own.
-        orders: The order into which to permute the axes. Default: as they are.
+    Attributes:
+        shape: The matrices before, ``(G, rows, columns)``.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        lead: int,
-        views: Mapping[str, Sequence[int]] | None = None,
-        orders: Mapping[str, Sequence[int]] | None = None,
-    ):
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        views, orders = views or {}, orders or {}
-        self.views = {n: tuple(views.get(n, shape)) for n, shape in self.shapes.items()}
-        self.orders = {n: tuple(orders.get(n, range(len(v)))) for n, v in self.views.items()}
-        permuted = {n: [view[i] for i in self.orders[n]] for n, view in self.views.items()}
-        leads = {tuple(shape[:lead]) for shape in permuted.values()}
-        if len(leads) != 1:
-            raise ValueError(f"The parameters share no {lead} leading axes: {permuted}.")
-        self.lead = leads.pop()
-        self.widths = {name: prod(shape[lead:]) for name, shape in permuted.items()}
+    shape: tuple[int, int, int]
 
     def gather(self, columns: Columns) -> Tensor:
-        """Turn vectors ``{name: [K, *shape]}`` into ``[K, n]`` (a view where possible)."""
-        parts = []
-        for name, view in self.views.items():
-            column = columns[name]
-            order = (0, *(i + 1 for i in self.orders[name]))
-            part = column.reshape(len(column), *view).permute(order)
-            parts.append(part.reshape(len(column), *self.lead, self.widths[name]))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return joined.reshape(len(joined), prod(self.lead) * sum(self.widths.values()))
+        """Turn the entries ``{"": [K, n]}`` of the matrices into those of their transposes."""
+        return columns[""].unflatten(1, self.shape).mT.flatten(1)
 
     def scatter(self, flat: Tensor) -> Columns:
-        """Turn vectors ``[K, n]`` into ``{name: [K, *shape]}`` (views where possible)."""
-        matrix = flat.reshape(len(flat), *self.lead, sum(self.widths.values()))
-        out = {}
-        parts = matrix.split(list(self.widths.values()), dim=-1)
-        for (name, view), part in zip(self.views.items(), parts, strict=True):
-            order = self.orders[name]
-            part = part.reshape(len(flat), *(view[i] for i in order))
-            back = (0, *(order.index(i) + 1 for i in range(len(order))))
-            out[name] = part.permute(back).reshape(len(flat), *self.shapes[name])
-        return out
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, JoinedMatrices) and vars(self) == vars(other)
-
-    __hash__ = None
+        """Turn the entries ``[K, n]`` of the transposes into those of the matrices."""
+        groups, rows, columns = self.shape
+        return {"": flat.unflatten(1, (groups, columns, rows)).mT.flatten(1)}
 
 
 class RearrangedLinearOperator(StructuredLinearOperator):
@@ -94,18 +51,18 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     Args:
         operator: A.
         space: The names and shapes of the parameters. Dtype and device are those of A.
-        arrangement: P, which permutes the entries of the parameters.
+        placement: P, which permutes the entries of the parameters.
     """
 
     def __init__(
-        self, operator: StructuredLinearOperator, space: ParameterSpace, arrangement: Arrangement
+        self, operator: StructuredLinearOperator, space: ParameterSpace, placement: Placement
     ):
         if operator.shape != (space.dim, space.dim):
             raise ValueError(
                 f"An operator of shape {operator.shape} cannot act on {space.dim} parameters."
             )
-        self.operator, self.arrangement = operator, arrangement
-        domain = ParameterSpace(space.shapes, operator.torch_dtype, operator.device)
+        self.operator, self.placement = operator, placement
+        domain = space.to(operator.device, operator.torch_dtype)
         super().__init__(domain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
@@ -115,12 +72,12 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         return self._conjugate(self.operator._apply_adjoint, columns)
 
     def _conjugate(self, product: Callable[[Columns], Columns], columns: Columns) -> Columns:
-        flat = self.operator.domain.split(self.arrangement.gather(columns))
-        return self.arrangement.scatter(self.operator.codomain.join(product(flat)))
+        flat = self.operator.domain.split(self.placement.gather(columns))
+        return self.placement.scatter(self.operator.codomain.join(product(flat)))
 
     def _vector(self, flat: Tensor) -> Tensor:
         """Arrange a vector ``[D]`` as the parameters."""
-        return self.domain.join(self.arrangement.scatter(flat.unsqueeze(0)))[0].clone()
+        return self.domain.join(self.placement.scatter(flat.unsqueeze(0)))[0].clone()
 
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
@@ -138,7 +95,7 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         return self.operator._slogdet()
 
     def _with(self, operator: StructuredLinearOperator) -> "RearrangedLinearOperator":
-        return RearrangedLinearOperator(operator, self.domain, self.arrangement)
+        return RearrangedLinearOperator(operator, self.domain, self.placement)
 
     def _eigh(self) -> EighDecomposedLinearOperator:
         inner = self.operator.eigh()
@@ -189,8 +146,8 @@ class RearrangedLinearOperator(StructuredLinearOperator):
     def _is_like(self, other: StructuredLinearOperator) -> bool:
         if not isinstance(other, RearrangedLinearOperator):
             return False
-        return self.domain.shapes == other.domain.shapes and self.arrangement == other.arrangement
+        return self.domain.shapes == other.domain.shapes and self.placement == other.placement
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "RearrangedLinearOperator":
-        space = ParameterSpace(self.domain.shapes, dtype, device)
-        return RearrangedLinearOperator(self.operator._to(device, dtype), space, self.arrangement)
+        space = self.domain.to(device, dtype)
+        return RearrangedLinearOperator(self.operator._to(device, dtype), space, self.placement)

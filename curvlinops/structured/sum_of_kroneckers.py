@@ -14,7 +14,7 @@ from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.norms import norm_of_sum, wide_norm
-from curvlinops.structured.rearranged import JoinedMatrices, RearrangedLinearOperator
+from curvlinops.structured.rearranged import RearrangedLinearOperator, Transposes
 
 
 class SumOfKroneckersLinearOperator(StructuredLinearOperator):
@@ -135,11 +135,8 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         matrix = KroneckerProductLinearOperator(Dense(blocks))
         if axis == 0:
             return matrix
-        shape = (self._groups, *self._sizes)
-        arrangement = JoinedMatrices(
-            self.domain.shapes, lead=2, views={"": shape}, orders={"": (0, 2, 1)}
-        )
-        return RearrangedLinearOperator(matrix, self.domain, arrangement)
+        placement = Transposes((self._groups, *self._sizes))
+        return RearrangedLinearOperator(matrix, self.domain, placement)
 
     def _solvable(self) -> StructuredLinearOperator:
         """Return the sum in a form that has an inverse and a determinant."""

@@ -9,9 +9,8 @@ from curvlinops.structured.decompositions import eigh_batched
 from curvlinops.structured.factors import Dense, Factor
 
 
-def decompose(factors: Sequence[Factor], names: Sequence[str] | None = None) -> None:
+def decompose(factors: Sequence[Factor], names: Sequence[str]) -> None:
     """Compute the eigendecompositions of factors that have none yet, equal sizes together."""
-    names = [f"Factor {i}" for i in range(len(factors))] if names is None else names
     missing = {
         id(factor): (factor, name)
         for factor, name in zip(factors, names, strict=True)

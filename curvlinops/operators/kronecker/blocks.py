@@ -134,15 +134,6 @@ def _zeros(size: int, space: ParameterSpace) -> Tensor:
     return torch.zeros(size, dtype=space.dtype, device=space.device)
 
 
-def plain(space: ParameterSpace) -> Build:
-    """Return what makes a block of its factors as they are."""
-
-    def build(factors: BlockFactors) -> StructuredLinearOperator:
-        return operator_of(factors, space)
-
-    return build
-
-
 def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
     """Return the operator on a block's entries."""
     if factors.products:

@@ -63,7 +63,7 @@ class Basis:
         return self._of_rows(add(forms), self.kind.arrangement)
 
     def _of_matrices(self, form: Outer) -> Tensor:
-        """Do this for sums of outer products, rotating these or what they are made of."""
+        """Square and add sums of outer products, rotating these or what they are made of."""
         positions, groups, inputs = form.x.shape[1:]
         outputs = form.g.shape[-1]
         of_parts = positions * (inputs**2 + outputs**2)
@@ -76,7 +76,7 @@ class Basis:
         return self._of_rows(Outer(form.x if self.bias is None else x, form.g, shape), IN_ORDER)
 
     def _of_rows(self, form: Form, arrangement: Arrangement) -> Tensor:
-        """Do this for gradients that are written down; they are rotated then."""
+        """Square and add gradients that are written down and then rotated."""
         total: Tensor | float = 0.0
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)

@@ -44,6 +44,13 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.
+
+    Args:
+        *args: See ``KroneckerFactoredLinearOperator``, which has all options.
+        **kwargs: See there; there is no ``fisher_type="forward-only"``.
+
+    Raises:
+        ValueError: See there.
     """
 
     _corrected = True

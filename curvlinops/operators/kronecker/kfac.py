@@ -23,6 +23,10 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     ICML 2015; Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution
     layers, ICML 2016; Eschenhagen et al., Kronecker-factored approximate curvature for modern
     neural network architectures, NeurIPS 2023.
+
+    Args:
+        *args: See ``KroneckerFactoredLinearOperator``, which has all options.
+        **kwargs: See there.
     """
 
     def _builder(self) -> Build:

@@ -8,6 +8,7 @@ from torch import Tensor
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.factors import Diagonal, Factor
+from curvlinops.structured.kronecker import tensor_of
 
 
 class BlockReport(NamedTuple):
@@ -33,7 +34,7 @@ def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
         BlockReport(
             each.block.names,
             each.block.structure,
-            tuple(tuple(_tensor(f).shape) for p in each.products for f in factors_of(p))
+            tuple(tuple(tensor_of(f).shape) for p in each.products for f in factors_of(p))
             + (() if each.matrix is None else (tuple(each.matrix.shape),)),
             each.block.reason or _reason(each),
         )
@@ -139,11 +140,7 @@ def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -
             )
 
 
-def _tensor(factor: Factor) -> Tensor:
-    return factor.entries if isinstance(factor, Diagonal) else factor.tensor
-
-
 def _single(factor: Factor) -> Tensor:
     """Return a factor without the axis of groups if there is one group only."""
-    tensor = _tensor(factor)
+    tensor = tensor_of(factor)
     return tensor[0] if len(tensor) == 1 else tensor

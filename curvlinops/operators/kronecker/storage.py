@@ -165,7 +165,7 @@ def take(
 def take_squares(
     tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, matrix: bool
 ) -> Tensor:
-    """Do the same for sums of squares, or of outer products if it is a matrix; return a copy."""
+    """Take and copy an entry of sums of squares, or of outer products if it is a matrix."""
     found = take(tensors, name, shape, dtype)
     squares = found.diagonal(dim1=-2, dim2=-1) if matrix else found
     if bool((squares < 0).any()):

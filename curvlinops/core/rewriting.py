@@ -41,10 +41,7 @@ def _recurrent(packet: Any) -> Callable:
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return ``g v / |v|``; the fused kernel's double backward is off by 1-9 %."""
-    if dim == -1:
-        return v * (g / v.norm())
-    other = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
-    return v * (g / v.norm(dim=other, keepdim=True))
+    return v * (g / _norm_except_dim(v, 2, dim))
 
 
 def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
@@ -124,7 +121,7 @@ def _raw_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Do the same for ``torch.embedding``, which has another signature."""
+    """Look rows up like ``_embedding``, with the signature of ``torch.embedding``."""
     padding = None if padding_idx < 0 else padding_idx
     return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 
