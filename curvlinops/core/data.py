@@ -148,19 +148,20 @@ def _descend(part: Any, function: Callable[[Any], Any], mapped: dict[int, Any]) 
     return function(part)
 
 
-def first_samples(batch: Batch, num_samples: int) -> Batch | None:
+def first_samples(batch: Batch, num_samples: int, at_least: int = 2) -> Batch | None:
     """Return a batch of the first few samples, on which whatever a model does is cheap to try.
 
     Args:
         batch: A batch.
         num_samples: How many samples it has: the tensors whose first axis has this length are cut.
+        at_least: How many are few.
 
     Returns:
         The batch; ``None`` if there are few anyway, or it is not evident how to cut it.
     """
-    if num_samples < 4:
+    if num_samples < 2 * at_least:
         return None
-    few = max(2, num_samples // 8)
+    few = max(at_least, num_samples // 8)
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -191,9 +192,18 @@ def _has_length(leaf: Tensor, length: int) -> bool:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in a nested structure to a device."""
+    """Move all that can be moved in a nested structure to a device.
+
+    Raises:
+        ValueError: If a tensor has no values.
+    """
 
     def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise ValueError(
+                f"The data has a tensor of shape {list(leaf.shape)} on the meta device, which has "
+                "no values. Create it on the CPU or a GPU."
+            )
         if hasattr(leaf, "to"):
             # some containers move in place: not the user's own
             leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
