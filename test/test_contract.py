@@ -14,6 +14,7 @@ from contract import ALL, CASES, EXACT, RANDOM, dense, error, errors, matrix, ve
 from torch import Tensor, nn
 
 from curvlinops import IdentityLinearOperator
+from curvlinops.core import columns
 from curvlinops.losses import Loss
 
 # one problem per kind of thing that could go wrong
@@ -48,11 +49,24 @@ def test_equals_dense_reference(case: str, problem: str):
     operator = CASES[case].build(p)
     expected = dense(case, problem)
     assert operator.shape == tuple(expected.shape)
-    # many columns and a single one may be computed in different modes
+    # many columns and a single one, the first and the next, may be computed in different modes
+    v, u = vectors(operator), vectors(operator, rows=True)
+    assert error(operator @ v, expected @ v.double()) <= p.tolerance
+    assert error(operator.T @ u, expected.T @ u.double()) <= p.tolerance
     parts = errors(p, matrix(operator), expected, 0 if case == "transposed" else 1)
     assert max(parts.values()) <= p.tolerance, parts
-    v = vectors(operator)
     assert error(operator @ v, expected @ v.double()) <= p.tolerance
+
+
+@pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
+def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
+    """Where graphs are large, or none are kept, the tangents come from a pass of their own."""
+    monkeypatch.setitem(columns._BUDGETS, "cpu", 1)
+    p = problems.make(problem)
+    operator = CASES[case].build(p, cache="none", check_deterministic=False)
+    v, u = vectors(operator), vectors(operator, rows=True)
+    assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
+    assert error(operator.T @ u, dense(case, problem).T @ u.double()) <= p.tolerance
 
 
 @pytest.mark.parametrize("mode", MODES)

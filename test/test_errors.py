@@ -812,3 +812,49 @@ def test_data_that_changes_after_construction():
 def test_wrong_number_of_samples_without_check():
     with pytest.raises(ValueError, match="num_data is 6, but data has 5 samples"):
         multiply(num_data=6, check_deterministic=False)
+
+
+def test_tensors_without_values():
+    with pytest.raises(ValueError, match="'0.weight' is on the meta device.*to_empty"):
+        build(model=net().to("meta"))
+    data = [(X.to("meta"), Y)]
+    both(
+        lambda check: multiply(data=data, check_deterministic=check),
+        ValueError,
+        "a tensor of shape \\[5, 3\\] on the meta device",
+    )
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, KFACLinearOperator])
+def test_parameters_of_another_shape(kind: type):
+    model = net()
+    operator = build(model, kind=kind)
+    model[0].weight.data = torch.randn(5, 3)
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \[5, 3\]; it had \[4, 3\]"):
+        operator @ torch.ones(operator.shape[1])
+
+
+def test_complex_parameters_name_the_remedy():
+    weight = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(TypeError, match="view_as_complex"):
+        build(lambda x: (x * weight).real, params=[weight])
+
+
+class Coupled(nn.Module):
+    """Subtracts the batch's mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return z - z.mean(0)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (1, 1, 3), (2, 3), (3, 2), (5,)])
+@pytest.mark.parametrize("kind", [EFLinearOperator, PerSampleGradientLinearOperator])
+def test_samples_that_interact_in_any_order_of_batches(kind: type, sizes: tuple[int, ...]):
+    parts = list(zip(X.split(list(sizes)), Y.split(list(sizes)), strict=True))
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        build(Coupled(), data=parts, kind=kind)

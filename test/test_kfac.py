@@ -615,3 +615,15 @@ def test_rows_of_the_output_may_be_independent_tokens(operator: type):
     tokens = [(data[0][0].flatten(0, 1).unsqueeze(1), data[0][1])]
     flat, expected = (operator(model, loss, params, d, **options) for d in (data, tokens))
     assert error(flat.diagonal(), expected.diagonal()) <= 1e-5
+
+
+def test_bias_without_a_joint_block_says_why():
+    model = nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 3)).double()
+    data = [(torch.randn(4, 2, 2).double(), torch.tensor([0, 1, 2, 0]))]
+    arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
+    blocks = KFACLinearOperator(*arguments, separate_weight_and_bias=False).blocks()
+    reasons = {block.names: block.reason for block in blocks}
+    assert list(reasons) == [("0.weight",), ("0.bias",), ("2.weight", "2.bias")]
+    assert "transposed convolutions" in reasons["0.bias",] and not reasons["0.weight",]
+    separate = KFACLinearOperator(*arguments).blocks()
+    assert [block.reason for block in separate] == [""] * 4

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, Head, Seed
 from curvlinops.core.columns import dot, norm
+from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.model import Model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.space import Columns
@@ -84,7 +85,9 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
 def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
     """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
 
-    Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w.
+    Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
+    forward mode ``J v`` is also compared with that of a pass without a graph, where models and
+    kernels may take other paths.
     """
     v, Jw, noted, outputs = _random(bound, 0), bound.space.zeros(1), [], []
 
@@ -99,10 +102,15 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
         outputs.append(output)
         return note, head(output)[1]
 
-    mode.gauss_newton(bound, probe)(v, Jw)
+    with preserved_rng(bound.space.device):  # the same Dropout in both
+        mode.gauss_newton(bound, probe)(v, Jw)
     w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
     scale = float(Jv.norm()) + norm(Jw) + _noise(outputs[0])
-    return abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
+    discrepancy = abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
+    if not isinstance(mode, Forward):
+        return discrepancy
+    alone = mode.jacobian(bound, lambda output: lambda tangent: tangent)(v)[0]
+    return discrepancy + float((alone.to(bound.space.dtype) - Jv).norm()) / scale
 
 
 def _random(bound: BoundModel, seed: int) -> Columns:

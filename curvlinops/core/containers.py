@@ -122,9 +122,18 @@ def has_length(leaf: Any, length: int) -> bool:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in a nested structure to a device."""
+    """Move all that can be moved in a nested structure to a device.
+
+    Raises:
+        ValueError: If a tensor has no values.
+    """
 
     def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise ValueError(
+                f"The data has a tensor of shape {list(leaf.shape)} on the meta device, which has "
+                "no values. Create it on the CPU or a GPU."
+            )
         if _moves_itself(leaf):
             # some containers move in place: not the user's own
             leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)

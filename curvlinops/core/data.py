@@ -117,17 +117,18 @@ class Batches:
         return sizes.pop()
 
 
-def first_samples(batch: Batch, num_samples: int) -> Batch | None:
+def first_samples(batch: Batch, num_samples: int, at_least: int = 2) -> Batch | None:
     """Return a batch of the first few samples, on which whatever a model does is cheap to try.
 
     Args:
         batch: A batch.
         num_samples: How many samples it has, see ``take``.
+        at_least: How many are few.
 
     Returns:
         The batch; ``None`` if there are few anyway, or it is not evident how to cut it.
     """
-    if num_samples < 4:
+    if num_samples < 2 * at_least:
         return None
     inputs, targets = (
         [leaf for leaf in leaves(tree) if leaf.ndim > 0] for tree in (batch.X, batch.y)
@@ -138,5 +139,5 @@ def first_samples(batch: Batch, num_samples: int) -> Batch | None:
         return None
     if not all(has_length(leaf, num_samples) for leaf in targets):
         return None
-    few = slice(max(2, num_samples // 8))
+    few = slice(max(at_least, num_samples // 8))
     return Batch(batch.index, *take((batch.X, batch.y), few, num_samples))

@@ -23,16 +23,18 @@ COUPLED = (
 )
 
 
-def couples_samples(bound: BatchRisk, output: Tensor) -> bool:
+def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
     """Return whether the first few samples of a batch alone have other outputs.
 
-    Nothing is said of batches that cannot be cut, and of models that refuse a part of a batch.
+    Nothing is said, ``None``, of batches of one sample or that cannot be cut, and of models that
+    refuse a part of a batch.
     """
     with suppress(Exception):
-        few = bound.first_samples()
+        # one sample alone may take ways of its own, so that two are better
+        few = bound.first_samples(at_least=2 if bound.num_samples > 3 else 1)
         if few is not None and len(output) == bound.num_samples:
             return _differs_alone(few, output)
-    return False
+    return None
 
 
 def check_first_sample(bound: BatchRisk, output: Tensor) -> None:

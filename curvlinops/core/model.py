@@ -43,6 +43,7 @@ class Model(ABC):
     def __init__(self, params: dict[str, Tensor], as_list: bool):
         check_params(params)
         self.params = params
+        self._shapes = {name: param.shape for name, param in params.items()}
         self.as_list = as_list
 
     @abstractmethod
@@ -65,6 +66,15 @@ class Model(ABC):
         for name, leaf in leaves.items():
             leaf.replaces = name  # to know it if it turns up in a later evaluation
         return leaves
+
+    def check_shapes(self) -> None:
+        """Refuse parameters whose shapes have changed, as they do by an assignment to ``.data``."""
+        for name, shape in self._shapes.items():
+            if self.params[name].shape != shape:
+                raise ValueError(
+                    f"Parameter '{name}' has shape {list(self.params[name].shape)}; it had "
+                    f"{list(shape)} when the operator was built. Build a new operator."
+                )
 
     def constants(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, for a pass that nobody differentiates."""

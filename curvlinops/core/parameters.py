@@ -8,6 +8,11 @@ from torch.nn.parameter import is_lazy
 
 from curvlinops.core.arguments import as_integer
 
+_COMPLEX = (
+    " Let the model have its real and imaginary parts as a real parameter with a last axis of "
+    "length 2, and call torch.view_as_complex in its forward pass."
+)
+
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
     """Return a module's parameters by every name they have, and the module without wrappers."""
@@ -56,12 +61,17 @@ def check_params(params: Mapping[str, Tensor]) -> None:
         if not param.is_floating_point():
             raise TypeError(
                 f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
-                "can be differentiated."
+                f"can be differentiated.{_COMPLEX if param.is_complex() else ''}"
             )
     devices = {str(param.device) for param in params.values()}
     if len(devices) > 1:
         raise ValueError(
             f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
+        )
+    if devices == {"meta"}:
+        raise ValueError(
+            f"Parameter '{next(iter(params))}' is on the meta device, which has no values. Load "
+            "the model's weights first, or call model.to_empty(device=...) and initialize it."
         )
 
 

@@ -35,8 +35,9 @@ def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
     coupled: list[bool] = []
 
     def look(bound: BatchRisk, output: Tensor) -> None:
-        if independent and not coupled:
-            coupled.append(couples_samples(bound, output))
+        if independent and not coupled:  # on the first batch of which there is a verdict
+            verdict = couples_samples(bound, output)
+            coupled.extend([] if verdict is None else [verdict])
 
     first, second = _observe(risk, 0, look), _observe(risk, 1, lambda *_: None)
     data = [[observation[0] for observation in run] for run in (first, second)]

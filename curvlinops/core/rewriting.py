@@ -5,7 +5,7 @@ checkpointed parts of the forward). To change how a call is differentiated, add 
 ``DECOMPOSITIONS``; to refuse a call, raise in its decomposition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ import torch._decomp.decompositions  # registers the Python kernels of the recur
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.convolution import CONVOLUTIONS
@@ -32,8 +34,8 @@ def _recurrent(packet: Any) -> Callable:
         packed = isinstance(args[1], Tensor) and args[1].dtype == torch.int64
         overload = packet.data if packed else packet.input
         if not args[0].requires_grad:
-            # else the composed LSTM still calls oneDNN's kernel in float32
-            args = (args[0].detach().requires_grad_(), *args[1:])
+            # else the composed LSTM still calls oneDNN's kernel in float32; views keep tangents
+            args = (args[0].view_as(args[0]).requires_grad_(), *args[1:])
         return overload.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
 
     return composed
@@ -188,19 +190,52 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
 FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS | NORMALIZATIONS | ACTIVATIONS
 
 
+def _constant_gradient(*args: Any, create_graph: bool = False, **kwargs: Any) -> tuple:
+    """Return gradients whose tangents end where their graph does; PyTorch's have tangents."""
+    grads = torch.autograd.grad(*args, create_graph=create_graph, **kwargs)
+    if create_graph:
+        return grads
+    return tuple(None if grad is None else grad.detach() for grad in grads)
+
+
 class Rewriting(TorchFunctionMode):
     """Replaces the calls in ``DECOMPOSITIONS`` while it is active.
 
     Args:
         table: The replacements.
+        tangents: Whether forward mode runs. Then what is constant for a backward pass, made under
+            ``torch.no_grad`` or by a gradient without a graph, is constant for tangents, too;
+            PyTorch lets them pass.
     """
 
-    def __init__(self, table: dict[Callable, Callable]):
+    def __init__(self, table: dict[Callable, Callable], tangents: bool = False):
         super().__init__()
-        self._table = table
+        self._table = table | {torch.autograd.grad: _constant_gradient} if tangents else table
+        self._tangents = tangents
+        self._stopped = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+        if self._tangents and func is torch._C._set_grad_enabled:
+            self._set_fwd_grad_enabled(*args)
+        out = self._table.get(func, func)(*args, **(kwargs or {}))
+        stopped = self._stopped or (self._tangents and torch.is_inference_mode_enabled())
+        return _without_tangents(out, args) if stopped else out
+
+    def _set_fwd_grad_enabled(self, enabled: bool) -> None:
+        # where another one has stopped tangents, as in a custom function's forward, they stay so
+        if self._stopped or forward_ad._is_fwd_grad_enabled():
+            torch._C._set_fwd_grad_enabled(enabled)
+            self._stopped = not enabled
+
+
+def _without_tangents(out: Any, args: tuple) -> Any:
+    """Detach views: they have their base's tangent as soon as forward mode is on again."""
+    if isinstance(out, Tensor):
+        is_new_view = out._is_view() and not any(out is arg for arg in args)
+        return out.detach() if is_new_view else out
+    if isinstance(out, list | tuple):
+        return tree_map(lambda part: _without_tangents(part, args), out)
+    return (_without_tangents(part, args) for part in out) if isinstance(out, Iterator) else out

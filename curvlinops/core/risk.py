@@ -70,10 +70,10 @@ class BatchRisk:
         """Return the same on another batch."""
         return BatchRisk(self._risk, batch)
 
-    def first_samples(self) -> "BatchRisk | None":
+    def first_samples(self, at_least: int = 2) -> "BatchRisk | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
         with suppress(Exception):  # their number may not be evident, or a tensor have no slices
-            if (batch := first_samples(self.batch, self.num_samples)) is not None:
+            if (batch := first_samples(self.batch, self.num_samples, at_least)) is not None:
                 # what is found there of losses and values need not hold for the others
                 twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
                 return BatchRisk(twin, batch)
@@ -190,6 +190,7 @@ class EmpiricalRisk:
             return tqdm(data, desc=label) if self.progressbar else data
 
         with _LOCK, preserved_rng(device), without_modes():
+            self.model.check_shapes()
             start()
             for batch in batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
@@ -253,8 +254,7 @@ class EmpiricalRisk:
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
-        gradient = self.space.zeros(1)
-        loss, total = 0.0, 0.0
+        gradient, loss, total = self.space.zeros(1), 0.0, 0.0
 
         def step(risk: BatchRisk) -> None:
             nonlocal loss, total

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
@@ -55,7 +56,10 @@ class Scope:
             if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             table = FOR_DOUBLE_BACKWARD if self._purpose == "reverse" else DECOMPOSITIONS
-            stack.enter_context(Rewriting(table))
+            tangents = self._purpose == "forward"
+            if tangents:  # and as it was afterwards, whatever the model does
+                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+            stack.enter_context(Rewriting(table, tangents))
             yield
 
     def output(self, X: Any) -> Any:

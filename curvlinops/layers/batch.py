@@ -207,7 +207,7 @@ class RecordedBatch:
     def _tolerance(self) -> float:
         """The relative error of the least precise of the layers."""
         dtypes = {recorded.dtype for recorded in self.uses.values()} | {self.output.dtype}
-        return max(TOLERANCES.get(dtype, 0.15) for dtype in dtypes)
+        return max(TOLERANCES.get(dtype.to_real(), 0.15) for dtype in dtypes)
 
     def check(self, truth: Mapping[str, Tensor]) -> list[str]:
         """Return the parameters whose gradients do not add up to ``autograd_sums``."""

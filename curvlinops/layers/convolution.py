@@ -138,6 +138,10 @@ class Patches(Shortcut):
         patches = make_patches(x.flatten(0, 1), self._window)
         return patches.unflatten(0, x.shape[:2]).flatten(1, 2)
 
+    def to(self, dtype: torch.dtype) -> "Patches":
+        """Return the same patches in another dtype."""
+        return Patches(self._x.to(dtype), self._window)
+
     def select(self, samples: Tensor) -> "Patches":
         """Return those of some samples."""
         return Patches(self._x[samples], self._window)

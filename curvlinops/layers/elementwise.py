@@ -14,13 +14,23 @@ from curvlinops.layers.uses import Sort, Use, broadcast, handles
 def _slope(
     function: Callable, args: list, options: dict, place: int | str, shape: torch.Size
 ) -> Tensor:
-    """Return the derivative with respect to one of an elementwise function's arguments."""
+    """Return the derivative with respect to one of an elementwise function's real arguments.
+
+    Of a complex function it is conjugate: the real part of its product with a gradient counts.
+    """
     args, options = list(args), dict(options)
     where = args if isinstance(place, int) else options
     with torch.enable_grad():
         where[place] = where[place].expand(shape).clone().requires_grad_()
         out = function(*args, **options).sum()
-        return torch.autograd.grad(out, where[place], materialize_grads=True)[0]
+        parts = [out.real, out.imag] if out.is_complex() else [out]
+        slopes = [
+            torch.autograd.grad(
+                part, where[place], retain_graph=True, allow_unused=True, materialize_grads=True
+            )[0]
+            for part in parts
+        ]
+    return torch.complex(*slopes).conj() if out.is_complex() else slopes[0]
 
 
 def _elementwise(function: Callable) -> Callable[..., dict[int | str, Use]]:

@@ -107,6 +107,10 @@ class Lookup(Form):
         """Return the gradients of some samples only."""
         return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
 
+    def to(self, dtype: torch.dtype) -> "Lookup":
+        """Return the same gradients in another dtype."""
+        return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)
+
     def products(self) -> Products:
         """Return products with the rows that were looked up, and sums into them."""
         g, indices, shape, num_rows = self.g[0], self.indices, self.shape, self.num_rows

@@ -15,6 +15,9 @@ class Inputs(Protocol):
 
     def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
 
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """Return the same inputs in another dtype."""
+
 
 #: Two functions that are adjoint to each other: from matrices ``[K, G, O, I]`` to their products
 #: with all inputs, ``[K, N, S, G, O]``, and back.
@@ -29,6 +32,10 @@ class Shortcut(ABC):
     @abstractmethod
     def __getitem__(self, samples: slice | Tensor) -> Tensor:
         """Make the inputs of some samples."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> "Shortcut":
+        """Return the same inputs in another dtype."""
 
     @abstractmethod
     def select(self, samples: Tensor) -> "Shortcut":
@@ -58,6 +65,10 @@ class Selected:
     def __init__(self, inputs: Inputs, samples: Tensor):
         self._inputs, self._samples = inputs, samples
         self.shape = (len(samples), *inputs.shape[1:])
+
+    def to(self, dtype: torch.dtype) -> "Selected":
+        """Return the same inputs in another dtype."""
+        return Selected(self._inputs.to(dtype), self._samples)
 
     def __getitem__(self, samples: slice | Tensor) -> Tensor:
         """Make the inputs of some of them."""

@@ -107,6 +107,10 @@ class Outer(Form):
         x = x.select(samples) if isinstance(x, Shortcut) else Selected(x, samples)
         return Outer(x, self.g[:, samples], self.shape, self.arrangement)
 
+    def to(self, dtype: torch.dtype) -> "Outer":
+        """Return the same gradients, made of inputs and output gradients of another dtype."""
+        return Outer(self.x.to(dtype), self.g.to(dtype), self.shape, self.arrangement)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
         total: Tensor | float = 0.0

@@ -1,7 +1,7 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -92,7 +92,10 @@ class SampleBackward:
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
         if fresh or not self._checked:
             truth = truth or autograd_sums(bound, num_samples)
-            self._refuse(batch.check(truth), "its rule does not agree with autograd")
+            self._obeys_rules(
+                batch,
+                lambda: self._refuse(batch.check(truth), "its rule does not agree with autograd"),
+            )
             self._checked |= fresh
         if len(self.fallbacks) > before:
             # the calls are numbered anew
@@ -124,8 +127,8 @@ class SampleBackward:
         """Find each use's layout, and the parameters for which that is impossible.
 
         Returns:
-            The batch, perhaps another one with changes; ``None`` if samples turn out to have
-            several rows of the output each.
+            The batch, perhaps another one with changes; ``None`` if it must be recorded again,
+            because samples turn out to have several rows of the output each, or a rule fails.
         """
         if self._trusting and not batch.depends_on_data:
             batch.layouts = {
@@ -136,7 +139,8 @@ class SampleBackward:
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             return batch
-        batch.detect(missing)
+        if not self._obeys_rules(batch, lambda: batch.detect(missing)):
+            return None
         lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
         if lost and self._grouping and not self._grouped and has_parts(bound, batch.output):
             self._grouped = True
@@ -179,6 +183,18 @@ class SampleBackward:
             _LOGGER.info("%s: no row for each sample: %s", self.name, error)
         self._changes = before
         return None
+
+    def _obeys_rules(self, batch: RecordedBatch, step: Callable[[], None]) -> bool:
+        """Return whether a first computation by rules works; else no parameter is left to them."""
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a combination of arguments that nobody thought of
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._refuse(batch.names, f"a rule for layers fails on this model: {cause}")
+            return False
+        return True
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         for name in names:

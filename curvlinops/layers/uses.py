@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from curvlinops.core.functions import wide
@@ -139,6 +140,7 @@ def contraction(
 
     def inputs() -> Tensor:
         value = x() if callable(x) else x
+        value = value if value.layout is torch.strided else value.to_dense()
         value = value.sum(axes.alone) if axes.alone else value
         value = value.permute(axes.of_inputs)
         return value.reshape(*value.shape[:num_lead], *only, num_groups, num_inner)
@@ -214,6 +216,7 @@ def broadcast(
         g = wide(g)
         if callable(slope) or slope != 1.0:
             g = g * (slope() if callable(slope) else slope)
+            g = g.real if g.is_complex() else g
         g = g.permute(0, *(1 + axis for axis in (*lead, *kept)))
         return g if lead else g.unsqueeze(1)
 

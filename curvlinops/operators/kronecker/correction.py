@@ -51,7 +51,7 @@ class Basis:
         Args:
             parts: All uses of the block's weight on a batch.
         """
-        forms = [part.form for part in parts]
+        forms = [part.form.to(self.outputs.diagonal().dtype) for part in parts]
         if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
             return self._of_matrices(Outer.merge(forms) if len(forms) > 1 else forms[0])
         if all(isinstance(form, Lookup) for form in forms) and _is_unit(self.inputs):

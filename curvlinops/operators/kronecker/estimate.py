@@ -103,14 +103,16 @@ class Estimator:
         self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
     ) -> None:
         kind, block = key[1], sums.blocks[key[0]]
-        dtype, reduce = self._space.dtype, block.names[0] in self._options.reduced
+        reduce = block.names[0] in self._options.reduced
+        # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
+        parts = [part._replace(form=part.form.to(self._space.dtype)) for part in parts]
         whole_input, whole_output = stays_whole(block, kind, self._options)
         gradients = None
         if block.twin is None:
-            gradients = gradient_factor(parts, reduce, diagonal=not whole_output).to(dtype)
+            gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
         if with_inputs:
             inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
-            sums.add_product(key, Factors(inputs.to(dtype), count.double(), gradients))
+            sums.add_product(key, Factors(inputs, count.double(), gradients))
         elif gradients is not None:
             sums.products[key].gradients += gradients
 

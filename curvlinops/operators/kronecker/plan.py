@@ -14,6 +14,11 @@ from curvlinops.operators.kronecker.usage import Usage
 #: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
 
+_ALONE = (
+    "no block with a weight: it is added at other positions than those of the weight's inputs, as "
+    "in transposed convolutions, or not to the products with one weight only"
+)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -73,7 +78,7 @@ def plan(
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    return blocks if options.joint else _with_twins(blocks, used, pairs)
+    return _with_reasons(blocks) if options.joint else _with_twins(blocks, used, pairs)
 
 
 def _check_without_gradients(blocks: Iterable[Block]) -> None:
@@ -129,6 +134,12 @@ def _with_twins(
             if None not in (own, other) and usage.kind.groups == 1 and bias.scale == 1.0:
                 blocks[other] = replace(blocks[other], twin=own)
     return blocks
+
+
+def _with_reasons(blocks: list[Block]) -> list[Block]:
+    """Let biases that are in no block with a weight say why."""
+    alone = [b.structure == "kronecker" and all(kind.shift for kind in b.kinds) for b in blocks]
+    return [replace(b, reason=_ALONE) if own else b for b, own in zip(blocks, alone, strict=True)]
 
 
 def _known(

@@ -1,0 +1,159 @@
+"""Layers' rules with complex and sparse tensors, and rules that fail."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvlinops
+from curvlinops.layers.uses import RULES, Rule, Use
+
+N = 6
+
+
+class Model(nn.Module):
+    """A function of two real parameters, and a linear layer."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 2)
+        self._function = function
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self._function(self, x))
+
+
+def spectrum(x: Tensor) -> Tensor:
+    return torch.fft.fft(x)
+
+
+COMPLEX = {
+    "product": lambda m, x: torch.fft.ifft(spectrum(x) * m.a).real,
+    "reflected product": lambda m, x: torch.fft.ifft(m.a * spectrum(x)).imag,
+    "sum": lambda m, x: (spectrum(x) + m.a).abs(),
+    "difference": lambda m, x: (m.a - spectrum(x)).abs(),
+    "quotient": lambda m, x: (spectrum(x) / m.a).real.tanh(),
+    "reflected quotient": lambda m, x: (m.a / (spectrum(x) + 9j)).real,
+    "power": lambda m, x: ((spectrum(x) + 9) ** m.a).abs(),
+    "reflected power": lambda m, x: (m.a ** (0.1 * spectrum(x))).real,
+    "rotation": lambda m, x: (torch.exp(1j * m.b) * spectrum(x) * m.a).real,
+    "complex": lambda m, x: (torch.complex(m.a, m.b) * spectrum(x)).imag,
+    "in place": lambda m, x: spectrum(x).mul_(m.a).abs(),
+    "addcmul": lambda m, x: torch.addcmul(spectrum(x), spectrum(x), m.a.to(x) + 0j).abs(),
+    "broadcast": lambda m, x: (spectrum(x).unsqueeze(1) * m.a[:, None]).sum(1).abs(),
+}
+
+
+def reference(model: nn.Module, X: Tensor, y: Tensor) -> Tensor:
+    X = X.to_dense()
+    rows = []
+    for n in range(len(X)):
+        loss = F.mse_loss(model(X[n : n + 1]), y[n : n + 1], reduction="sum")
+        grads = torch.autograd.grad(
+            loss, model.parameters(), allow_unused=True, materialize_grads=True
+        )
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+def check(model: nn.Module, X: Tensor) -> curvlinops.PerSampleGradientLinearOperator:
+    """Compare all that is made of single samples' gradients."""
+    torch.manual_seed(1)
+    y, params = torch.randn(N, 2).double(), list(model.parameters())
+    loss = nn.MSELoss(reduction="sum")
+    R, arguments = reference(model, X, y), (model, loss, params, [(X, y)])
+    op = curvlinops.PerSampleGradientLinearOperator(*arguments)
+    torch.testing.assert_close(op.dense(), R)
+    torch.testing.assert_close(op.norms(), R.norm(dim=1))
+    torch.testing.assert_close(op.gram(), R @ R.T)
+    v = torch.linspace(-1, 1, R.shape[1]).double()
+    torch.testing.assert_close(op @ v, R @ v)
+    options = {"fisher_type": "empirical", "fallback": "dense"}
+    ekfac = curvlinops.EKFACLinearOperator(*arguments, **options)
+    torch.testing.assert_close(ekfac.trace(), R.square().sum())
+    kfac = curvlinops.KFACLinearOperator(*arguments, **options)
+    assert bool(torch.isfinite(kfac.trace()))
+    ggn = curvlinops.GGNLinearOperator(*arguments)
+    diagonal = (ggn @ torch.eye(len(v)).double()).diagonal()
+    found = curvlinops.GGNDiagonalLinearOperator(*arguments).diagonal()
+    torch.testing.assert_close(found, diagonal)
+    return op
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_real_parameter_in_a_complex_function(name):
+    X = torch.linspace(-1, 2, 4 * N).sin().reshape(N, 4).double()
+    check(Model(COMPLEX[name]), X)
+
+
+def test_complex_rules_are_used():
+    X = torch.linspace(-1, 2, 4 * N).sin().reshape(N, 4).double()
+    assert "a" not in check(Model(COMPLEX["product"]), X).fallbacks
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.tanh(F.linear(x, m.head.weight.T @ m.head.weight, m.a)),
+        lambda m, x: torch.tanh(x @ torch.diag(m.a)),
+        lambda m, x: torch.tanh(torch.sparse.mm(x, torch.outer(m.a, m.b))),
+    ],
+)
+def test_sparse_inputs(layout, function):
+    X = torch.linspace(-1, 2, 4 * N).sin().reshape(N, 4).double()
+    X = (X * (X > 0.2)).to_sparse(layout=layout)
+    check(Model(function), X)
+
+
+class FirstLayer(nn.Module):
+    """An ordinary model of sparse inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_need_no_fallback(layout):
+    X = torch.eye(N, 4).double()
+    assert not check(FirstLayer(), X.to_sparse(layout=layout)).fallbacks
+
+
+def _fails_at_once(*args, **kwargs):
+    raise ZeroDivisionError("at once")
+
+
+def _fails_on_gradients(input, weight, bias=None):
+    def fails(*args):
+        raise IndexError("on gradients")
+
+    return {"weight": Use((len(input),), fails, fails)}
+
+
+def _fails_on_inputs(input, weight, bias=None):
+    def fails(*args):
+        raise IndexError("on inputs")
+
+    return {"weight": Use((len(input),), lambda g: g, fails)}
+
+
+@pytest.mark.parametrize("rule", [_fails_at_once, _fails_on_gradients, _fails_on_inputs])
+def test_rules_that_fail_are_not_used(rule, monkeypatch, caplog):
+    monkeypatch.setitem(RULES, F.linear, Rule(rule))
+    with caplog.at_level(logging.WARNING, "curvlinops"):
+        op = check(FirstLayer(), torch.eye(N, 4).double())
+    assert set(op.fallbacks) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+    assert rule.__name__[7:].replace("_", " ") in op.fallbacks["net.0.weight"]
