@@ -221,7 +221,7 @@ def test_bound_on_what_is_missing_is_sharp(which: str, point: int):
     v = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     v /= v.norm()
     weight = float(v[point] ** 2)
-    confirmation = Confirmation(values[[point]], which, 0.0, 7, 0)
+    confirmation = Confirmation(values[[point]], which, 0.0, 0.0, 7, 0)
     before, beta = torch.zeros_like(v), 0.0
     for _ in range(6):  # after D - 1 products the bound is an equality
         assert weight <= 1 / float(confirmation._sum) + 1e-15

@@ -7,6 +7,9 @@ from torch import Tensor
 
 #: Chance to overlook a missing eigenvector.
 RISK = 0.03
+#: From this tolerance on, values are rough, and confirmations where eigenvalues are dense short:
+#: what is missing there changes the others by the small distances between them.
+_ROUGH = 1e-5
 
 
 class Confirmation:
@@ -26,12 +29,14 @@ class Confirmation:
         values: The eigenvalues that have been found, ascending.
         which: Which ones of the matrix they shall be, as in ``eigsh``.
         slack: How far values may differ that count as equal.
+        tol: The relative tolerance of the values.
         dim: The matrix's dimension D.
         start: Number of products before the random vector.
     """
 
-    def __init__(self, values: Tensor, which: str, slack: float, dim: int, start: int):
-        self.values, self.start = values, start
+    def __init__(self, values: Tensor, which: str, slack: float, tol: float, dim: int, start: int):
+        self.values, self._start = values, start
+        self._affordable = start / 3 if tol < _ROUGH else max(5, start / 15)
         self._enough = dim / RISK**2
         self._points, self._copies = _read(values, which, slack)
         self._before, self._last = torch.zeros_like(self._points), torch.ones_like(self._points)
@@ -53,10 +58,12 @@ class Confirmation:
     def enough(self, num_products: int) -> bool:
         """Return whether a missing eigenvector would have shown up, but for the risk.
 
-        Where that takes many products, a third of those before must do, unless there are copies.
+        Where that takes many products, a third of those before must do, for rough values a
+        fifteenth, unless there are copies.
         """
-        affordable = not self._copies and num_products - self.start >= self.start / 3
-        return affordable or self._certain
+        if self._certain:
+            return True
+        return not self._copies and num_products - self._start >= self._affordable
 
     @property
     def _certain(self) -> bool:

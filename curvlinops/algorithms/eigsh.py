@@ -58,9 +58,10 @@ def eigsh(
         confirm: Whether to confirm converged pairs by further products, from a fresh random vector
             that is orthogonal to them. Copies of a multiple eigenvalue, which a Krylov space of few
             vectors does not contain, show up there. It ends when one would be overlooked with a
-            chance of 3 % at most: after 2 to 5 products where the next eigenvalues are distant,
-            after at most a third of those so far where they are close (with copies found, as many
-            as it takes).
+            chance of 3 % at most: after 2 to 6 products where the next eigenvalues are distant.
+            Where they are close, it ends after a third of the products so far, or for rough values
+            (``tol`` of 1e-5 or more) after a fifteenth and at least five: what is missed there
+            changes the others little. With copies found, it takes what it takes.
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.

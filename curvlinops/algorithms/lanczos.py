@@ -92,7 +92,12 @@ class LanczosSearch:
         fresh = random_rows(1, self.matrix, self.generator)
         self.space.lock(ritz.vectors[:, wanted], fresh)
         self.confirmation = Confirmation(
-            values, self.which, float(slack.max()), self.matrix.shape[0], self.matrix.num_products
+            values,
+            self.which,
+            float(slack.max()),
+            self.tol,
+            self.matrix.shape[0],
+            self.matrix.num_products,
         )
         return False
 

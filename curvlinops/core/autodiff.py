@@ -150,7 +150,16 @@ def pull(
 def pull_columns(
     outputs: Mapping[str, Tensor | None], cotangents: Columns, inputs: Tensors
 ) -> Columns:
-    """Do the same for several cotangents ``[K, *output]``, to get ``[K, *input]``."""
+    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
+
+    Args:
+        outputs: Each has a cotangent; see ``pull``.
+        cotangents: ``[K, *output]``.
+        inputs: Tensors of the graph.
+
+    Returns:
+        ``[K, *input]`` for each input; zeros where no output depends on it.
+    """
     num_columns = next(iter(cotangents.values())).shape[0]
     if num_columns == 1:
         single = {name: cotangent[0] for name, cotangent in cotangents.items()}

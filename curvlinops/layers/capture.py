@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.autodiff import pull
+from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns
@@ -108,7 +109,7 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DIFFERENTIATING:
             raise RuntimeError("it computes gradients itself")
-        tensors = _tensors(args, kwargs)
+        tensors = leaves((args, kwargs))
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or in_transform():
             return func(*args, **kwargs)
@@ -175,12 +176,12 @@ class Capture(TorchFunctionMode):
 
     def _meets_others(self, args: tuple, kwargs: dict) -> bool:
         """Return whether a call's constants depend on parameters."""
-        others = (x for x in _tensors(args, kwargs) if id(x) not in self._tracked)
+        others = (x for x in leaves((args, kwargs)) if id(x) not in self._tracked)
         return any(x.requires_grad for x in others)
 
     def _follow(self, out: Any) -> Any:
         """Track and return what is computed from tracked tensors alone."""
-        for x in _tensors(out):
+        for x in leaves(out):
             if x.is_floating_point() and x.requires_grad:
                 self._tracked[id(x)] = x
         return out
@@ -190,18 +191,6 @@ def _covers(view: Tensor, base: Tensor) -> bool:
     """Return whether a view has all entries of a tensor, in their order."""
     same = view.is_contiguous() and base.is_contiguous() and view.numel() == base.numel()
     return same and base.requires_grad and base.dtype == view.dtype
-
-
-def _tensors(*trees: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for tree in trees:
-        if isinstance(tree, Tensor):
-            found.append(tree)
-        elif isinstance(tree, list | tuple):
-            found += _tensors(*tree)
-        elif isinstance(tree, dict):
-            found += _tensors(*tree.values())
-    return found
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
