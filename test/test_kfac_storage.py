@@ -29,6 +29,13 @@ def build(cls: type, p: Problem, **options: Any):
     return cls(p.model, p.loss, p.params, p.data, **options)
 
 
+def assert_equal_states(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = value == two[name]
+        assert same if isinstance(same, bool) else bool(same.all()), name
+
+
 @both
 def test_lazy_snapshot(cls: type):
     p = problems.make("mlp-ce-mean")
@@ -93,7 +100,9 @@ def test_saving(cls: type, name: str, tmp_path):
     loaded = build(cls, other, fallback="dense", separate_weight_and_bias=False)
     operator.save(tmp_path / "factors")
     loaded.load(tmp_path / "factors")
-    assert torch.equal(matrix(loaded), expected)
+    assert_equal_states(loaded.state_dict(), operator.state_dict())
+    # to rounding: products with the same numbers depend on how they lie in memory
+    assert error(matrix(loaded), expected) <= 1e-14
     torch.save(operator.state_dict(), tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
     arguments = (p.model, p.loss, p.params, p.data)
@@ -102,7 +111,8 @@ def test_saving(cls: type, name: str, tmp_path):
         "batch_size_fn": p.batch_size_fn,
     }  # fmt: skip
     restored = cls.from_state_dict(state, *arguments, **options)
-    assert torch.equal(matrix(restored), expected)
+    assert_equal_states(restored.state_dict(), state)
+    assert error(matrix(restored), expected) <= 1e-14
     # more data is added as if nothing had happened
     restored.update(p.data[0])
     operator.update(p.data[0])
@@ -116,9 +126,7 @@ def test_states_do_not_change(cls: type):
     state = operator.state_dict()
     before = copy.deepcopy(state)
     operator.update(p.data[0], decay=0.5)
-    for name, value in before.items():
-        same = value == state[name]
-        assert same if isinstance(same, bool) else bool(same.all()), name
+    assert_equal_states(state, before)
 
 
 @both

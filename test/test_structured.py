@@ -26,7 +26,7 @@ from curvlinops.layers.outer import Arrangement
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.decompositions import eigh_batched
+from curvlinops.structured.decompositions import eigh_batched, symmetrized
 from curvlinops.structured.rearranged import RearrangedLinearOperator
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
@@ -363,6 +363,21 @@ def test_sums_of_blocks():
     assert isinstance(total, Blocks) and list(total.blocks) == ["a", "b"]
     torch.testing.assert_close(total.to_dense(), first.to_dense() + second.to_dense())
     assert not isinstance(first + Blocks([Diag(b), Kron(A)]), StructuredLinearOperator)
+
+
+def test_factors_that_are_symmetric_up_to_rounding():
+    """Some processors round products with a transpose so; decompositions agree in float64."""
+    tall, noise = randn(30, 5).float() / 10, 1e-7 * randn(30, 30).float().triu(1)
+    operator = Kron(tall @ tall.T + noise)
+    root = (operator + 1e-5 * IdentityLinearOperator(operator.space)) ** -0.5
+    middle = (operator.to_dense() + operator.to_dense().T).double() / 2
+    expected = (middle + 1e-5 * eye(30)).inverse()
+    assert (root @ root.to_dense() - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_symmetrized_without_overflow():
+    matrix = torch.full((3, 3), 3e38)
+    assert torch.equal(symmetrized(matrix), matrix)
 
 
 @pytest.mark.parametrize("groups", [(), (5,)])

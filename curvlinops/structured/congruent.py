@@ -6,8 +6,9 @@ from torch import Tensor
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.decompositions import eigh_batched
+from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
-from curvlinops.structured.factors import Dense, Diagonal, Factor
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 

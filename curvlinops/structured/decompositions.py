@@ -57,6 +57,7 @@ def _eigh(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Decompose matrices ``[G, n, n]``; in float64 those that fail in their dtype."""
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-1]), matrix
+    matrix = symmetrized(matrix)  # LAPACK reads one half, which rounding may tell from the other
     found = [low_rank(one) for one in matrix]
     if found.count(None) == len(found):
         return _full_eigh(matrix, name)
@@ -217,7 +218,8 @@ def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool)
 
 def symmetrized(matrix: Tensor) -> Tensor:
     """Return a matrix without the asymmetry of rounding, ``(A + A^T) / 2``."""
-    return (matrix + matrix.mT) / 2
+    half = matrix / 2  # sums of large numbers might overflow
+    return half + half.mT
 
 
 def is_symmetric(matrix: Tensor) -> bool:

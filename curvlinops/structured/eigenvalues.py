@@ -59,15 +59,15 @@ def is_added(x: Tensor, scalar: float) -> bool:
 
 
 class Floor(NamedTuple):
-    """What is known of symmetric matrices' eigenvalues before these are computed.
+    """What is known of symmetric matrices' eigenvalues before these are computed; else nothing.
 
     Attributes:
         value: No eigenvalue is below, but for rounding.
         eps: The rounding error of the entries, which may be wide by now.
     """
 
-    value: float
-    eps: float
+    value: float = -inf
+    eps: float = 0.0
 
     def noise(self, values: Tensor) -> Tensor:
         """Return by how much rounding of the entries is known to have moved eigenvalues, ``[G]``.
@@ -90,7 +90,7 @@ class Floor(NamedTuple):
 
     def scaled(self, scalar: float) -> "Floor":
         """Return the floor of a multiple."""
-        return self._replace(value=scalar * self.value) if scalar > 0 else NO_FLOOR
+        return self._replace(value=scalar * self.value) if scalar > 0 else Floor()
 
     def shifted(self, scalar: float) -> "Floor":
         """Return the floor of the sum with a multiple of the identity."""
@@ -99,10 +99,6 @@ class Floor(NamedTuple):
     def rounded(self, dtype: torch.dtype) -> "Floor":
         """Return the floor after a conversion to another dtype."""
         return self._replace(eps=max(self.eps, torch.finfo(dtype).eps))
-
-
-#: Of matrices of which nothing is known.
-NO_FLOOR = Floor(-inf, 0.0)
 
 
 def signed_logarithm(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.structured.decompositions import eigh_batched, inverse, is_symmetric, symmetrized
-from curvlinops.structured.eigenvalues import (
-    NO_FLOOR,
-    SLACK,
-    Floor,
-    is_added,
-    powers,
-    rounding,
-    signed_logarithm,
-)
+from curvlinops.structured.diagonal_factor import Diagonal
+from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding
 from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
@@ -21,15 +14,22 @@ class Dense:
 
     Args:
         tensor: The matrices, ``[G, n, m]``.
-        symmetric: Whether they are symmetric. Default: look.
+        symmetric: Whether they are symmetric, up to rounding. Default: look.
         floor: What no eigenvalue is below; zero for sums of outer products.
+        decomposition: Eigenvalues ``[G, n]`` and eigenvectors ``[G, n, n]``, if known.
     """
 
-    def __init__(self, tensor: Tensor, symmetric: bool | None = None, floor: Floor = NO_FLOOR):
-        self.tensor, self.floor = tensor, floor
+    def __init__(
+        self,
+        tensor: Tensor,
+        symmetric: bool | None = None,
+        floor: Floor | None = None,
+        decomposition: tuple[Tensor, Tensor] | None = None,
+    ):
+        self.tensor, self.floor = tensor, floor or Floor()
         self.groups, self.rows, self.columns = tensor.shape
         self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
-        self.decomposition: tuple[Tensor, Tensor] | None = None
+        self.decomposition = decomposition
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply along an axis.
@@ -76,17 +76,14 @@ class Dense:
         """Return signs and logarithms of the determinants, ``[G]`` each."""
         return tuple(torch.linalg.slogdet(self.tensor))
 
-    def inner(self, other: "Dense | Diagonal") -> Tensor:
+    def inner(self, other: "Factor") -> Tensor:
         """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
         if isinstance(other, Diagonal):
             return other.inner(self)
         return wide_inner(self.tensor, other.tensor)
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``; ``decompose`` must have been called.
-
-        Those that are below the floor by rounding are lifted to it.
-        """
+        """Return the eigenvalues, ``[G, n]``, lifted to the floor; call ``decompose`` first."""
         return self.floor.lift(self.decomposition[0])
 
     def noise(self) -> Tensor:
@@ -128,7 +125,9 @@ class Dense:
                 [wide.decomposition] = eigh_batched([wide.tensor], [name])
                 return wide.power(exponent, name).to(self.tensor.device, self.tensor.dtype)
         values = powers(values, exponent, name)
-        return Dense(symmetrized(vectors * values.unsqueeze(-2) @ vectors.mT), symmetric=True)
+        matrix = symmetrized(vectors * values.unsqueeze(-2) @ vectors.mT)
+        # more accurate than its own decomposition
+        return Dense(matrix, symmetric=True, decomposition=(values, vectors))
 
     def is_semidefinite(self) -> bool:
         """Return whether all matrices are positive semidefinite, up to rounding."""
@@ -141,26 +140,21 @@ class Dense:
 
     def scaled(self, scalar: float) -> "Dense":
         """Return a multiple."""
-        out = Dense(scalar * self.tensor, self.symmetric, self.floor.scaled(scalar))
-        if self.decomposition is not None:
-            values, vectors = self.decomposition
-            out.decomposition = (scalar * values, vectors)
-        return out
+        known = self.decomposition and (scalar * self.decomposition[0], self.decomposition[1])
+        return Dense(scalar * self.tensor, self.symmetric, self.floor.scaled(scalar), known)
 
     def shifted(self, scalar: float) -> "Dense":
         """Return the sum with a multiple of the identity."""
-        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(scalar))
+        known = self.decomposition and (self.decomposition[0] + scalar, self.decomposition[1])
+        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(scalar), known)
         out.diagonal().add_(scalar)
-        if self.decomposition is not None:
-            values, vectors = self.decomposition
-            out.decomposition = (values + scalar, vectors)
         return out
 
     def keeps(self, scalar: float) -> bool:
         """Return whether a number that is added to the diagonal is not lost in its rounding."""
         return is_added(self.diagonal(), scalar)
 
-    def plus(self, other: "Dense | Diagonal") -> "Dense":
+    def plus(self, other: "Factor") -> "Dense":
         """Return the sum with another factor."""
         return Dense(self.tensor + other.dense())
 
@@ -168,133 +162,23 @@ class Dense:
         """Return the squares of the entries."""
         return Dense(self.tensor**2, self.symmetric)
 
-    def times(self, other: "Dense | Diagonal") -> "Dense":
+    def times(self, other: "Factor") -> "Dense":
         """Return the product with another factor."""
         if isinstance(other, Diagonal):
             return Dense(self.tensor * other.entries.unsqueeze(-2))
         return Dense(self.tensor @ other.tensor)
 
+    def with_scaled_rows(self, scales: Tensor) -> "Dense":
+        """Return the product ``diag(scales) A`` with diagonals ``[G, n]``."""
+        return Dense(scales.unsqueeze(-1) * self.tensor)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Dense":
         """Return the factor elsewhere, or in another dtype."""
-        return Dense(self.tensor.to(device, dtype), self.symmetric, self.floor.rounded(dtype))
-
-
-class Diagonal:
-    """One diagonal matrix for each of G groups.
-
-    Args:
-        entries: The diagonals, ``[G, n]``.
-        is_unit: Whether this is the identity.
-    """
-
-    symmetric = True
-
-    def __init__(self, entries: Tensor, is_unit: bool = False):
-        self.entries, self.is_unit = entries, is_unit
-        self.groups, self.rows = entries.shape
-        self.columns = self.rows
-
-    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
-        """Multiply along an axis, see ``Dense.multiply``."""
-        if self.is_unit:
-            return X
-        return X.reshape(groups, left, self.rows, right) * self.entries[:, None, :, None]
-
-    def dense(self) -> Tensor:
-        """Return the matrices, ``[G, n, n]``."""
-        return self.entries.diag_embed()
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonals, ``[G, n]``."""
-        return self.entries
-
-    def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``, in float64."""
-        return wide_norm(self.entries, -1)
-
-    def deviation(self) -> tuple[Tensor, Tensor]:
-        """Return the means a of the entries, and the norms of the differences, in float64."""
-        mean = self.entries.double().mean(-1)
-        return mean, wide_norm(self.entries - mean.unsqueeze(-1), -1)
-
-    def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of the determinants, ``[G]`` each."""
-        return signed_logarithm(self.entries)
-
-    def inner(self, other: "Dense | Diagonal") -> Tensor:
-        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
-        return (self.entries.double() * other.diagonal()).sum(-1)
-
-    def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``."""
-        return self.entries
-
-    def noise(self) -> Tensor:
-        """Return zeros, ``[G]``: the eigenvalues are the entries."""
-        return self.entries.new_zeros(self.groups)
-
-    def rounding(self, slack: float) -> Tensor:
-        """Return zeros, ``[G]``: the eigenvalues are the entries."""
-        return self.noise()
-
-    def eigenvectors(self) -> "Diagonal":
-        """Return the eigenvectors, the identity."""
-        return unit(self.rows, self.entries)
-
-    def inverse(self, name: str, retry_double_precision: bool) -> "Diagonal":
-        """Return the inverses."""
-        return self.power(-1.0, name)
-
-    def power(self, exponent: float, name: str) -> "Diagonal":
-        """Return a power."""
-        return self if self.is_unit else Diagonal(powers(self.entries, exponent, name))
-
-    def is_semidefinite(self) -> bool:
-        """Return whether all entries are non-negative, up to rounding."""
-        return self.rows == 0 or bool((self.entries.amin(-1) >= -rounding(self.entries)).all())
-
-    def transposed(self) -> "Diagonal":
-        """Return the factor itself."""
-        return self
-
-    def scaled(self, scalar: float) -> "Diagonal":
-        """Return a multiple."""
-        return Diagonal(scalar * self.entries)
-
-    def shifted(self, scalar: float) -> "Diagonal":
-        """Return the sum with a multiple of the identity."""
-        return Diagonal(self.entries + scalar)
-
-    def keeps(self, scalar: float) -> bool:
-        """Return that the sum with a multiple of the identity is accurate, as each entry is."""
-        return True
-
-    def plus(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
-        """Return the sum with another factor."""
-        if isinstance(other, Dense):
-            return other.plus(self)
-        return Diagonal(self.entries + other.entries)
-
-    def squared(self) -> "Diagonal":
-        """Return the squares of the entries."""
-        return self if self.is_unit else Diagonal(self.entries**2)
-
-    def times(self, other: "Dense | Diagonal") -> "Dense | Diagonal":
-        """Return the product with another factor."""
-        if self.is_unit:
-            return other
-        if isinstance(other, Diagonal):
-            return Diagonal(self.entries * other.entries)
-        return Dense(self.entries.unsqueeze(-1) * other.tensor)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Diagonal":
-        """Return the factor elsewhere, or in another dtype."""
-        return Diagonal(self.entries.to(device, dtype), self.is_unit)
+        known = None
+        if self.decomposition and torch.finfo(dtype).eps >= torch.finfo(self.tensor.dtype).eps:
+            known = tuple(part.to(device, dtype) for part in self.decomposition)
+        tensor = self.tensor.to(device, dtype)
+        return Dense(tensor, self.symmetric, self.floor.rounded(dtype), known)
 
 
 Factor = Dense | Diagonal
-
-
-def unit(size: int, like: Tensor) -> Diagonal:
-    """Return the identity as a factor, without memory of its size."""
-    return Diagonal(like.new_ones(1, 1).expand(1, size), is_unit=True)

@@ -11,8 +11,9 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
 from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.diagonal_factor import Diagonal, unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator

@@ -10,8 +10,9 @@ from torch import Tensor
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.congruent import CongruentLinearOperator, diagonalize
+from curvlinops.structured.diagonal_factor import Diagonal, unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Diagonal, Factor, unit
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.norms import norm_of_sum, wide_norm
 from curvlinops.structured.rearranged import RearrangedLinearOperator, Transposes

@@ -14,9 +14,11 @@ from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
+from curvlinops.structured.decompositions import symmetrized
 from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.eigenvalues import Floor
-from curvlinops.structured.factors import Dense, Diagonal, Factor
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.rearranged import RearrangedLinearOperator
 from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
@@ -86,7 +88,8 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
 def _factor(matrix: Tensor) -> Factor:
     if matrix.ndim == 2:
         return Diagonal(matrix)
-    # it is a sum of outer products
+    # it is a sum of outer products, which some processors do not round symmetrically
+    matrix = symmetrized(matrix)
     return Dense(matrix, symmetric=True, floor=Floor(0.0, torch.finfo(matrix.dtype).eps))
 
 

@@ -13,7 +13,8 @@ from curvlinops.layers.inputs import Inputs
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, add
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
-from curvlinops.structured.factors import Diagonal, Factor
+from curvlinops.structured.diagonal_factor import Diagonal
+from curvlinops.structured.factors import Factor
 from curvlinops.structured.together import decompose
 
 

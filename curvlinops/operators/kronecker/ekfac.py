@@ -20,8 +20,9 @@ from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.storage import check_kind, take, take_squares
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.diagonal_factor import unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Factor, unit
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 _NOT_PRESENT = (

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.plan import Block
-from curvlinops.structured.factors import Diagonal, Factor
+from curvlinops.structured.diagonal_factor import Diagonal
+from curvlinops.structured.factors import Factor
 from curvlinops.structured.kronecker import tensor_of
 
 
