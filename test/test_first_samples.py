@@ -376,5 +376,5 @@ def test_kinds_of_tensors():
 
 def test_large_batches_are_tried_in_part():
     few = first_samples(Batch(0, torch.ones(256, 2), None), 256)
-    assert len(few.X) == 32 and few.y is None
+    assert len(few.X) == 16 and few.y is None
     assert few.X.untyped_storage().nbytes() == few.X.nbytes

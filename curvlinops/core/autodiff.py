@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,20 @@ Head = Callable[[Tensor], tuple[Any, Tensor]]
 Seed = tuple[Tensor, Tensor | None]
 
 Tensors = Mapping[str, Tensor]
+
+
+class Evaluation(NamedTuple):
+    """A forward pass that was recorded.
+
+    Attributes:
+        scope: The scope of forward and backward passes.
+        leaves: What replaced the parameters, and requires gradients.
+        output: The output, with its graph.
+    """
+
+    scope: Scope
+    leaves: dict[str, Tensor]
+    output: Tensor
 
 
 class BoundModel(Protocol):
@@ -48,6 +63,9 @@ class BoundModel(Protocol):
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model inside an active scope."""
 
+    def recording(self, purpose: str) -> AbstractContextManager[Evaluation]:
+        """Evaluate the model for backward passes of some purpose; its scope is active inside."""
+
 
 def evaluate(bound: BoundModel) -> Tensor:
     """Return the output, without its graph."""
@@ -58,10 +76,8 @@ def evaluate(bound: BoundModel) -> Tensor:
 
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
-    leaves = bound.leaves()
-    scope = bound.scope(leaves, "gradient")
-    with scope.active():
-        loss, terms = head(bound.output(scope))
+    with bound.recording("gradient") as (_, leaves, output):
+        loss, terms = head(output)
         grads = pull({"": loss}, {"": None}, leaves, retain=False)
     out = bound.space.zeros(1)
     add(out, 0, grads)
@@ -79,10 +95,8 @@ def transposed_jacobian(
         bound: The model on a batch.
         chunk_size: How many columns a backward pass carries at once.
     """
-    leaves = bound.leaves()
-    scope = bound.scope(leaves, "gradient")
-    with scope.active():
-        output = bound.output(scope)
+    with bound.recording("gradient") as evaluation:
+        scope, leaves, output = evaluation
 
     def product(u: Columns, inputs: Tensors) -> Columns:
         return pull_columns({"": output}, u, inputs)

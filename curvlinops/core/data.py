@@ -139,5 +139,5 @@ def first_samples(batch: Batch, num_samples: int, at_least: int = 2) -> Batch | 
         return None
     if not all(has_length(leaf, num_samples) for leaf in targets):
         return None
-    few = slice(max(at_least, num_samples // 8))
+    few = slice(max(at_least, num_samples // 16))
     return Batch(batch.index, *take((batch.X, batch.y), few, num_samples))

@@ -14,19 +14,36 @@ from curvlinops.core.columns import not_finite
 from curvlinops.core.containers import leaves, strided_parts
 from curvlinops.core.data import Batch
 from curvlinops.core.space import Columns
+from curvlinops.core.warn import warn
 
 
 @contextmanager
-def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restore all global random number generators on exit (loaders draw from them, too)."""
+def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore all global random number generators on exit (loaders draw from them, too).
+
+    What it yields tells whether nothing has been drawn from them so far.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
+    states = _torch_states(devices)
+
+    def untouched() -> bool:
+        return (
+            python_state == random.getstate()
+            and all(map(np.array_equal, numpy_state, np.random.get_state()))
+            and all(map(torch.equal, states, _torch_states(devices)))
+        )
+
     try:
         with torch.random.fork_rng(devices):
-            yield
+            yield untouched
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def _torch_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def seed_everything(seed: int) -> None:
@@ -126,6 +143,20 @@ def _find_random_module(
         if inputs == inputs_again and output != output_again:
             return names[child], type(child).__name__, child.training
     return None
+
+
+def report_batch_statistics(names: list[str], operator: str | None) -> None:
+    """Warn that BatchNorm couples samples; refuse it for an operator made of single ones."""
+    if operator is not None:
+        raise ValueError(
+            f"BatchNorm in train mode couples the samples of a batch ({', '.join(names)}), so that "
+            f"{operator}, which is made of single samples' gradients, is not defined. Call "
+            "model.eval()."
+        )
+    warn(
+        f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
+        "split into batches. Call model.eval() to use running statistics."
+    )
 
 
 def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:

@@ -20,6 +20,11 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             stack.extend(next_node for next_node, _ in node.next_functions)
 
 
+def operations(output: Tensor) -> frozenset[str]:
+    """Return the names of all operations of a graph."""
+    return frozenset(node.name() for node in graph_nodes(output))
+
+
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors at which a graph with these nodes begins, such as parameters."""
     found = (getattr(node, "variable", None) for node in nodes)

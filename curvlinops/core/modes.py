@@ -65,10 +65,8 @@ class Reverse:
             head: Returns the ``Seed`` of the function's backward pass, differentiable, and the
                 terms.
         """
-        leaves = bound.leaves()
-        scope = bound.scope(leaves, "reverse")
-        with scope.active():
-            (start, cotangent), terms = head(bound.output(scope))
+        with bound.recording("reverse") as (scope, leaves, output):
+            (start, cotangent), terms = head(output)
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
@@ -83,10 +81,7 @@ class Reverse:
             bound: The model on a batch.
             head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
         """
-        leaves = bound.leaves()
-        scope = bound.scope(leaves, "reverse")
-        with scope.active():
-            output = bound.output(scope)
+        with bound.recording("reverse") as (scope, leaves, output):
             down = head(output.detach())
             push = _double_vjp(output, leaves)
 
@@ -107,10 +102,7 @@ class Reverse:
             head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at
                 the given output, and the terms.
         """
-        leaves = bound.leaves()
-        scope = bound.scope(leaves, "reverse")
-        with scope.active():
-            output = bound.output(scope)
+        with bound.recording("reverse") as (scope, leaves, output):
             curvature, terms = head(output.detach())
             push = _double_vjp(output, leaves)
 
@@ -207,10 +199,8 @@ def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute the tangent first, without a graph, then the output again, with a graph."""
     with preserved_rng(bound.space.device):  # the same Dropout in both
         tangent = _push_forward(bound, v, lambda _, tangent: tangent)
-    leaves = bound.leaves()
-    scope = bound.scope(leaves, "gradient")
-    with scope.active():
-        return scope, leaves, bound.output(scope), tangent
+    with bound.recording("gradient") as evaluation:
+        return *evaluation, tangent
 
 
 def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

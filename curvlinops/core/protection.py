@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
+#: In a ``state``: that modules had other attributes or buffers at the end of the context.
+TRACES = "traces"
+
 
 @contextmanager
 def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) -> Iterator[None]:
@@ -24,7 +27,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
         state.update({id(buffer): buffer.detach().clone() for buffer in copied})
-    found = []
+    found, lent = [], []
     try:
         for module in modules:
             # attributes, too: recurrent layers and weight norm cache tensors in them
@@ -35,8 +38,15 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = state.get(id(buffer), buffer)
+            lent += [(part, dict(part)) for part in (vars(module), module._buffers)]
         yield
     finally:
+        if any(_differ(part, before) for part, before in lent):
+            state[TRACES] = True
         for part, original in found:
             part.clear()
             part.update(original)
+
+
+def _differ(part: dict, before: dict) -> bool:
+    return part.keys() != before.keys() or any(part[name] is not x for name, x in before.items())

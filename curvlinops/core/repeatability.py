@@ -70,7 +70,7 @@ def _observe(
 
     with preserved_rng(risk.space.device):
         seed_everything(seed)
-        risk.run(step, "check_deterministic")
+        risk.run(step, "check_deterministic", purpose=None if risk.loss is None else "gradient")
     if seed == 0:
         risk.scale(terms)
     return observations

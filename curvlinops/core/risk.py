@@ -1,9 +1,8 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +11,13 @@ from tqdm import tqdm
 
 from curvlinops.core import autodiff
 from curvlinops.core.ambient import without_modes
-from curvlinops.core.autodiff import Seed
+from curvlinops.core.autodiff import Evaluation, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
-from curvlinops.core.dependence import Watch, check_graph, needs_graph
 from curvlinops.core.determinism import check_finite, preserved_rng
-from curvlinops.core.graph import footprint, graph_nodes
+from curvlinops.core.examination import Examination
+from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
@@ -32,6 +31,7 @@ class LossLike(Protocol):
 
     reduction: str
     needs_graph: bool
+    is_function_of_values: bool
 
     def to(self, device: torch.device | str) -> None: ...
     def check(self, output: Tensor, target: Any) -> None: ...
@@ -51,11 +51,12 @@ class BatchRisk:
         self.space = risk.space
         self.loss = risk.loss
         self.leaves, self.constants = risk.model.leaves, risk.model.constants
+        self._offered: Evaluation | None = None
 
     @property
     def graph_bytes(self) -> int:
         """The memory of the graph of the first batch, in bytes."""
-        return self._risk.graph_bytes
+        return self._risk.examination.graph_bytes
 
     @property
     def num_samples(self) -> int:
@@ -68,7 +69,7 @@ class BatchRisk:
 
     def on(self, batch: Batch) -> "BatchRisk":
         """Return the same on another batch."""
-        return BatchRisk(self._risk, batch)
+        return self if batch is self.batch else BatchRisk(self._risk, batch)
 
     def first_samples(self, at_least: int = 2) -> "BatchRisk | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
@@ -79,14 +80,15 @@ class BatchRisk:
                 return BatchRisk(twin, batch)
         return None
 
-    def operations(self, output: Tensor | None = None) -> frozenset[str]:
-        """Return the names of all differentiable operations on this batch, the loss's included."""
-        if output is None:
-            scope = self.scope(self.leaves(), "gradient")
-            with scope.active():
-                return self.operations(self.output(scope))
-        value = output if self.loss is None else self.loss.sum(output, self.batch.y)
-        return frozenset(node.name() for node in graph_nodes(value))
+    def resembles(self, examination: Examination) -> bool:
+        """Return whether this has the same operations as a first batch, the loss's included."""
+        with preserved_rng(self.space.device) as untouched:
+            with self.recording(examination.purpose) as found:
+                output = found.output
+                value = output if self.loss is None else self.loss.sum(output, self.batch.y)
+            if untouched():
+                self.offer(found)
+        return operations(value) == examination.operations
 
     def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
         """Return the same on a copy of the model in float64, at other parameter values."""
@@ -109,6 +111,27 @@ class BatchRisk:
                 "self.inner(**X).logits."
             )
         return output
+
+    @contextmanager
+    def recording(self, purpose: str) -> Iterator[Evaluation]:
+        """Evaluate the model for backward passes of some purpose; its scope is active inside."""
+        found, self._offered = self._offered, None
+        if found is not None and found.scope.purpose == purpose:
+            with found.scope.active():
+                yield found
+            return
+        del found
+        leaves = self.leaves()
+        scope = self.scope(leaves, purpose)
+        with scope.active():
+            yield Evaluation(scope, leaves, self.output(scope))
+
+    def offer(self, evaluation: Evaluation | None) -> None:
+        """Let ``recording`` use an evaluation, once, if another one would find just the same."""
+        # other losses may know what the model has kept of its last evaluation
+        plain = self.loss is None or self.loss.is_function_of_values
+        usable = plain and evaluation is not None and not evaluation.scope.has_traces
+        self._offered = evaluation if usable else None
 
     def terms(self, output: Tensor) -> Tensor:
         """Return the batch's share of the normalization, after checking that all fits."""
@@ -146,8 +169,7 @@ class EmpiricalRisk:
 
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
-        graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
-        operations: The names of the first batch's operations.
+        examination: What is known of each batch's graph.
     """
 
     def __init__(
@@ -163,9 +185,7 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self._term_size: int | None = None
         self.values_checked = loss is None
-        self.graph_bytes = 0
-        self.operations: frozenset[str] = frozenset()
-        self._checked: set[int] = set()  # batches on which the graph was looked at
+        self.examination = Examination(model)
 
     def run(
         self,
@@ -173,6 +193,7 @@ class EmpiricalRisk:
         description: str,
         start: Callable[[], None] = lambda: None,
         batches: Batches | None = None,
+        purpose: str | None = None,
     ) -> None:
         """Call ``start``, then ``step`` on every batch. This is the only loop over data.
 
@@ -181,6 +202,7 @@ class EmpiricalRisk:
             description: What it is done for, in the progress bar.
             start: Called first.
             batches: Other data than the risk's own.
+            purpose: For which backward passes a step first evaluates the model, if it does.
         """
         batches = self.batches if batches is None else batches
         device = self.space.device
@@ -194,17 +216,14 @@ class EmpiricalRisk:
             start()
             for batch in batches.iterate(device, wrap):
                 risk = BatchRisk(self, batch)
-                if batch.index not in self._checked:
-                    with preserved_rng(device):
-                        self._check_graph(risk)
-                    self._checked.add(batch.index)
-                step(risk)
+                with self.examination.around(risk, purpose):
+                    step(risk)
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""
         self.loss = loss
         self.values_checked = loss is None
-        self._checked.clear()
+        self.examination.forget()
         self._term_size = None
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
@@ -273,28 +292,3 @@ class EmpiricalRisk:
         if self.loss is not None:
             self.loss.to(device)
         self.space = ParameterSpace.of(self.model.params)
-
-    def _check_graph(self, risk: BatchRisk) -> None:
-        """Check that output and loss can be differentiated with respect to the parameters."""
-        if any(ref() is not None for ref in self._check_evaluation(risk)):
-            self._check_evaluation(risk)  # someone keeps the graph: perhaps to use it again
-
-    def _check_evaluation(self, risk: BatchRisk) -> list[weakref.ref]:
-        """Check one evaluation; return weak references to the tensors of its parameters."""
-        leaves = risk.leaves()
-        scope = risk.scope(leaves, "gradient")
-        with Watch(self.model, leaves) as watch, scope.active():
-            value = output = risk.output(scope)
-            if not self._checked:
-                with suppress(Exception):  # products have better messages
-                    self.operations = risk.operations(output)
-            if self.loss is not None and needs_graph(
-                self.loss, output, risk.batch.y, leaves, self.model.params
-            ):
-                self.loss.needs_graph = True
-                value = risk.loss_sum(value)[0]
-        self.model.differentiates |= watch.differentiates
-        check_graph(value, self.model, leaves)
-        if not self._checked:
-            self.graph_bytes = footprint(value)
-        return [weakref.ref(leaf) for leaf in leaves.values() if self.model.substitutable]

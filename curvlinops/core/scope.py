@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from curvlinops.core.model import Model
+from curvlinops.core.protection import TRACES
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 
 _ONE_ARGUMENT = (
@@ -40,8 +41,13 @@ class Scope:
     def __init__(self, model: Model, values: Mapping[str, Tensor], purpose: str):
         self._model = model
         self._values = values
-        self._purpose = purpose
+        self.purpose = purpose
         self._state: dict = {}
+
+    @property
+    def has_traces(self) -> bool:
+        """Whether the model left traces in its modules, which were undone when the scope ended."""
+        return TRACES in self._state
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -49,14 +55,14 @@ class Scope:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
-            if self._purpose != "gradient":
+            if self.purpose != "gradient":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_without_attention_fast_path())
             stack.enter_context(_without_cached_parametrizations())
             if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            table = FOR_DOUBLE_BACKWARD if self._purpose == "reverse" else DECOMPOSITIONS
-            tangents = self._purpose == "forward"
+            table = FOR_DOUBLE_BACKWARD if self.purpose == "reverse" else DECOMPOSITIONS
+            tangents = self.purpose == "forward"
             if tangents:  # and as it was afterwards, whatever the model does
                 stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
             stack.enter_context(Rewriting(table, tangents))

@@ -64,10 +64,8 @@ def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tenso
         bound: The model on a batch.
         num_samples: See ``RecordedBatch``.
     """
-    leaves = bound.leaves()
-    scope = bound.scope(leaves, "gradient")
-    with scope.active():
-        output = by_samples(bound.output(scope), num_samples)
+    with bound.recording("gradient") as (_, leaves, output):
+        output = by_samples(output, num_samples)
         u = weighted(probe(output.detach()), weights(len(output), output.detach()))
         found = pull({"": output}, {"": u}, leaves, retain=False)
     return {

@@ -36,6 +36,8 @@ class Loss(ABC):
     #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
     #: (weight decay). Then there are no derivatives with respect to the output alone.
     needs_graph = False
+    #: Whether the loss has no other source than the values of output and target.
+    is_function_of_values = True
     #: Whether the loss is linear in the output, so that its output Hessian is zero.
     is_linear = False
 

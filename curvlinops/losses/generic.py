@@ -24,6 +24,8 @@ class AdditiveLoss(Loss):
     average must not depend on how often the loss was evaluated before.
     """
 
+    is_function_of_values = False
+
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
         self._roots = find_modules(module)

@@ -13,7 +13,7 @@ from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
-from curvlinops.core.determinism import uses_batch_statistics
+from curvlinops.core.determinism import report_batch_statistics, uses_batch_statistics
 from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
@@ -22,7 +22,6 @@ from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.warn import warn
 from curvlinops.losses import Loss, wrap_loss
 
 
@@ -172,7 +171,7 @@ class DataLinearOperator(TorchLinearOperator):
                 terms = apply(V, product)
             total = total + terms
 
-        self._run(step)
+        self._run(step, purpose=self._purpose(num_columns * len(both)))
         scale = self.risk.scale(total)
         if scale != 1.0:
             codomain.join(out).mul_(scale)
@@ -182,18 +181,31 @@ class DataLinearOperator(TorchLinearOperator):
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
         """Linearize on a batch for a number of products, unless that is kept from before."""
         keeps = self._kept.wants(("", bound.batch.index))
-        mode = self._mode_for(bound, many=num_products > 1 or keeps)
+        mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # the other one has no graph
             return self._linearize(bound, mode)
         return self._keep(bound, lambda own: self._linearize(own, mode))
+
+    def _are_many(self, num_products: int) -> bool:
+        """Return whether the graph of a backward pass pays for a number of products."""
+        return num_products > 1
+
+    def _purpose(self, num_products: int) -> str | None:
+        """Return for which backward passes products need an evaluation, if it is one of these."""
+        return "reverse" if self._are_many(num_products) else None
 
     def _keep(self, bound: BatchRisk, build: Callable[[BatchRisk], Any], kind: str = "") -> Any:
         """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
         key = (kind, bound.batch.index)
         return self._kept.prepare(key, bound.batch, lambda own: build(bound.on(own)))
 
-    def _run(self, step: Callable[[BatchRisk], None], batches: Batches | None = None) -> None:
-        """Call ``step``, which computes a product, on every batch of the data, or of others."""
+    def _run(
+        self,
+        step: Callable[[BatchRisk], None],
+        batches: Batches | None = None,
+        purpose: str | None = None,
+    ) -> None:
+        """Call ``step``, which computes a product, on every batch; see ``EmpiricalRisk.run``."""
 
         def start() -> None:
             if self._kept.start(self._dependencies(), self.risk.space.device):
@@ -203,7 +215,9 @@ class DataLinearOperator(TorchLinearOperator):
                     self._kept.clear()
                     raise
 
-        self.risk.run(step, "matmat", start, batches)
+        if self._kept.cache not in ("auto", "none"):  # already the first product has its own batch
+            purpose = None
+        self.risk.run(step, "matmat", start, batches, purpose)
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
@@ -216,7 +230,7 @@ class DataLinearOperator(TorchLinearOperator):
         if many not in self._chosen:
             few = bound.first_samples() if bound.batch.index == 0 else None
             with suppress(Exception):  # if these do not do alone, all show why
-                if few is not None and few.operations() == self.risk.operations:
+                if few is not None and few.resembles(self.risk.examination):
                     self._chosen[many] = self._choose(few, many)
         if many not in self._chosen:
             self._chosen[many] = self._choose(bound, many)
@@ -264,25 +278,12 @@ class DataLinearOperator(TorchLinearOperator):
         flags = tuple(module.training for module in modules)
         if flags in self._checked:
             return
-        self._check_coupling()
+        names = uses_batch_statistics(self.risk.model.roots)
+        if names:
+            report_batch_statistics(names, type(self).__name__ if self._per_sample else None)
         if not self._trusting:
             check_repeatable(self.risk, independent=self._per_sample)
         self._checked.add(flags)
-
-    def _check_coupling(self) -> None:
-        names = uses_batch_statistics(self.risk.model.roots)
-        if not names:
-            return
-        if self._per_sample:
-            raise ValueError(
-                f"BatchNorm in train mode couples the samples of a batch ({', '.join(names)}), so "
-                f"that {type(self).__name__}, which is made of single samples' gradients, is not "
-                "defined. Call model.eval()."
-            )
-        warn(
-            f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
-            "split into batches. Call model.eval() to use running statistics."
-        )
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)

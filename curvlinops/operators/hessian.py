@@ -21,9 +21,10 @@ class HessianLinearOperator(DataLinearOperator):
         return mode.hessian(bound, bound.loss_seed)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
-        # on our benchmarks reverse mode is the faster one already for a single product
         mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
         if isinstance(mode, Reverse) and self.autodiff == "auto":
             check_custom_functions(bound)
-        self._chosen[not many] = mode  # it does not depend on how many
         return mode
+
+    def _are_many(self, num_products: int) -> bool:
+        return True  # on our benchmarks reverse mode is the faster one already for a single product

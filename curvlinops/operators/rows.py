@@ -90,13 +90,14 @@ class RowsLinearOperator(DataLinearOperator):
             )
         return place
 
-    def _place_rows(self, dim: int, compute: Compute) -> None:
+    def _place_rows(self, dim: int, compute: Compute, purpose: str | None = None) -> None:
         """Compute the rows of all batches, except for those nobody asks for.
 
         Args:
             dim: How many rows there are.
             compute: Takes a batch; returns the number of its rows, and a function that does with
                 them what is to be done, given their place.
+            purpose: See ``EmpiricalRisk.run``.
         """
         done = 0
 
@@ -111,7 +112,7 @@ class RowsLinearOperator(DataLinearOperator):
             use(place)
             done = place.stop
 
-        self._run(step)
+        self._run(step, purpose=purpose)
         if done != dim:
             raise RuntimeError(
                 f"The data has {done} rows, at construction it had {dim}. Data or model have "
@@ -130,7 +131,7 @@ class RowsLinearOperator(DataLinearOperator):
             part = self._prepare(bound, num_columns)(columns)
             return part.shape[1], lambda place: flat_out[:, place].copy_(part)
 
-        self._place_rows(rows.dim, compute)
+        self._place_rows(rows.dim, compute, self._purpose(num_columns))
         self._check_finite(out, rows)
         return out
 
@@ -145,7 +146,7 @@ class RowsLinearOperator(DataLinearOperator):
             apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
             return length, lambda place: apply(U[:, place], out)
 
-        self._place_rows(rows.dim, compute)
+        self._place_rows(rows.dim, compute, "gradient")
         self._check_finite(out, space)
         return out
 

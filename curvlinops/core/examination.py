@@ -1,0 +1,92 @@
+"""What there is to find out about model and loss before the first step on each batch."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from curvlinops.core.autodiff import Evaluation
+from curvlinops.core.dependence import Watch, check_graph, needs_graph
+from curvlinops.core.determinism import preserved_rng
+from curvlinops.core.graph import footprint, operations
+from curvlinops.core.model import Model
+
+
+class Examination:
+    """Looks at one forward pass of each batch, and at its graph.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
+        operations: The names of the first batch's operations, the loss's included.
+        purpose: What the first batch's graph was made for, see ``Scope``.
+    """
+
+    def __init__(self, model: Model):
+        self._model = model
+        self.graph_bytes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Look at all batches again."""
+        self.operations: frozenset[str] = frozenset()
+        self.purpose = "gradient"
+        self._done: set[int] = set()
+
+    @contextmanager
+    def around(self, bound: Any, purpose: str | None) -> Iterator[None]:
+        """Look at a batch before the first step on it.
+
+        Args:
+            bound: A ``BatchRisk``.
+            purpose: For which backward passes the step evaluates the model, if it does: the pass
+                that was looked at is the one that it gets.
+
+        Raises:
+            ValueError: If output or loss cannot be differentiated with respect to the parameters.
+        """
+        if bound.batch.index in self._done:
+            yield
+            return
+        with preserved_rng(bound.space.device) as untouched:
+            found = self._look(bound, purpose or "gradient")
+            if purpose is not None and untouched():
+                bound.offer(found)
+        leaves = found.leaves.values() if self._model.substitutable else ()
+        kept = [weakref.ref(leaf) for leaf in leaves]
+        del found, leaves
+        try:
+            if purpose is None:
+                self._look_again(bound, kept)
+            yield
+        finally:
+            bound.offer(None)
+            if purpose is not None:
+                self._look_again(bound, kept)
+        self._done.add(bound.batch.index)
+
+    def _look(self, bound: Any, purpose: str) -> Evaluation:
+        leaves, loss, y = bound.leaves(), bound.loss, bound.batch.y
+        scope = bound.scope(leaves, purpose)
+        with Watch(self._model, leaves) as watch, scope.active():
+            value = output = bound.output(scope)
+            if not self._done:
+                with suppress(Exception):  # products have better messages
+                    total = output if loss is None else loss.sum(output, y)
+                    self.operations, self.purpose = operations(total), purpose
+            if loss is not None and needs_graph(loss, output, y, leaves, self._model.params):
+                loss.needs_graph = True
+                value = bound.loss_sum(output)[0]
+        self._model.differentiates |= watch.differentiates
+        check_graph(value, self._model, leaves)
+        if not self._done:
+            self.graph_bytes = footprint(value)
+        return Evaluation(scope, leaves, output)
+
+    def _look_again(self, bound: Any, kept: list[weakref.ref]) -> None:
+        """Check another evaluation if someone keeps the graph of one: perhaps to use it again."""
+        if any(ref() is not None for ref in kept):
+            with preserved_rng(bound.space.device):
+                self._look(bound, "gradient")

@@ -1,0 +1,101 @@
+"""Each batch is looked at once before its first step, which gets that forward pass if it may."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from contract import matrix
+from torch import Tensor, nn
+
+from curvlinops import (
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
+)
+
+N, SIZES = 32, (32, 32)
+
+
+class Net(nn.Module):
+    """A net that counts its passes over whole batches."""
+
+    def __init__(self, middle: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 2))
+        self.passes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == N:
+            self.passes.append(1)
+        return self.layers(x)
+
+
+class Remembering(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.tanh()
+        return self.last
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean(-1).mean()
+
+
+#: The layer in the middle, the loss, and how often a product evaluates the model on each batch.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable, int]] = {
+    "plain": (nn.Tanh, nn.MSELoss(), 1),
+    "random": (lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), nn.MSELoss(), 2),
+    "with traces": (Remembering, nn.MSELoss(), 2),
+    "any loss": (nn.Tanh, mean_square, 2),
+}
+
+
+def setting(middle: Callable[[], nn.Module]) -> tuple[Net, list[Tensor], list]:
+    torch.manual_seed(0)
+    net = Net(middle()).double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in SIZES]
+    return net, list(net.parameters()), data
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_passes_of_first_products(name: str):
+    middle, loss, expected = CASES[name]
+    net, params, data = setting(middle)
+    reduction = None if isinstance(loss, nn.Module) else "mean"
+    options = {"check_deterministic": False, "reduction": reduction}
+    operator = HessianLinearOperator(net, loss, params, data, **options)
+    v = torch.ones(operator.shape[1]).double()
+    first = operator @ v
+    assert len(net.passes) == expected * len(data)
+    if name != "random":
+        torch.testing.assert_close(operator @ v, first, rtol=1e-12, atol=1e-14)
+        own = HessianLinearOperator(net, loss, params, data, cache="graph", reduction=reduction)
+        torch.testing.assert_close(own @ v, first, rtol=1e-12, atol=1e-14)
+
+
+def test_checks_of_repeatability_evaluate_once():
+    net, params, data = setting(nn.Tanh)
+    HessianLinearOperator(net, nn.MSELoss(), params, data)
+    assert len(net.passes) == 2 * len(data)
+
+
+@pytest.mark.parametrize("cls", [JacobianLinearOperator, TransposedJacobianLinearOperator])
+def test_many_products_of_jacobians(cls: type):
+    net, params, data = setting(nn.Tanh)
+    operator = cls(net, params, data, check_deterministic=False)
+    operator.risk.examination.forget()
+    net.passes.clear()
+    found = operator @ torch.eye(operator.shape[1]).double()
+    assert len(net.passes) == len(data)
+    torch.testing.assert_close(found, matrix(operator), rtol=1e-12, atol=1e-14)
+
+
+def test_batches_get_random_numbers_of_their_own():
+    net, params, data = setting(CASES["random"][0])
+    masks = []
+    net.layers[1].register_forward_hook(lambda _, x, y: masks.append((y == 0).detach()))
+    operator = HessianLinearOperator(
+        net, nn.MSELoss(), params, [data[0]] * 2, check_deterministic=False
+    )
+    operator @ torch.ones(operator.shape[1]).double()
+    masks = [mask for mask in masks if len(mask) == N]
+    assert len(masks) == 4 and not torch.equal(masks[1], masks[3])
