@@ -64,9 +64,10 @@ class RowsLinearOperator(DataLinearOperator):
         shapes: list[tuple[int, ...]] = []
 
         def step(bound: BatchRisk) -> None:
-            shapes.append(self._rows_shape(autodiff.evaluate(bound)))
+            with bound.recording("gradient") as (_, _, output):
+                shapes.append(self._rows_shape(output))
 
-        self.risk.run(step, "count_rows")
+        self.risk.run(step, "count_rows", purpose="gradient")
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.shifts import mirror
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
-from curvlinops.structured.decompositions import symmetrized
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.eigenvalues import Floor
@@ -22,6 +22,9 @@ from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.rearranged import RearrangedLinearOperator
 from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
+
+#: Of how many rows the lower half is copied at once.
+_MIRRORED = 64
 
 
 class Product(NamedTuple):
@@ -86,10 +89,11 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
 
 
 def _factor(matrix: Tensor) -> Factor:
+    """Return a factor of what nobody else has."""
     if matrix.ndim == 2:
         return Diagonal(matrix)
     # it is a sum of outer products, which some processors do not round symmetrically
-    matrix = symmetrized(matrix)
+    mirror(matrix, _MIRRORED)
     return Dense(matrix, symmetric=True, floor=Floor(0.0, torch.finfo(matrix.dtype).eps))
 
 
