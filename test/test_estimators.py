@@ -249,11 +249,15 @@ def test_stops_at_the_wanted_error(name: str):
     assert products == 120
 
 
+@pytest.mark.parametrize("rank", [10, 13])
+@pytest.mark.parametrize("num_rows", [13, 40])
 @pytest.mark.parametrize("name", X_FAMILY)
-def test_growing_beyond_the_rank(name: str):
-    # the first steps have fewer vectors than the rank, the last ones more
-    A = matrices.with_spectrum(torch.cat([torch.linspace(1, 2, 13), torch.zeros(27)]))
-    found = ESTIMATORS[name].call(A, 40, rtol=1e-9, seed=0)
+def test_growing_beyond_the_rank(name: str, num_rows: int, rank: int):
+    # the first steps have fewer vectors than the rank, or nonzero rows, the last ones more
+    spectrum = torch.cat([torch.linspace(1, 2, rank), torch.zeros(num_rows - rank)])
+    zeros = torch.zeros(80 - num_rows, 80 - num_rows)
+    A = torch.block_diag(matrices.with_spectrum(spectrum), zeros)
+    found = ESTIMATORS[name].call(A, 66, rtol=1e-9, seed=0)
     truth = ESTIMATORS[name].truth(A)
     assert (found - truth).norm() <= 1e-11 * truth.norm()
 

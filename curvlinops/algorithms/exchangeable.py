@@ -150,15 +150,13 @@ class _Sketch:
     def grow(self, num: int) -> None:
         """Extend all to ``num`` random vectors; what is there remains as it is."""
         new = self._probes.draw(num - self.X.shape[1])
-        Y = self._probes.multiply(new)
-        # twice, the second time with unit vectors: dependent ones become orthogonal, too
-        above = self.Q.T @ Y
-        basis, first = torch.linalg.qr(Y - self.Q @ above)
-        again = self.Q.T @ basis
-        basis, second = torch.linalg.qr(basis - self.Q @ again)
+        Y, old = self._probes.multiply(new), len(self.R)
+        # Householder's: orthogonal to Q also where products depend on it, or vanish
+        basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
+        basis = basis[:, old:]
         R = self.R.new_zeros(num, num)
-        old = len(self.R)
-        R[:old, :old], R[:old, old:], R[old:, old:] = self.R, above + again @ first, second @ first
+        R[:old, :old], R[:old, old:] = self.R, self.Q.T @ Y
+        R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = append(self.X, new), append(self.Q, basis), R
         # contiguous vectors multiply fastest
         product = self._probes.multiply(basis.T.contiguous().T, self._adjoint)
