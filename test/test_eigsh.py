@@ -215,13 +215,35 @@ def test_multiple_eigenvalues_are_all_found(seed: int):
     np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
 
 
+@pytest.mark.parametrize("which, others", [("LA", []), ("SA", [1.7, 1.5]), ("LM", [])])
+@pytest.mark.parametrize("gap, tol", [(0.1, 1e-2), (0.4, 1e-2), (0.05, 1e-3), (0.03, 1e-4)])
+def test_copies_above_dense_eigenvalues_are_rarely_missed(
+    gap: float, tol: float, which: str, others: list
+):
+    values = np.r_[others, 1 + gap, 1 + gap, np.linspace(1, 0, 1000)]
+    A, k = sp.diags_array(-values if which == "SA" else values), 2 + len(others)
+    found = np.array([np.abs(eigsh(A, k, which, tol=tol, seed=s)[0]) for s in range(20)])
+    errors = np.abs(np.sort(found)[:, ::-1] - values[:k]).max(1)
+    # the chance is 3 % for each of them
+    assert (errors > 3 * tol * values[:k].max()).sum() <= 2
+
+
+@pytest.mark.parametrize("tol", [1e-2, 1e-3])
+def test_confirmation_among_dense_eigenvalues_ends(tol: float):
+    values = np.linspace(0, 1, 2000)
+    A = sp.diags_array(values)
+    pairs, plain = (eigsh(A, 6, "LA", tol=tol, seed=0, confirm=c) for c in (True, False))
+    assert pairs.num_products <= 1.5 * plain.num_products
+    assert np.abs(pairs.eigenvalues - values[-6:]).max() <= tol
+
+
 @pytest.mark.parametrize("which, point", [("LA", -1), ("SA", 0)])
 def test_bound_on_what_is_missing_is_sharp(which: str, point: int):
     values = torch.linspace(-2, 3, 7, dtype=torch.float64)
     v = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     v /= v.norm()
     weight = float(v[point] ** 2)
-    confirmation = Confirmation(values[[point]], which, 0.0, 0.0, 7, 0)
+    confirmation = Confirmation(values[[point]], which, torch.zeros(1), 7)
     before, beta = torch.zeros_like(v), 0.0
     for _ in range(6):  # after D - 1 products the bound is an equality
         assert weight <= 1 / float(confirmation._sum) + 1e-15

@@ -57,11 +57,10 @@ def eigsh(
         maxiter: Largest number of restarts. Default: 1000.
         confirm: Whether to confirm converged pairs by further products, from a fresh random vector
             that is orthogonal to them. Copies of a multiple eigenvalue, which a Krylov space of few
-            vectors does not contain, show up there. It ends when one would be overlooked with a
-            chance of 3 % at most: after 2 to 6 products where the next eigenvalues are distant.
-            Where they are close, it ends after a third of the products so far, or for rough values
-            (``tol`` of 1e-5 or more) after a fifteenth and at least five: what is missed there
-            changes the others little. With copies found, it takes what it takes.
+            vectors does not contain, show up there. It ends when one that would change a value by
+            more than about three times the tolerance would be overlooked with a chance of 3 % at
+            most: after 2 to 6 products where the next eigenvalues are distant, up to half as many
+            as before where eigenvalues are dense.
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.

@@ -88,17 +88,10 @@ class LanczosSearch:
             return False  # the whole space, soon, leaves nothing to confirm
         values, slack = ritz.values[wanted], 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
         if self.confirmation is not None and self.confirmation.agrees(values, slack):
-            return self.confirmation.enough(self.matrix.num_products)
+            return self.confirmation.certain
         fresh = random_rows(1, self.matrix, self.generator)
         self.space.lock(ritz.vectors[:, wanted], fresh)
-        self.confirmation = Confirmation(
-            values,
-            self.which,
-            float(slack.max()),
-            self.tol,
-            self.matrix.shape[0],
-            self.matrix.num_products,
-        )
+        self.confirmation = Confirmation(values, self.which, slack, self.matrix.shape[0])
         return False
 
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
