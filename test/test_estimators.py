@@ -283,6 +283,21 @@ def test_seeds_kinds_and_chunks(name: str):
     assert torch.equal(first, call(A, 12, chunk_size=4))
 
 
+@pytest.mark.parametrize("dim", [7, 30, 64])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_chunks_and_goals_draw_the_same_vectors(name: str, distribution: str, dim: int):
+    A = matrices.with_spectrum(torch.linspace(1, 2, dim))
+    for dtype in (torch.float64, torch.float32):
+        options = {} if ESTIMATORS[name].signs else {"distribution": distribution}
+        options["seed"] = 0
+        num = min(dim // 6 * 6, 24)
+        expected = ESTIMATORS[name].call(A.to(dtype), num, **options)
+        for change in [{"chunk_size": size} for size in (1, 2, 5)] + [{"rtol": 1e-9}]:
+            found = ESTIMATORS[name].call(A.to(dtype), num, **options, **change)
+            assert torch.allclose(found, expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-5)
+
+
 @pytest.mark.parametrize("exponent", [-100, 100])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_scales_whose_squares_are_no_numbers(name: str, exponent: int):

@@ -269,6 +269,21 @@ def test_all_operators(case: str):
 # --- plots
 
 
+@pytest.mark.parametrize("dim", [30, 64])
+def test_more_runs_later_are_those_at_once(dim: int):
+    matrix = matrices.with_spectrum(torch.linspace(0, 1, dim) ** 3)
+    # boundaries this accurate are searched for
+    first, second = (
+        LanczosApproximateSpectrumCached(matrix, 5, boundaries_tol=1e-6, chunk_size=c, seed=3)
+        for c in (None, 2)
+    )
+    first.approximate_spectrum(2)
+    for found, expected in zip(
+        first.approximate_spectrum(7), second.approximate_spectrum(7), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_plot():
     import matplotlib.pyplot as plt
 
@@ -284,6 +299,8 @@ def test_plot():
     plt.close("all")
     with pytest.raises(ValueError, match="vectors of one length"):
         plot_spectrum(grid, density[1:])
+    with pytest.raises(ValueError, match=r"standard_error must .* \[1024\], \[1024\], \[1023\]"):
+        plot_spectrum(*result[:2], result[2][1:])
     with pytest.raises(ValueError, match="needs positive eigenvalues"):
         plot_spectrum(*result, log_x=True)
 

@@ -48,6 +48,11 @@ class KeptRuns:
             raise ValueError(f"boundaries_tol must lie between 0 and 1, got {tol!r}.")
         self._tol = tol
         self._probes = Probes(self.matrix, "sphere", chunk_size, seed, generator, held=ncv)
+        # a search that is made in between must not change the directions
+        drawn = torch.randint(
+            2**62, (), generator=self._probes.generator, device=self.matrix.device
+        )
+        self._search_probes = Probes(self.matrix, "sphere", seed=int(drawn))
         self._rules: list[Quadrature] = []
         self._search: Quadrature | None = None
 
@@ -88,7 +93,7 @@ class KeptRuns:
         return low - errors[0], high + errors[1]
 
     def _search_ends(self, wanted: list[int]) -> Quadrature:
-        run, steps = Lanczos(self.matrix, self._probes.draw(1)), self.ncv
+        run, steps = Lanczos(self.matrix, self._search_probes.draw(1)), self.ncv
         while True:
             steps *= 2
             rule = run.extend(steps)

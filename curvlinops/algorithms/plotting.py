@@ -41,9 +41,10 @@ def plot_spectrum(
     """
     x, y, error = (None if v is None else _to_numpy(v) for v in (grid, density, standard_error))
     if x.ndim != 1 or any(v is not None and v.shape != x.shape for v in (y, error)):
+        shapes = [list(v.shape) for v in (x, y, error) if v is not None]
         raise ValueError(
-            f"grid and density must be vectors of one length, got {list(x.shape)} and "
-            f"{list(y.shape)}."
+            "grid, density and standard_error must be vectors of one length, got shapes "
+            f"{', '.join(map(str, shapes))}."
         )
     if log_x and x.min() <= 0:
         raise ValueError(

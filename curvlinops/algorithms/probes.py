@@ -68,9 +68,13 @@ class Probes:
     def draw(self, num: int) -> Tensor:
         """Draw random vectors ``[D, num]``, each contiguous."""
         X = torch.empty(num, self.dim, dtype=self.matrix.dtype, device=self.matrix.device)
+        # one by one: what a generator fills at once depends on its size
         if self.distribution == "rademacher":
-            return X.bernoulli_(0.5, generator=self.generator).mul_(2).sub_(1).T
-        X.normal_(generator=self.generator)
+            for row in X:
+                row.bernoulli_(0.5, generator=self.generator)
+            return X.mul_(2).sub_(1).T
+        for row in X:
+            row.normal_(generator=self.generator)
         if self.distribution == "sphere":
             X *= self.dim**0.5 / X.norm(dim=1, keepdim=True)
         return X.T
