@@ -265,6 +265,32 @@ def test_right_hand_side_out_of_range(inverse: type, name: str):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("seed", range(10))
+def test_right_hand_side_in_the_null_space(seed: int, dtype: type):
+    # products are rounding errors, which say neither that the matrix is indefinite nor asymmetric
+    factor = np.random.default_rng(seed).standard_normal((6, 2))
+    A, b = (factor @ factor.T).astype(dtype), np.linalg.svd(factor)[0][:, 5].astype(dtype)
+    for inverse in (CG(A), MINRES(A)):
+        with pytest.warns(ConvergenceWarning, match="1 of 1 systems are not solved"):
+            assert not bool(inverse.solve(b).converged)
+    with pytest.warns(ConvergenceWarning, match="1 of 1 systems are not solved"):
+        unsolved, solved = CG(A).solve_shifted(b, [0.0, 1.0])
+    assert not bool(unsolved.converged)
+    np.testing.assert_allclose(solved.x, b, atol=1e3 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("size", [1e-1, 1e-6, 1e-12])
+def test_negative_curvature_beyond_rounding_is_found(size: float):
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((30, 30)))[0]
+    A = (basis * np.r_[-size, np.linspace(1, 2, 29)]) @ basis.T
+    for b in (basis[:, 0], basis.sum(1), basis[:, 0] + 1e-9 * basis[:, 1]):
+        with pytest.raises(NegativeCurvatureError):
+            CG((A + A.T) / 2, rtol=1e-10).solve(b)
+    with pytest.raises(NegativeCurvatureError, match="-1.0e-17"):
+        CG(-1e-17 * np.eye(4)) @ np.ones(4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("signs", [(1, 1), (-1, 1)])
 def test_minimal_residuals_of_singular_systems_without_a_solution(dtype: type, signs: tuple):
     rng = np.random.default_rng(0)
@@ -290,6 +316,14 @@ def test_too_few_iterations(inverse: type):
     with pytest.warns(ConvergenceWarning) as record:
         inverse(A, maxiter=5) @ B
     assert record[0].filename == __file__
+
+
+def test_several_dampings_share_the_largest_number_of_iterations():
+    A, b = np.diag(np.logspace(0, 6, 200)), np.ones(200)
+    with pytest.warns(ConvergenceWarning, match="after 20 iterations"):
+        unsolved, solved = CG(A, maxiter=20).solve_shifted(b, [0.0, 1e6])
+    assert int(unsolved.iterations) == 20 and not bool(unsolved.converged)
+    assert int(solved.iterations) == 20 and bool(solved.converged)
 
 
 # --- operators of the package

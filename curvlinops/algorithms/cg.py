@@ -153,9 +153,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))
             for damping, start in zip(shifts.tolist(), starts.unbind(1), strict=True):
-                X, residuals, extra, converged = self._solve(self._products(damping), rows, start)
-                out = write(self.codomain.split(X), self.codomain)
-                found.append(Solution(out, residuals, shared + extra, converged))
+                X, *info = self._solve(self._products(damping), rows, start, shared)
+                found.append(Solution(write(self.codomain.split(X), self.codomain), *info))
         return found
 
     def _solve_family(self, A: Products, B: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +216,10 @@ def _curvature(A: Products, s: _State, Q: Tensor) -> Tensor:
     """Return ``<p, A p>``, unless it is negative beyond rounding."""
     curvature, size = dots(s.P, Q), dots(s.P, s.P)
     s.scale = s.scale.maximum(norms(Q) / size.sqrt())
-    negative = curvature < -100 * torch.finfo(Q.dtype).eps * s.scale * size
+    rounding = 100 * torch.finfo(Q.dtype).eps * size
+    if bool((curvature < -rounding * s.scale).any()):
+        s.scale = s.scale.maximum(A.norms_seen_by(Q))
+    negative = curvature < -rounding * s.scale
     if bool(negative.any()):
         lowest = A.unit * float((curvature / size)[negative].min())
         norm = A.unit * float(s.scale.max())

@@ -143,9 +143,16 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         return Products(self._matrix, damping, self._preconditioner, type(self).__name__)
 
     def _solve(
-        self, A: Products, B: Tensor, x0: Tensor | None
+        self, A: Products, B: Tensor, x0: Tensor | None, iterations: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
+        """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged.
+
+        Args:
+            A: Multiplies by the matrix.
+            B: The right-hand sides.
+            x0: Start of the iteration.
+            iterations: How many have led to that, ``[K]``.
+        """
         B, sizes = unit_rows(B)
         goal = (self.rtol * norms(B)).maximum(self.atol / sizes)
         X, R = torch.zeros_like(B), B
@@ -155,7 +162,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             R = B - A.multiply(X) * A.unit
             X *= A.unit
         residuals = norms(R)
-        iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+        none = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+        iterations = none if iterations is None else iterations.clone()
         trying = residuals > goal
         while bool(trying.any()) and int(iterations.max()) < self.maxiter:
             chosen, done = trying.nonzero().squeeze(1), int(iterations.max())
