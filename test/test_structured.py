@@ -365,6 +365,16 @@ def test_sums_of_blocks():
     assert not isinstance(first + Blocks([Diag(b), Kron(A)]), StructuredLinearOperator)
 
 
+def test_sums_and_products_of_other_structure_only_multiply():
+    one, two, eye = Kron(B, A), Kron(B2, A2), IdentityLinearOperator(12)
+    M, N = kron(B, A), kron(B2, A2)
+    cases = [(one + two, M + N), (one - 0.5 * one, M / 2), (one + eye + two, M + N + torch.eye(12))]
+    cases += [((one + eye) @ two, (M + torch.eye(12)) @ N), (one.eigh() + two.eigh(), M + N)]
+    for operator, matrix in cases:
+        assert not isinstance(operator, StructuredLinearOperator)
+        torch.testing.assert_close(operator @ torch.eye(12, dtype=DOUBLE), matrix)
+
+
 def test_factors_that_are_symmetric_up_to_rounding():
     """Some processors round products with a transpose so; decompositions agree in float64."""
     tall, noise = randn(30, 5).float() / 10, 1e-7 * randn(30, 30).float().triu(1)

@@ -18,10 +18,10 @@ from curvlinops.structured.eigenvalues import rounding
 class StructuredLinearOperator(TorchLinearOperator):
     """A matrix whose structure makes more than products cheap.
 
-    Such operators are closed: multiples, sums with multiples of the identity, inverses and powers,
-    and sums and products of equal structure are such operators again. Operators never change: all
-    of these are new ones, which share tensors with the old. Tensors are kept, not copied; do not
-    change them in place.
+    Multiples, sums with multiples of the identity, inverses and powers are such operators again,
+    and so are those sums and products of two that a subclass knows (``_added``, ``_multiplied``).
+    Operators never change: all of these are new ones, which share tensors with the old. Tensors are
+    kept, not copied; do not change them in place.
 
     A subclass implements ``_apply`` and the methods with an underscore that it has.
     """
