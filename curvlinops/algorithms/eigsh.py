@@ -59,8 +59,8 @@ def eigsh(
             that is orthogonal to them. Copies of a multiple eigenvalue, which a Krylov space of few
             vectors does not contain, show up there. It ends when one that would change a value by
             more than about three times the tolerance would be overlooked with a chance of 3 % at
-            most: after 2 to 6 products where the next eigenvalues are distant, up to half as many
-            as before where eigenvalues are dense.
+            most: after 2 to 6 products where the next eigenvalues are distant, in experiments after
+            up to two thirds as many as before where eigenvalues are dense.
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.
