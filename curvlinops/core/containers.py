@@ -89,21 +89,36 @@ def take(tree: Any, samples: slice, num_samples: int) -> Any:
         num_samples: How many the batch has.
     """
 
-    def cut(leaf: Any) -> Any:
-        if not has_length(leaf, num_samples):
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return leaf[samples]
+    def cut(part: Any) -> Any:
         # no view: it would keep all samples in memory
-        return leaf.detach()[samples].clone().requires_grad_(leaf.requires_grad)
+        return part[samples].clone() if isinstance(part, Tensor) else part[samples]
+
+    return _map_samples(tree, cut, num_samples)
+
+
+def twice(tree: Any) -> Any:
+    """Return a batch of one sample with this sample twice, see ``take``."""
+
+    def repeat(part: Any) -> Any:
+        if isinstance(part, list | tuple):
+            return part + part
+        return torch.cat([part] * 2) if isinstance(part, Tensor) else np.concatenate([part] * 2)
+
+    return _map_samples(tree, repeat, 1)
+
+
+def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
+    """Apply a function to all that has one entry for each sample."""
 
     def lists_samples(part: Any) -> bool:
         return isinstance(part, list | tuple) and _lists_samples(part, num_samples)
 
-    def cut_whole(part: Any) -> Any:
-        return part[samples] if lists_samples(part) else cut(part)
+    def applied(part: Any) -> Any:
+        if isinstance(part, Tensor) and has_length(part, num_samples):
+            return function(part.detach()).requires_grad_(part.requires_grad)
+        return function(part) if lists_samples(part) or has_length(part, num_samples) else part
 
-    return map_leaves(tree, cut_whole, lists_samples)
+    return map_leaves(tree, applied, lists_samples)
 
 
 def _lists_samples(part: list | tuple, num_samples: int) -> bool:

@@ -48,12 +48,17 @@ def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
     return output.unflatten(0, (num_samples, -1))
 
 
+def samples_in(bound: BoundModel, output: Tensor) -> int:
+    """Return the number of samples in a batch; that of the output's rows if it is not evident."""
+    try:
+        return bound.num_samples
+    except ValueError:
+        return len(output)
+
+
 def has_parts(bound: BoundModel, output: Tensor) -> bool:
     """Return whether a batch has fewer samples than its output has rows, as many for each."""
-    try:
-        num_samples = bound.num_samples
-    except ValueError:  # not evident
-        return False
+    num_samples = samples_in(bound, output)
     return 0 < num_samples < len(output) and len(output) % num_samples == 0
 
 

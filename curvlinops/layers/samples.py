@@ -11,11 +11,12 @@ from curvlinops.core.independence import check_first_sample
 from curvlinops.core.space import Columns
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, has_parts
+from curvlinops.layers.check import autograd_sums, has_parts, samples_in
 from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.layout import Along
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
+from curvlinops.layers.twice import blind, sample_twice
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -32,8 +33,9 @@ class SampleBackward:
         trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
             batch only, which saves two backward passes on the others.
         independent: Whether samples that interact are refused.
-        grouping: Whether the rows of the output may be parts of the batch's samples, such as
-            tokens, if they are not independent.
+        invariant: Whether layers have to be seen in the same way however the data is cut into
+            batches and the output shaped: its rows may be parts of the batch's samples, such as
+            tokens, if they are not independent; a batch of one sample is tried with two.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
@@ -44,14 +46,15 @@ class SampleBackward:
         name: str,
         trusting: bool = False,
         independent: bool = True,
-        grouping: bool = False,
+        invariant: bool = False,
     ):
         self.name = name
-        self._trusting, self._independent, self._grouping = trusting, independent, grouping
+        self._trusting, self._independent, self._invariant = trusting, independent, invariant
         self._grouped, self._log = False, logging.WARNING
         self.fallbacks: dict[str, str] = {}
         self._layouts: dict[Key, Along] = {}
         self._checked: set[Key] = set()
+        self._seeing: set[Key] = set()  # calls that see the sample of a batch of one
         self._changes: dict[Call, Change] = {}
 
     def capture(self, bound: BoundModel) -> "SampleGradients":
@@ -63,7 +66,7 @@ class SampleBackward:
 
     def _rehearsed(self, few: BoundModel) -> set[Key]:
         """Return the uses whose rules agree with autograd on a few samples."""
-        trial = SampleBackward(self.name, independent=self._independent, grouping=self._grouping)
+        trial = SampleBackward(self.name, independent=self._independent, invariant=self._invariant)
         trial._log = logging.DEBUG
         try:
             batch = trial._record(few)
@@ -109,7 +112,7 @@ class SampleBackward:
     ) -> RecordedBatch | None:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
-            return RecordedBatch(bound, names, self._changes, num_samples)
+            return self._recorded(bound, names)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the user's model raises
@@ -120,6 +123,10 @@ class SampleBackward:
             cause = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._refuse(names, f"the model cannot be recorded: {cause}")
             return None
+
+    def _recorded(self, bound: BoundModel, names: list[str]) -> RecordedBatch:
+        num_samples = bound.num_samples if self._grouped else None
+        return RecordedBatch(bound, names, self._changes, num_samples)
 
     # --- layouts
 
@@ -141,13 +148,15 @@ class SampleBackward:
             return batch
         if not self._obeys_rules(batch, lambda: batch.detect(missing)):
             return None
-        lost = [key for key in missing if key in batch.uses and key not in batch.layouts]
-        if lost and self._grouping and not self._grouped and has_parts(bound, batch.output):
+        runs, unseeing = self._tried_with_two(bound, batch)
+        known = batch.layouts.keys() - unseeing
+        lost = [key for key in missing if key in batch.uses and key not in known]
+        if lost and self._invariant and not self._grouped and has_parts(bound, batch.output):
             self._grouped = True
             self._layouts.clear()
             return None
         for change in Change:
-            changed = self._retry(bound, batch, lost, change)
+            changed = self._retry(runs, batch, lost, change)
             if changed is not None:
                 return self._sort(bound, changed)
             if lost and self._independent and change is Change.ENLARGE:
@@ -162,10 +171,32 @@ class SampleBackward:
             }
         return batch
 
+    def _tried_with_two(
+        self, bound: BoundModel, batch: RecordedBatch
+    ) -> tuple[list[BoundModel], set[Key]]:
+        """Return runs that show how calls see a sample, and the uses whose calls see none.
+
+        If a batch has but one sample, all rows are its own; the first run has it twice.
+        """
+        if not self._invariant or batch.uses.keys() <= self._seeing:
+            return [bound], set()
+        if samples_in(bound, batch.model_output) != 1:
+            return [bound], set()
+        runs, found = [bound], set()
+        try:
+            double = sample_twice(bound)
+            found = blind(batch, self._recorded(double, batch.names))
+            runs = [double, bound]
+        except Exception as error:  # the input cannot be doubled, or the model refuses two samples
+            _LOGGER.info("%s: a sample twice: %s", self.name, error)
+        if not found:
+            self._seeing |= batch.uses.keys()
+        return runs, found
+
     def _retry(
-        self, bound: BoundModel, batch: RecordedBatch, lost: list[Key], change: Change
+        self, runs: list[BoundModel], batch: RecordedBatch, lost: list[Key], change: Change
     ) -> RecordedBatch | None:
-        """Run again with a change of calls whose rows belong to no sample, if that helps."""
+        """Change calls whose rows belong to no sample, if all runs, of the batch last, allow it."""
         calls = dict.fromkeys((key.call, key.index) for key in lost)
         calls = [call for call in calls if self._changes.get(call, 0) < change]
         if not calls:
@@ -175,9 +206,11 @@ class SampleBackward:
         before = dict(self._changes)
         self._changes |= dict.fromkeys(calls, change)
         try:
-            num_samples = bound.num_samples if self._grouped else None
-            changed = RecordedBatch(bound, batch.names, self._changes, num_samples)
-            if set(changed.unrecorded()) <= set(batch.unrecorded()):
+            for bound in runs:
+                changed = self._recorded(bound, batch.names)
+                if not set(changed.unrecorded()) <= set(batch.unrecorded()):
+                    break
+            else:
                 return changed
         except Exception as error:
             _LOGGER.info("%s: no row for each sample: %s", self.name, error)

@@ -45,7 +45,7 @@ class Passes:
 
     def forget(self) -> None:
         """Look anew at how layers use their parameters."""
-        self._samples = SampleBackward(self._name, self._trusting, grouping=True)
+        self._samples = SampleBackward(self._name, self._trusting, invariant=True)
         self._estimator = Estimator(self._space, self._options)
 
     def plan(self, uses: Uses) -> list[Block]:

@@ -1,0 +1,39 @@
+"""Which calls see the sample of a batch of one? Those that have more rows if it comes twice.
+
+No gradient tells: all rows are the sample's, also those of a function of parameters alone.
+"""
+
+import torch
+
+from curvlinops.core.containers import twice
+from curvlinops.core.data import Batch
+from curvlinops.core.independence import differs
+from curvlinops.core.risk import BatchRisk
+from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.parts import Key
+
+
+def sample_twice(bound: BatchRisk) -> BatchRisk:
+    """Return the model on a batch that has the only sample of another one twice."""
+    return bound.on(Batch(bound.batch.index, twice(bound.batch.X), None))
+
+
+def blind(once: RecordedBatch, both: RecordedBatch) -> set[Key]:
+    """Return the uses whose calls do not see the sample.
+
+    Args:
+        once: A batch of one sample.
+        both: That with the sample twice.
+
+    Raises:
+        ValueError: If the output is not what it was, twice.
+    """
+    output, expected = both.model_output.detach(), torch.cat([once.model_output.detach()] * 2)
+    if output.shape != expected.shape or differs(output, expected, expected):
+        raise ValueError("the model returns something else for two copies of a sample")
+    leads = {key: recorded.use.lead for key, recorded in both.uses.items()}
+    return {
+        key
+        for key, recorded in once.uses.items()
+        if 0 not in recorded.use.lead and recorded.use.lead == leads.get(key)
+    }

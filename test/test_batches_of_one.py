@@ -1,0 +1,226 @@
+"""Batches of one sample, whose gradients do not tell which calls see the sample."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import kfac_reference
+import problems
+import pytest
+import reference
+import torch
+from contract import error, matrix
+from problems import Problem
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+from curvlinops.core.containers import twice
+
+
+class Model(nn.Module):
+    """A layer that uses a function of a parameter, and a head of which KFAC knows the structure."""
+
+    def __init__(self, layer: Callable, constant: Tensor, width: int, **params: Tensor):
+        super().__init__()
+        self.layer, self.constant = layer, nn.Buffer(constant)
+        for name, value in params.items():
+            self.register_parameter(name, nn.Parameter(value))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(self, x)))
+
+
+def masked(m: Model, x: Tensor) -> Tensor:
+    return F.linear(x, m.weight * m.constant, m.bias)
+
+
+def rotated(m: Model, x: Tensor) -> Tensor:
+    return F.linear(x, m.weight @ m.constant, m.bias)
+
+
+def masked_convolution(m: Model, x: Tensor) -> Tensor:
+    return F.conv1d(x, m.weight * m.constant).mean(2)
+
+
+def filter_from_coordinates(m: Model, x: Tensor) -> Tensor:
+    hidden = torch.tanh(m.constant @ m.first)
+    return F.conv1d(x, (hidden @ m.second).T.unsqueeze(1)).mean(2)
+
+
+def positions(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[1])
+    return torch.tanh(x + m.table[index]).cumsum(1)
+
+
+def bias_of_distances(m: Model, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[1])
+    bias = F.embedding(index[:, None] - index + len(index) - 1, m.table).squeeze(2)
+    return ((x @ x.mT + bias).softmax(2) @ x).sum(1)
+
+
+R = torch.randn
+#: Models, and the shape of an input.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "masked": (
+        lambda: Model(masked, torch.tensor([[1.0], [0.0], [1.0]]), 3, weight=R(3, 4), bias=R(3)),
+        (4,),
+    ),
+    "rotated": (lambda: Model(rotated, R(4, 4), 3, weight=R(3, 4), bias=R(3)), (4,)),
+    "masked-convolution": (
+        lambda: Model(masked_convolution, torch.tensor([1.0, 1.0, 0.0]), 3, weight=R(3, 2, 3)),
+        (2, 5),
+    ),
+    "coordinates": (
+        lambda: Model(filter_from_coordinates, R(3, 2), 3, first=R(2, 4), second=R(4, 3)), (1, 5),
+    ),
+    "distances": (lambda: Model(bias_of_distances, R(1), 3, table=R(7, 1)), (4, 3)),
+}  # fmt: skip
+
+
+def make(name: str, size: int) -> Problem:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model = build().double()
+    data = [(R(5, *shape).double(), R(5, 2).double())]
+    p = Problem(model, nn.MSELoss(), dict(model.named_parameters()), data, mc=True)
+    return problems.rebatched(p, size)
+
+
+def build(cls: type, p: Problem, **options: Any) -> KFACLinearOperator:
+    options = {"fisher_type": "empirical", "fallback": "dense"} | options
+    return cls(p.model, p.loss, p.params, p.data, **options)
+
+
+def structures(operator: KFACLinearOperator) -> list[tuple]:
+    return [(b.names, b.structure, b.factors, b.reason) for b in operator.blocks()]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_blocks_do_not_depend_on_the_batches(name: str, cls: type):
+    """Of what layers use a function, the block is the exact one."""
+    p, corrected = make(name, 1), cls is EKFACLinearOperator
+    expected = kfac_reference.kfac(p, "empirical", corrected=corrected)
+    for options in ({}, {"check_deterministic": False}, {"kfac_approx": "reduce"}):
+        alone, together = build(cls, p, **options), build(cls, make(name, 5), **options)
+        assert error(matrix(alone), expected) <= 1e-9
+        assert structures(alone) == structures(together)
+    diagonal = build(cls, p, fallback="diagonal")
+    assert structures(diagonal) == structures(build(cls, make(name, 5), fallback="diagonal"))
+
+
+@pytest.mark.parametrize("name", ["masked", "rotated", "masked-convolution", "coordinates"])
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_fallback_is_refused_by_default(name: str, cls: type):
+    with pytest.raises(NotImplementedError, match="a layer uses a function of it"):
+        build(cls, make(name, 1), fallback="error").trace()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_updates_and_merges(name: str):
+    p = make(name, 1)
+    expected = kfac_reference.kfac(p, "empirical")
+    first, rest = (replace(p, data=data) for data in (p.data[:1], p.data[1:]))
+    operator = build(KFACLinearOperator, first)
+    operator.update(problems.merged(rest).data[0])
+    assert error(matrix(operator), expected) <= 1e-9
+    operator = build(KFACLinearOperator, first)
+    operator.merge(build(KFACLinearOperator, problems.merged(rest)))
+    assert error(matrix(operator), expected) <= 1e-9
+
+
+def test_pruned_layers():
+    torch.manual_seed(0)
+    layer = prune.random_unstructured(nn.Linear(4, 3), "weight", 0.5)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 2)).double()
+    mask = layer.weight_mask
+
+    def plain(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(x, params["0.weight_orig"] * mask, params["0.bias"]))
+        return kfac_reference.linear(h, params["2.weight"], params["2.bias"])
+
+    data = [(R(1, 4).double(), R(1, 2).double()) for _ in range(5)]
+    params = dict(model.named_parameters())
+    p = Problem(model, nn.MSELoss(), params, data, mc=True, reference_model=plain)
+    assert error(matrix(build(KFACLinearOperator, p)), kfac_reference.kfac(p, "empirical")) <= 1e-9
+
+
+class Sequences(nn.Module):
+    """Tokens with positions, which interact."""
+
+    def __init__(self, flat: bool):
+        super().__init__()
+        self.flat, self.embed, self.head = flat, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.table = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(positions(self, self.embed(x)))
+        return self.head(h).flatten(0, 1) if self.flat else self.head(h)
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_rows_of_the_output_may_be_tokens(cls: type):
+    torch.manual_seed(0)
+    model = Sequences(flat=True).double()
+    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+    p = Problem(model, nn.MSELoss(), list(model.parameters()), [(x, y)], mc=True)
+    model.flat = False
+    expected = kfac_reference.kfac(p, "empirical", corrected=cls is EKFACLinearOperator)
+    model.flat = True
+    for size in (4, 1):
+        data = [(X, Y.flatten(0, 1)) for X, Y in zip(x.split(size), y.split(size), strict=True)]
+        operator = build(cls, replace(p, data=data), fallback="error")
+        assert error(matrix(operator), expected) <= 1e-9
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_gradients_of_single_samples(name: str):
+    p = make(name, 1)
+    rows = reference.per_sample_gradients(p)
+    operator = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    assert error(operator.dense(), rows) <= 1e-10
+    assert error(operator.norms(), rows.norm(dim=1)) <= 1e-10
+    assert error(operator.gram(), rows @ rows.T) <= 1e-10
+    diagonal = GGNDiagonalLinearOperator(p.model, p.loss, p.params, p.data)
+    assert error(diagonal.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
+    fisher = EFLinearOperator(p.model, p.loss, p.params, p.data, terms="sample")
+    assert error(matrix(fisher), reference.empirical_fisher(p, terms="sample")) <= 1e-10
+
+
+def _points(data: dict[str, Any], model: nn.Module) -> Tensor:
+    """One set of points, whose number no axis of length one tells."""
+    return model(data["points"]).mean(0, keepdim=True)
+
+
+def test_samples_that_cannot_be_doubled():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = nn.Module()
+    model.layers = layers
+    model.forward = partial(_points, model=layers)
+    X = [torch.randn(n, 3).double() for n in (3, 4)]
+    data = [({"points": x}, torch.randn(1, 2).double()) for x in X]
+    options = {"fisher_type": "empirical", "batch_size_fn": lambda data: 1}
+    K = KFACLinearOperator(model, nn.MSELoss(), list(layers.parameters()), data, **options)
+    points = torch.cat(X)
+    assert error(K.input_covariances["layers.0"], points.T @ points / 7) <= 1e-12
+
+
+def test_samples_twice():
+    x, pair = torch.arange(3.0).reshape(1, 3), {"a": torch.ones(1), "b": torch.ones(2)}
+    found = twice((x, pair, ["text"], [{"image": torch.ones(3)}], 5, x))
+    assert torch.equal(found[0], x.repeat(2, 1)) and found[5] is found[0]
+    assert [len(found[1][key]) for key in "ab"] == [2, 2] and found[4] == 5
+    assert found[2] == ["text"] * 2 and len(found[3]) == 2
+    assert len(twice(x.numpy())) == 2
+    assert twice(x.clone().requires_grad_()).is_leaf
