@@ -545,6 +545,33 @@ def test_settings_by_module():
     assert error(mixed, expanded) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    "approx, reduced",
+    [
+        ({"0.bias": "reduce"}, ["0.bias"]),
+        ({"0.weight": "reduce"}, ["0.weight"]),
+        ({"0": "reduce", "0.bias": "expand"}, ["0.weight"]),
+        ({"0": "reduce"}, ["0.weight", "0.bias"]),
+    ],
+    ids=str,
+)
+def test_settings_by_parameter(double, approx: dict[str, str], reduced: list[str]):
+    """A bias has its own, also beside its weight; in one block with it, they must be the same."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    p = problem(model, [torch.randn(3, 5, 3)], nn.MSELoss())
+    both = {r: kfac_reference.kfac(p, "empirical", reduce=r) for r in (True, False)}
+    operator = build(p, "empirical", kfac_approx=approx)
+    for name in operator.space.names:
+        own, reduce = operator.space.slice(name), name in reduced
+        assert error(matrix(operator)[own, own], both[reduce][own, own]) <= 1e-10
+    joint = build(p, "empirical", joint=True, kfac_approx=approx)
+    if len(reduced) == 1:
+        with pytest.raises(ValueError, match="kfac_approx differs for '0.weight' and '0.bias'"):
+            joint.trace()
+    else:
+        joint.trace()
+
+
 def test_enumerations_are_strings():
     assert FisherType.MC == "mc" and str(FisherType("type-2")) == "type-2"
 

@@ -123,3 +123,9 @@ def test_diagonal_factors_are_named():
     K = _operator(*PLAIN["linear"], max_factor_size=5)
     with pytest.raises(NotImplementedError, match=r"layer\.weight"):
         K._mapping  # noqa: B018
+
+
+def test_biases_with_a_factor_of_their_own_are_named():
+    K = _operator(*PLAIN["convolution-1d"], kfac_approx={"head.bias": "reduce"})
+    with pytest.raises(NotImplementedError, match=r"block of head\.bias"):
+        K._mapping  # noqa: B018

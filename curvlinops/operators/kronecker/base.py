@@ -59,7 +59,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
-        ValueError: If an option is unknown, or does not go together with the others.
+        ValueError: If an option is unknown, or does not go together with the others; when factors
+            are computed, if a weight and a bias in one block have different settings.
         NotImplementedError: If the loss does not support the type of Fisher matrix; when factors
             are computed, if a parameter has no structure, and no fallback was chosen.
     """

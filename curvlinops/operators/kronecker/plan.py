@@ -62,10 +62,13 @@ def plan(
 
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
+        ValueError: If two parameters have one block and different settings.
     """
     used = {name: own for name, own in used.items() if name not in unknown}
     pairs = _pairs(used, space)
     joined = pairs if options.joint else {}
+    for weight, bias in joined.items():
+        _check_alike(weight, bias, options)
     blocks = []
     for name in space.names:
         if name in joined.values():
@@ -78,7 +81,21 @@ def plan(
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    return _with_reasons(blocks) if options.joint else _with_twins(blocks, used, pairs)
+    return _with_reasons(blocks) if options.joint else _with_twins(blocks, used, pairs, options)
+
+
+def _alike(weight: str, bias: str, options: Options) -> bool:
+    """Return whether two parameters have the same setting."""
+    return (weight in options.reduced) == (bias in options.reduced)
+
+
+def _check_alike(weight: str, bias: str, options: Options) -> None:
+    if not _alike(weight, bias, options):
+        raise ValueError(
+            f"kfac_approx differs for '{weight}' and '{bias}', which have one block because of "
+            "separate_weight_and_bias=False. Choose one setting for both, e.g. by the name of "
+            "their module."
+        )
 
 
 def _check_without_gradients(blocks: Iterable[Block]) -> None:
@@ -119,7 +136,10 @@ def _fits(usage: Usage, space: ParameterSpace) -> bool:
 
 
 def _with_twins(
-    blocks: list[Block], used: Mapping[str, AbstractSet[Usage]], pairs: Mapping[str, str]
+    blocks: list[Block],
+    used: Mapping[str, AbstractSet[Usage]],
+    pairs: Mapping[str, str],
+    options: Options,
 ) -> list[Block]:
     """Let biases' blocks refer to those of the weights with the same output gradients."""
     numbers = {
@@ -127,7 +147,7 @@ def _with_twins(
         for number, block in enumerate(blocks)
         if block.structure == "kronecker"
     }
-    for weight in pairs:
+    for weight in (weight for weight in pairs if _alike(weight, pairs[weight], options)):
         for usage in used[weight]:
             own, bias = numbers.get((weight, usage.place)), usage.partner
             other = numbers.get((bias.name, bias.place))

@@ -131,6 +131,7 @@ def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -
             or any(place is not None for place in block.places)
             or any(kind.arrangement.stages or kind.groups > 1 for kind in block.kinds)
             or (own == "weight" and found.inputs is None)
+            or (own == "bias" and found.inputs is not None and block.twin is None)
             or (found.inputs is not None and found.inputs.ndim != 2)
             or found.gradients.ndim != 2
         ):
