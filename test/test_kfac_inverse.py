@@ -99,6 +99,64 @@ def test_heuristic_damping(joint: bool):
     assert error(least[index][:, index], damped(A, B, 0.5, 0.5)) <= 1e-10
 
 
+def _grouped(dtype: torch.dtype = torch.float64, **options: Any) -> KFACLinearOperator:
+    """A convolution with two groups, whose inputs differ in scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten()).to(dtype)
+    x = torch.randn(6, 4, 4, dtype=dtype) * torch.tensor([1.0, 1.0, 30.0, 30.0]).to(dtype)[:, None]
+    options = {"fisher_type": "empirical", **options}
+    data = [(x, torch.randn(6, 18, dtype=dtype))]
+    return KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
+
+
+@pytest.mark.parametrize("least", [1e-8, 0.1])
+@pytest.mark.parametrize("joint", [False, True])
+def test_heuristic_damping_of_groups(joint: bool, least: float):
+    """Each group has its own pi, and each entry of the bias the damping of its group."""
+    operator, root = _grouped(separate_weight_and_bias=not joint), sqrt(0.02)
+    inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True, min_damping=least))
+    groups = zip(operator.input_covariances["0"], operator.gradient_covariances["0"], strict=True)
+    blocks, of_bias = [], []
+    for A, B in groups:
+        pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
+        blocks.append(damped(A, B, max(pi * root, least), max(root / pi, least)))
+        of_bias += [max(root / pi, least)] * len(B)
+    weight, bias = (operator.space.slice(f"0.{name}") for name in ("weight", "bias"))
+    index = torch.arange(len(inverse))
+    own = _joint_index(operator, "0") if joint else index[weight]
+    assert error(inverse[own][:, own], torch.block_diag(*blocks)) <= 1e-10
+    if not joint:  # its factor has entries between the groups, too
+        B = matrix(operator)[bias, bias]
+        expected = torch.linalg.inv(B + torch.diag(torch.tensor(of_bias, dtype=B.dtype)))
+        assert error(inverse[bias, bias], expected) <= 1e-10
+
+
+@pytest.mark.parametrize("damping", [1e-6, 1e-10, 1e-14])
+def test_little_heuristic_damping_of_groups_in_float32(damping: float):
+    """No eigenvalue is beyond that of the damping alone."""
+    operator = _grouped(torch.float32)
+    inverse = operator.inverse(damping, use_heuristic_damping=True, min_damping=0.0)
+    values = torch.linalg.eigvalsh(matrix(inverse).double()[: 6 * 4, : 6 * 4])
+    assert 0 <= values.min() and values.max() <= 1.001 / damping
+
+
+def test_heuristic_damping_of_biases_with_another_setting():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(3, 5, 3).double(), torch.randn(3, 5, 2).double())]
+    params, options = list(model.parameters()), {"kfac_approx": {"0.bias": "reduce"}}
+    operator = KFACLinearOperator(
+        model, nn.MSELoss(), params, data, fisher_type="empirical", **options
+    )
+    inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True))
+    A, B = operator.input_covariances["0"], operator.gradient_covariances["0"]
+    pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
+    bias = operator.space.slice("0.bias")
+    own = matrix(operator)[bias, bias]
+    expected = torch.linalg.inv(own + sqrt(0.02) / pi * torch.eye(4, dtype=own.dtype))
+    assert error(inverse[bias, bias], expected) <= 1e-10
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

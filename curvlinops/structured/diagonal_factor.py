@@ -91,12 +91,12 @@ class Diagonal:
         """Return a multiple."""
         return Diagonal(scalar * self.entries)
 
-    def shifted(self, scalar: float) -> "Diagonal":
-        """Return the sum with a multiple of the identity."""
-        return Diagonal(self.entries + scalar)
+    def shifted(self, shift: float | Tensor) -> "Diagonal":
+        """Return the sum with a multiple of the identity, or with diagonals ``[G, n]``."""
+        return Diagonal((self.entries + shift).to(self.entries))
 
-    def keeps(self, scalar: float) -> bool:
-        """Return that the sum with a multiple of the identity is accurate, as each entry is."""
+    def keeps(self, shift: float | Tensor) -> bool:
+        """Return that such a sum is accurate, as each entry is."""
         return True
 
     def plus(self, other: Any) -> Any:

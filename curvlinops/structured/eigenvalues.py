@@ -52,21 +52,21 @@ def rounding(values: Tensor, slack: float = 0.0) -> Tensor:
     return size * torch.finfo(values.dtype).eps * values.abs().amax(-1)
 
 
-def is_added(x: Tensor, scalar: float) -> bool:
-    """Return whether a number that is added to others is not lost in their rounding."""
-    added = (x + scalar).double() - x.double()
-    return bool(((added - scalar).abs() <= 1e-3 * abs(scalar)).all())
+def is_added(x: Tensor, shift: float | Tensor) -> bool:
+    """Return whether what is added to numbers is not lost in their rounding."""
+    added = (x + shift).to(x).double() - x.double()
+    return bool(((added - shift).abs() <= 1e-3 * abs(shift)).all())
 
 
 class Floor(NamedTuple):
     """What is known of symmetric matrices' eigenvalues before these are computed; else nothing.
 
     Attributes:
-        value: No eigenvalue is below, but for rounding.
+        value: No eigenvalue is below, but for rounding; one for each group, ``[G, 1]``, or for all.
         eps: The rounding error of the entries, which may be wide by now.
     """
 
-    value: float = -inf
+    value: float | Tensor = -inf
     eps: float = 0.0
 
     def noise(self, values: Tensor) -> Tensor:
@@ -79,22 +79,25 @@ class Floor(NamedTuple):
         """
         if values.numel() == 0:
             return values.new_zeros(len(values))
-        below = (self.value - values.amin(-1)).clamp(min=0)
+        below = (self._of(values) - values.amin(-1, keepdim=True)).clamp(min=0).squeeze(-1)
         bound = (SLACK + values.shape[-1]) * self.eps * values.abs().amax(-1)
         return below.where(below <= bound, 0)
 
     def lift(self, values: Tensor) -> Tensor:
         """Return eigenvalues, ``[G, n]``, of which none is below the floor by rounding."""
         lifted = self.noise(values).unsqueeze(-1) > 0
-        return values.clamp(min=self.value).where(lifted, values)
+        return values.maximum(self._of(values)).where(lifted, values)
+
+    def _of(self, values: Tensor) -> Tensor:
+        return torch.as_tensor(self.value, dtype=values.dtype, device=values.device)
 
     def scaled(self, scalar: float) -> "Floor":
         """Return the floor of a multiple."""
         return self._replace(value=scalar * self.value) if scalar > 0 else Floor()
 
-    def shifted(self, scalar: float) -> "Floor":
-        """Return the floor of the sum with a multiple of the identity."""
-        return self._replace(value=self.value + scalar)
+    def shifted(self, shift: float | Tensor) -> "Floor":
+        """Return the floor of the sum with multiples of the identity, see ``value``."""
+        return self._replace(value=self.value + shift)
 
     def rounded(self, dtype: torch.dtype) -> "Floor":
         """Return the floor after a conversion to another dtype."""

@@ -143,16 +143,20 @@ class Dense:
         known = self.decomposition and (scalar * self.decomposition[0], self.decomposition[1])
         return Dense(scalar * self.tensor, self.symmetric, self.floor.scaled(scalar), known)
 
-    def shifted(self, scalar: float) -> "Dense":
-        """Return the sum with a multiple of the identity."""
-        known = self.decomposition and (self.decomposition[0] + scalar, self.decomposition[1])
-        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(scalar), known)
-        out.diagonal().add_(scalar)
+    def shifted(self, shift: float | Tensor) -> "Dense":
+        """Return the sum with a multiple of the identity, or with diagonals ``[G, n]``."""
+        known, least = None, shift
+        if isinstance(shift, Tensor):
+            least = shift.amin(-1, keepdim=True)
+        elif self.decomposition:
+            known = self.decomposition[0] + shift, self.decomposition[1]
+        out = Dense(self.tensor.clone(), self.symmetric, self.floor.shifted(least), known)
+        out.diagonal().add_(shift)
         return out
 
-    def keeps(self, scalar: float) -> bool:
-        """Return whether a number that is added to the diagonal is not lost in its rounding."""
-        return is_added(self.diagonal(), scalar)
+    def keeps(self, shift: float | Tensor) -> bool:
+        """Return whether what ``shifted`` adds is not lost in the rounding of the diagonal."""
+        return is_added(self.diagonal(), shift)
 
     def plus(self, other: "Factor") -> "Dense":
         """Return the sum with another factor."""

@@ -5,6 +5,7 @@ from math import isfinite, sqrt
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from curvlinops.core.arguments import without_graph
 from curvlinops.core.space import ParameterSpace
@@ -74,7 +75,7 @@ class Damping:
         Args:
             factors: The block.
             space: All parameters.
-            weight: For a bias: the product of its weight, with the same gradient factor.
+            weight: For a bias: the product of its weight.
         """
         damping, retry = self.values[1], self.retry_double_precision
         whole = self.exact or not factors.products
@@ -95,18 +96,32 @@ class Damping:
             gradients=self._shifted(product.gradients, of_gradients), inputs=inputs
         )
 
-    def _shifted(self, factor: Factor, damping: float) -> Factor:
-        """Add damping to a factor, in float64 if it would get lost in the rounding of entries."""
+    def _shifted(self, factor: Factor, damping: float | Tensor) -> Factor:
+        """Add damping to a factor, in float64 if it would get lost in the rounding of entries.
+
+        Args:
+            factor: The factor.
+            damping: One number, or one for each group, ``[G, 1]``; the groups of a bias's weight
+                are equal parts of the bias.
+        """
+        if isinstance(damping, Tensor):
+            shape = factor.diagonal().shape
+            damping = damping.expand(-1, shape.numel() // len(damping)).reshape(shape)
         if self.retry_double_precision and not factor.keeps(damping):
             factor = factor.to(factor.diagonal().device, torch.float64)
         return factor.shifted(damping)
 
-    def _balanced(self, product: Product) -> tuple[float, float]:
-        """Divide the damping among the factors according to their average eigenvalues."""
-        means = [float(f.diagonal().mean()) for f in (product.inputs, product.gradients)]
-        ratio = sqrt(means[0] / means[1]) if min(means) > 0 else 1.0
+    def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
+        """Divide the damping among the factors according to their average eigenvalues.
+
+        Returns:
+            The damping of inputs and that of gradients, one number for each group, ``[G, 1]``.
+        """
+        factors = product.inputs, product.gradients
+        inputs, gradients = (f.diagonal().double().mean(-1, keepdim=True) for f in factors)
+        ratio = (inputs / gradients).sqrt().where((inputs > 0) & (gradients > 0), 1.0)
         root = sqrt(self.values[0])
-        return max(ratio * root, self.minimum), max(root / ratio, self.minimum)
+        return (ratio * root).clamp(min=self.minimum), (root / ratio).clamp(min=self.minimum)
 
 
 def _is_valid(value: Any) -> bool:
@@ -139,8 +154,9 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         use_heuristic_damping: Whether a and b are ``pi sqrt(damping)`` and ``sqrt(damping) / pi``,
             with ``pi^2`` the ratio of average eigenvalues of A and B (Martens and Grosse,
             Optimizing neural networks with Kronecker-factored approximate curvature, ICML 2015,
-            section 6.3). Biases with a block of their own share their weight's gradient factor,
-            and its damping; those without such a weight get the number itself.
+            section 6.3), for each group of a convolution. Biases with a block of their own have
+            the damping of their weight's gradient factor, each entry that of its group; those
+            without such a weight get the number itself.
         min_damping: The smallest value of these two.
         use_exact_damping: See above.
         retry_double_precision: Whether factors that cannot be factorized in float32 are factorized

@@ -36,8 +36,8 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         factors = self._factors()
 
         def invert(one: BlockFactors) -> StructuredLinearOperator:
-            twin = None if one.block.twin is None else factors[one.block.twin]
-            weight = twin.products[0] if twin is not None and twin.products else None
+            number = one.block.weight
+            weight = None if number is None else factors[number].products[0]
             return damping.invert(one, self.space, weight)
 
         return assemble(factors, self.space, invert)

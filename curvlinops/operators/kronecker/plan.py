@@ -31,8 +31,9 @@ class Block:
         places: The parts of the parameters, ``None`` for all.
         scale: The last entry of all inputs if there is a bias, else ``None``.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
-        twin: The number of a block with the same output gradients: that of the weight to which a
-            bias belongs. Then only inputs are its own.
+        weight: For a bias: the number of the block of the weight to whose products it is added.
+        twin: The same if the output gradients are those of the weight. Then only inputs are its
+            own.
         reason: Why it has this structure.
     """
 
@@ -42,6 +43,7 @@ class Block:
     places: tuple[Place | None, ...] = (None,)
     scale: float | None = None
     groups: int = 1
+    weight: int | None = None
     twin: int | None = None
     reason: str = ""
 
@@ -81,7 +83,7 @@ def plan(
             blocks.extend(_known(name, used[name], joined.get(name), space, options))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    return _with_reasons(blocks) if options.joint else _with_twins(blocks, used, pairs, options)
+    return _with_reasons(blocks) if options.joint else _linked(blocks, used, pairs, options)
 
 
 def _alike(weight: str, bias: str, options: Options) -> bool:
@@ -135,24 +137,26 @@ def _fits(usage: Usage, space: ParameterSpace) -> bool:
     return not kind.lookup and size == kind.groups * kind.outputs
 
 
-def _with_twins(
+def _linked(
     blocks: list[Block],
     used: Mapping[str, AbstractSet[Usage]],
     pairs: Mapping[str, str],
     options: Options,
 ) -> list[Block]:
-    """Let biases' blocks refer to those of the weights with the same output gradients."""
+    """Let biases' blocks refer to those of their weights."""
     numbers = {
         (block.names[0], block.places[0]): number
         for number, block in enumerate(blocks)
         if block.structure == "kronecker"
     }
-    for weight in (weight for weight in pairs if _alike(weight, pairs[weight], options)):
+    for weight in pairs:
         for usage in used[weight]:
             own, bias = numbers.get((weight, usage.place)), usage.partner
             other = numbers.get((bias.name, bias.place))
-            if None not in (own, other) and usage.kind.groups == 1 and bias.scale == 1.0:
-                blocks[other] = replace(blocks[other], twin=own)
+            if None not in (own, other) and bias.scale == 1.0:
+                shares = usage.kind.groups == 1 and _alike(weight, bias.name, options)
+                twin = own if shares else None
+                blocks[other] = replace(blocks[other], weight=own, twin=twin)
     return blocks
 
 
