@@ -1,6 +1,7 @@
 """Inverses of KFAC, its structure, and its use in solvers."""
 
 import copy
+from fractions import Fraction
 from math import sqrt
 from typing import Any
 
@@ -172,7 +173,14 @@ def test_heuristic_damping_of_biases_with_another_setting():
             {"damping": 0.1, "use_heuristic_damping": True, "use_exact_damping": True},
             "either heuristic or exact",
         ),
-        ({"damping": 0.1, "min_damping": -1.0}, "min_damping"),
+        ({"damping": True}, "damping must be a non-negative"),
+        ({"damping": torch.tensor(True)}, "damping must be a non-negative"),
+        ({"damping": (0.1, np.bool_(False))}, "damping must be a non-negative"),
+        ({"damping": float("inf")}, "damping must be a non-negative"),
+        ({"damping": 0.1, "min_damping": -1.0}, "min_damping must be a non-negative"),
+        ({"damping": 0.1, "min_damping": True}, "min_damping must be a non-negative"),
+        ({"damping": 0.1, "min_damping": "a"}, "min_damping must be a non-negative"),
+        ({"damping": 0.1, "use_heuristic_damping": True, "min_damping": True}, "min_damping"),
         ({}, "Block '.*weight': .*singular"),
     ],
     ids=str,
@@ -180,6 +188,33 @@ def test_heuristic_damping_of_biases_with_another_setting():
 def test_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build().inverse(**options)
+
+
+def test_numbers_of_any_kind():
+    K, options = build(), {"use_heuristic_damping": True}
+    expected = matrix(K.inverse(0.1, min_damping=0.2, **options))
+    for kind in (np.float64, torch.tensor, Fraction):
+        found = matrix(K.inverse(kind(0.1), min_damping=kind(0.2), **options))
+        assert error(found, expected) <= 1e-6  # tensors are float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "damping, options",
+    [((1e-3, 0.0), {}), (1e-300, {}), (1e-300, {"use_exact_damping": True}), (0.0, {})],
+    ids=str,
+)
+def test_advice_for_singular_factors(dtype: torch.dtype, damping: Any, options: dict):
+    """Sums of logits' gradients are zero, so that the last B is singular."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+    data = [(torch.randn(8, 3, dtype=dtype), torch.randint(3, (8,)))]
+    params = list(model.parameters())
+    K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, fisher_type="type-2")
+    advice = ", or compute in float64." if dtype == torch.float32 else r"A\.space\)\."
+    message = "Block '2.*singular.*its damping is zero, or less than their rounding.*"
+    with pytest.raises(ValueError, match=f"{message}{advice}$"):
+        K.inverse(damping, **options)
 
 
 @pytest.mark.parametrize("seed", range(8))

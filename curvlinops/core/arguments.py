@@ -53,8 +53,9 @@ def check_number(name: str, value: Any, at_least: float = -inf) -> float:
     """
     without_graph(value, name)
     try:
-        # float() reads strings, too
-        number = float("nan") if isinstance(value, bool | str) else float(value)
+        # float() reads strings and truth values, too
+        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        number = float("nan") if is_bool or isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
     if isnan(number) or number < at_least:

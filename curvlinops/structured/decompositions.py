@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.structured.eigenvalues import SLACK, rounding
+from curvlinops.structured.eigenvalues import SLACK, rounding, singular
 from curvlinops.structured.low_rank import low_rank, wide_product
 from curvlinops.structured.norms import wide_norm
 
@@ -205,11 +205,9 @@ def _is_finite(matrix: Tensor) -> bool:
 def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:
     [(values, vectors)] = eigh_batched([matrix], [name])
     lowest = values.abs().amin(-1)
-    if bool((lowest <= rounding(values)).any()):
-        raise ValueError(
-            f"{name} is singular to working precision (eigenvalues from {float(values.min()):.2e} "
-            f"to {float(values.max()):.2e}). Pass damping > 0, or compute in float64."
-        )
+    lost = lowest <= rounding(values)
+    if bool(lost.any()):
+        raise singular(name, values[lost])
     retry = retry_double_precision and matrix.dtype != torch.float64
     if retry and bool((lowest <= rounding(values, SLACK)).any()):
         return _indefinite_inverse(matrix.double(), name, False).to(matrix.dtype)

@@ -39,6 +39,23 @@ def powers(values: Tensor, exponent: float, subject: str = "The operator") -> Te
     return 1 / values if exponent == -1 else values**exponent
 
 
+def singular(subject: str, values: Tensor, eps: float = 0.0) -> ValueError:
+    """Return the error that a matrix has no inverse.
+
+    Args:
+        subject: The matrix.
+        values: Its eigenvalues.
+        eps: The rounding error of its entries, if that of another dtype.
+    """
+    is_double = max(eps, torch.finfo(values.dtype).eps) <= torch.finfo(torch.float64).eps
+    return ValueError(
+        f"{subject} is singular to working precision (eigenvalues from {float(values.min()):.2e} "
+        f"to {float(values.max()):.2e}): its damping is zero, or less than their rounding errors. "
+        "Add more, by inverse(damping) or as in A + damping * IdentityLinearOperator(A.space)"
+        f"{'' if is_double else ', or compute in float64'}."
+    )
+
+
 def rounding(values: Tensor, slack: float = 0.0) -> Tensor:
     """Return how far computed eigenvalues of a matrix may be off, ``[...]``.
 

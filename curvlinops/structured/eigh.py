@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
-from curvlinops.structured.eigenvalues import SLACK, powers, signed_logarithm
+from curvlinops.structured.eigenvalues import SLACK, powers, signed_logarithm, singular
 from curvlinops.structured.norms import wide_norm
 
 
@@ -156,10 +156,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         found = self._accurate(retry_double_precision)
         values = found.eigenvalues
         if bool(found._lost().any()):
-            raise ValueError(
-                "The operator is singular to working precision (eigenvalues from "
-                f"{float(values.min()):.2e} to {float(values.max()):.2e}). Add damping."
-            )
+            raise singular("The operator", values, torch.finfo(self.torch_dtype).eps)
         inverse = found.with_eigenvalues(powers(values, exponent))
         return inverse._to(self.device, self.torch_dtype)
 

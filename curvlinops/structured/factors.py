@@ -5,7 +5,7 @@ from torch import Tensor
 
 from curvlinops.structured.decompositions import eigh_batched, inverse, is_symmetric, symmetrized
 from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding
+from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding, singular
 from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
@@ -114,11 +114,9 @@ class Dense:
             product = torch.linalg.matrix_power(self.tensor, int(exponent))
             return Dense(symmetrized(product), symmetric=True)
         values, vectors = self.eigenvalues(), self.decomposition[1]
-        if exponent < 0 and bool((values.abs().amin(-1) <= rounding(values)).any()):
-            raise ValueError(
-                f"{name} is singular to working precision and has no power {exponent:g}. Add "
-                "damping, as in A + damping * IdentityLinearOperator(A.space)."
-            )
+        lost = values.abs().amin(-1) <= rounding(values)
+        if exponent < 0 and bool(lost.any()):
+            raise singular(name, values[lost], self.floor.eps)
         if exponent < 0 and bool((values.abs().amin(-1) <= self.rounding(SLACK)).any()):
             wide = self.to(self.tensor.device, torch.float64)
             if wide.tensor.dtype != self.tensor.dtype:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import without_graph
+from curvlinops.core.arguments import check_number, without_graph
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
 from curvlinops.structured.base import StructuredLinearOperator
@@ -42,18 +42,19 @@ class Damping:
         is_pair = isinstance(damping, tuple | list)
         values = tuple(damping) if is_pair else (damping,) * 2
         without_graph([*values, minimum], "The damping")
-        if len(values) != 2 or not all(_is_valid(value) for value in values):
+        numbers = tuple(_non_negative(value) for value in values)
+        if len(values) != 2 or None in numbers:
             raise ValueError(
                 f"damping must be a non-negative number, or a pair of these, got {damping!r}."
             )
-        values = tuple(float(value) for value in values)
-        if not _is_valid(minimum):
+        least = _non_negative(minimum)
+        if least is None:
             raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
         if heuristic and exact:
             raise ValueError("Damping is either heuristic or exact, not both.")
         if is_pair and (heuristic or exact):
             raise ValueError("Heuristic and exact damping need one number, not a pair.")
-        return cls(values, heuristic, minimum, exact, retry_double_precision)
+        return cls(numbers, heuristic, least, exact, retry_double_precision)
 
     def check_for_eigenvalues(self) -> None:
         """Check that the damping can be added to eigenvalues.
@@ -124,11 +125,13 @@ class Damping:
         return (ratio * root).clamp(min=self.minimum), (root / ratio).clamp(min=self.minimum)
 
 
-def _is_valid(value: Any) -> bool:
+def _non_negative(value: Any) -> float | None:
+    """Return a finite number that is not negative, ``None`` if it is none."""
     try:
-        return isfinite(value) and value >= 0
-    except (TypeError, ValueError):  # the latter from tensors with several entries
-        return False
+        number = check_number("damping", value, at_least=0.0)
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
 
 
 class Invertible(Protocol):

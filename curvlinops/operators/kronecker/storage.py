@@ -232,7 +232,7 @@ def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
     for key, value in own.items():
         if found.get(key) != value:
             raise ValueError(
-                f"The {what} has another {key}: {found.get(key)}, this operator {value}."
+                f"The {what} differs in {key}: it has {found.get(key)}, this operator {value}."
             )
 
 
