@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from contract import CASES, error, matrix
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from curvlinops import (
@@ -105,6 +106,58 @@ def test_checkpoints_recompute_what_was_computed(name: str, kind: type):
         model = Checkpointed(REWRITTEN[name](), active).double()
         results.append(dense(kind, model, list(model.parameters()), batches(4, 2)))
     assert error(results[1], results[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [*SQUARE, JacobianLinearOperator])
+def test_checkpoints_in_checkpoints(kind: type):
+    """Single products, for which forward mode is tried first."""
+    results = []
+    for active in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(Checkpointed(nn.Tanh(), active), active).double()
+        arguments = [list(model.parameters()), batches(4, 2)]
+        arguments[:0] = [] if kind is JacobianLinearOperator else [CE]
+        operator = kind(model, *arguments, cache="none")
+        generator = torch.Generator().manual_seed(2)
+        v = torch.randn(operator.shape[1], generator=generator, dtype=torch.float64)
+        results.append(operator @ v)
+    assert error(results[1], results[0]) <= 1e-12
+
+
+class Shy(nn.Module):
+    """Shows its derivative to reverse mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if forward_ad.unpack_dual(x).tangent is None else x.detach()
+
+
+@pytest.mark.parametrize("kind", [*SQUARE, JacobianLinearOperator])
+def test_products_do_not_vanish_in_silence(kind: type):
+    model, twin = nn.Sequential(mlp(), Shy()), mlp()
+    loss = [] if kind is JacobianLinearOperator else [CE]
+    v = torch.ones(31, dtype=torch.float64)
+    expected = kind(twin, *loss, list(twin.parameters()), batches(4)) @ v
+    arguments = model, *loss, list(model.parameters()), batches(4)
+    assert error(kind(*arguments) @ v, expected) <= 1e-12
+    with pytest.raises(RuntimeError, match="forward mode: fails its dot-test"):
+        kind(*arguments, autodiff="forward") @ v
+
+
+@pytest.mark.parametrize("kind", SQUARE)
+@pytest.mark.parametrize("autodiff", ["auto", "forward", "reverse"])
+def test_products_that_vanish(kind: type, autodiff: str):
+    dead = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double()
+    nn.init.constant_(dead[0].bias, -100.0)
+    data, v = batches(4, 2), torch.ones(12, dtype=torch.float64)
+    assert (kind(dead, CE, list(dead.parameters()), data, autodiff=autodiff) @ v == 0).all()
+    if kind is not EFLinearOperator:
+        linear, weights = nn.Linear(3, 3).double(), torch.arange(3.0, dtype=torch.float64)
+
+        def loss(z: Tensor, y: Tensor) -> Tensor:
+            return (z @ weights).sum()
+
+        arguments = linear, loss, list(linear.parameters()), data
+        assert (kind(*arguments, reduction="sum", autodiff=autodiff) @ v == 0).all()
 
 
 @pytest.mark.parametrize("kind", SQUARE)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, Head, Seed
+from curvlinops.core.autodiff import BoundModel, Head, Seed, transposed_jacobian
 from curvlinops.core.columns import dot, norm
 from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.model import Model
@@ -65,7 +65,10 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
 
 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
-    """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors."""
+    """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
+
+    Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
+    """
     u, v = _random(bound, 0), _random(bound, 1)
     seeds: list[Tensor] = []
 
@@ -78,8 +81,10 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
     Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
     apply(u, Hu)
     apply(v, Hv)
-    scale = norm(Hv) + norm(Hu) + _noise(seeds[0])
-    return abs(dot(u, Hv) - dot(v, Hu)) / scale
+    found = norm(Hv) + norm(Hu)
+    if found == 0.0:
+        return adjoint_of_jacobian(mode, bound, lambda output: (None, output.new_zeros(())))
+    return abs(dot(u, Hv) - dot(v, Hu)) / (found + _noise(seeds[0]))
 
 
 def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
@@ -87,7 +92,7 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
 
     Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
     forward mode ``J v`` is also compared with that of a pass without a graph, where models and
-    kernels may take other paths.
+    kernels may take other paths. Where all vanish, so must an ordinary backward pass.
     """
     v, Jw, noted, outputs = _random(bound, 0), bound.space.zeros(1), [], []
 
@@ -105,7 +110,12 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
     with preserved_rng(bound.space.device):  # the same Dropout in both
         mode.gauss_newton(bound, probe)(v, Jw)
     w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
-    scale = float(Jv.norm()) + norm(Jw) + _noise(outputs[0])
+    found, noise = float(Jv.norm()) + norm(Jw), _noise(outputs[0])
+    if found == 0.0:
+        apply, _ = transposed_jacobian(bound)
+        apply(noted[0].unsqueeze(0), Jw)
+        return norm(Jw) / (norm(Jw) + noise)
+    scale = found + noise
     discrepancy = abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
     if not isinstance(mode, Forward):
         return discrepancy

@@ -225,6 +225,8 @@ class Rewriting(TorchFunctionMode):
         return _without_tangents(out, args) if stopped else out
 
     def _set_fwd_grad_enabled(self, enabled: bool) -> None:
+        if enabled == torch.is_grad_enabled():
+            return  # as in hooks that save tensors: C++, which stops gradients there, says no word
         # where another one has stopped tangents, as in a custom function's forward, they stay so
         if self._stopped or forward_ad._is_fwd_grad_enabled():
             torch._C._set_fwd_grad_enabled(enabled)
