@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from contract import CASES, error, matrix
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import register_multi_grad_hook
 from torch.func import functional_call
 
 from curvlinops import (
@@ -17,6 +18,7 @@ from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    PerSampleGradientLinearOperator,
 )
 from curvlinops.losses import wrap_loss
 
@@ -410,6 +412,107 @@ def test_custom_functions_in_losses_and_closures():
         dense(HessianLinearOperator, model, params, batches(4), loss=loss, reduction="sum")
     with pytest.warns(UserWarning, match=r"\['Detached'\].*could not be checked"):
         dense(HessianLinearOperator, lambda X: Detached.apply(model(X)), params, batches(4))
+
+
+class Equilibrium(nn.Module):
+    """The solution of ``z = tanh(W z + x)``, whose gradient is a hook's unless it is unrolled."""
+
+    def __init__(self, unrolled: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.stem, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.unrolled = unrolled
+        nn.init.orthogonal_(self.inner.weight, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.stem(x)
+
+        def step(z: Tensor) -> Tensor:
+            return torch.tanh(self.inner(z) + u)
+
+        z = torch.zeros_like(u)
+        with torch.set_grad_enabled(self.unrolled):
+            for _ in range(40):
+                z = step(z)
+        if self.unrolled:
+            return self.head(z)
+        z = step(z)
+        start = z.detach().requires_grad_()
+        end = step(start)
+
+        def solve(g: Tensor) -> Tensor:
+            solution = g
+            for _ in range(40):
+                solution = torch.autograd.grad(end, start, solution, retain_graph=True)[0] + g
+            return solution
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return self.head(z)
+
+
+def test_equilibria_whose_gradient_is_a_hook():
+    model, twin = Equilibrium(False).double(), Equilibrium(True).double()
+    params, data = list(model.parameters()), batches(4, 2)
+    with pytest.raises(RuntimeError, match=r"a hook that changes gradients.*Equilibrium.*solve"):
+        dense(HessianLinearOperator, model, params, data)
+    with pytest.raises(RuntimeError, match="each hook that changes gradients"):
+        dense(GGNLinearOperator, model, params, data)
+    rows = (
+        PerSampleGradientLinearOperator(m, CE, list(m.parameters()), data).dense()
+        for m in (model, twin)
+    )
+    assert error(*rows) <= 1e-10
+
+
+def observe(x: Tensor, module: nn.Module) -> None:
+    x.register_hook(lambda gradient: None)
+
+
+def observe_several(x: Tensor, module: nn.Module) -> None:
+    register_multi_grad_hook([x], lambda gradients: None)
+
+
+def observe_module(x: Tensor, module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+
+def scale(x: Tensor, module: nn.Module) -> None:
+    x.register_hook(hook=lambda gradient: gradient * x.detach())
+
+
+def scale_module(x: Tensor, module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda module, inputs, _: (inputs[0] * x.detach(),))
+
+
+class Hooked(nn.Module):
+    def __init__(self, register):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head, self.register = nn.Linear(3, 4), nn.Linear(4, 3), register
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        if self.register is not None:
+            self.register(x, self.head)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("register", [observe, observe_several, observe_module])
+def test_hooks_that_observe(register):
+    model, twin = Hooked(register).double(), Hooked(None).double()
+    results = [
+        dense(HessianLinearOperator, m, list(m.parameters()), batches(4)) for m in (model, twin)
+    ]
+    assert error(*results) <= 1e-12
+    assert not model.head._backward_hooks
+
+
+@pytest.mark.parametrize("register, name", [(scale, "scale"), (scale_module, "BackwardHook")])
+def test_hooks_that_change_gradients(register, name: str):
+    model = Hooked(register).double()
+    with pytest.raises(RuntimeError, match=f"a hook that changes gradients.*{name}"):
+        dense(HessianLinearOperator, model, list(model.parameters()), batches(4))
 
 
 @pytest.mark.parametrize("kind", SQUARE)

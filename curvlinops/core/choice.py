@@ -147,8 +147,8 @@ def _explain(failures: list[str]) -> str:
         )
     if "once_differentiable" in reasons or "custom" in reasons or "dot-test" in reasons:
         hints.append(
-            "make the backward of each custom autograd.Function differentiable, or build the "
-            "function from PyTorch operations"
+            "make the backward of each custom autograd.Function, and each hook that changes "
+            "gradients, differentiable, or build the function from PyTorch operations"
         )
     hints.append("replace the operation by one composed of differentiable operations")
     return (

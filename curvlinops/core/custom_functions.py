@@ -1,44 +1,73 @@
-"""Can the backward passes of the user's own autograd functions be differentiated?
+"""Can the backward passes of the user's own autograd functions, and hooks, be differentiated?
 
-PyTorch cannot know: a backward is any Python code. One that detaches, or uses what the forward kept
-outside of the graph, gives a Hessian that misses a part, without an error, and is still symmetric.
+PyTorch cannot know: they are any Python code. A backward that detaches, or uses what the forward
+kept outside of the graph, gives a Hessian that misses a part, without an error, and is still
+symmetric. So does a hook that replaces a gradient, as in deep equilibrium models.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.autodiff import gradient
+from curvlinops.core.choice import Mode
 from curvlinops.core.columns import norm
 from curvlinops.core.graph import graph_nodes
-from curvlinops.core.modes import Reverse
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
 
 
-def check_custom_functions(risk: BatchRisk) -> None:
-    """Compare a Hessian product in reverse mode with central differences of the gradient.
+class Hooks(TorchFunctionMode):
+    """Notes the hooks that model and loss register on tensors.
 
-    Only for models with custom autograd functions, and in float64, where differences are accurate
-    and steps so short that kinks do not matter. Where a copy of the model in float64 does not
-    work there is a warning; where differences are noisy, because a part of it computes in less,
-    there is no verdict.
+    Attributes:
+        names: Their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call ``func``, and look at its arguments if it registers a hook."""
+        kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            hook = (*args, *kwargs.values())[1]
+            self.names.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        return func(*args, **kwargs)
+
+
+def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
+    """Compare a Hessian product with central differences of the gradient.
+
+    Only for models with custom autograd functions or hooks on tensors, and in float64, where
+    differences are accurate and steps so short that kinks do not matter. Where a copy of the model
+    in float64 does not work there is a warning; where differences are noisy, because a part of it
+    computes in less, there is no verdict.
 
     Raises:
         RuntimeError: If the two differ.
     """
-    with risk.recording("gradient") as (_, _, output):
+    with Hooks() as hooks, risk.recording("gradient") as (_, _, output):
         nodes = graph_nodes(risk.loss_sum(output)[0])
     custom = (node.name() for node in nodes if isinstance(node, BackwardCFunction))
-    functions = {name.removesuffix("Backward") for name in custom}
+    functions = {name.removesuffix("Backward") for name in custom} | hooks.names
     if not functions:
         return
     try:
-        product, slopes = _compare(risk)
+        product, slopes = _compare(risk, mode)
     except (RuntimeError, TypeError, ValueError) as error:  # whatever a float64 copy may meet
         warn(
-            f"Whether the backward of the custom autograd functions {sorted(functions)} can be "
-            f"differentiated could not be checked: {error} If it cannot, the Hessian is wrong.",
+            f"Whether the backward of the custom autograd functions and hooks {sorted(functions)} "
+            f"can be differentiated could not be checked: {error} If it cannot, the Hessian is "
+            "wrong.",
         )
         return
     noise = _distance(*slopes)
@@ -46,13 +75,13 @@ def check_custom_functions(risk: BatchRisk) -> None:
         names = ", ".join(sorted(functions))
         raise RuntimeError(
             "The Hessian product is not the derivative of the gradient: the backward of a custom "
-            f"autograd.Function is not differentiable (one of {names}). Make it differentiable, or "
-            "build the function from PyTorch operations. If the difference is meant, as in "
-            "straight-through estimators, pass autodiff='reverse'."
+            "autograd.Function, or a hook that changes gradients, is not differentiable (one of "
+            f"{names}). Make it differentiable, or build the function from PyTorch operations. If "
+            "the difference is meant, as in straight-through estimators, pass autodiff='reverse'."
         )
 
 
-def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
+def _compare(risk: BatchRisk, mode: Mode) -> tuple[Columns, list[Columns]]:
     """Return a product, and central differences with two step sizes."""
     theta = {name: leaf.detach().double() for name, leaf in risk.leaves().items()}
     generator = torch.Generator(risk.space.device).manual_seed(0)
@@ -69,7 +98,7 @@ def _compare(risk: BatchRisk) -> tuple[Columns, list[Columns]]:
         slopes.append({name: (ahead[name] - behind[name]) / (2 * step) for name in v})
     twin = risk.in_double(theta)
     product = twin.space.zeros(1)
-    Reverse().hessian(twin, twin.loss_seed)(v, product)
+    mode.hessian(twin, twin.loss_seed)(v, product)
     return product, slopes
 
 

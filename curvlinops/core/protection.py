@@ -1,5 +1,6 @@
 """The user's modules, lent out and given back as found."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -34,7 +35,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             parts = [vars(module), module._parameters, module._buffers]
             found += [(part, dict(part)) for part in parts]
             # backward hooks observe the user's own backward passes, and are no part of the model
-            vars(module).update(_backward_hooks={}, _backward_pre_hooks={})
+            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = state.get(id(buffer), buffer)

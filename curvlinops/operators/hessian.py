@@ -3,7 +3,6 @@
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, choose, symmetry_of_hessian
 from curvlinops.core.custom_functions import check_custom_functions
-from curvlinops.core.modes import Reverse
 from curvlinops.core.risk import BatchRisk
 from curvlinops.operators.base import DataLinearOperator
 
@@ -22,8 +21,8 @@ class HessianLinearOperator(DataLinearOperator):
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
         mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
-        if isinstance(mode, Reverse) and self.autodiff == "auto":
-            check_custom_functions(bound)
+        if self.autodiff == "auto":
+            check_custom_functions(bound, mode)
         return mode
 
     def _are_many(self, num_products: int) -> bool:
