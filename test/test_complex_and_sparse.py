@@ -1,12 +1,14 @@
-"""Layers' rules with complex and sparse tensors, and rules that fail."""
+"""Complex, sparse, jagged and wrapped tensors, and rules that fail."""
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import curvlinops
 from curvlinops.layers.uses import RULES, Rule, Use
@@ -63,11 +65,17 @@ def reference(model: nn.Module, X: Tensor, y: Tensor) -> Tensor:
 
 
 def check(model: nn.Module, X: Tensor) -> curvlinops.PerSampleGradientLinearOperator:
-    """Compare all that is made of single samples' gradients."""
     torch.manual_seed(1)
-    y, params = torch.randn(N, 2).double(), list(model.parameters())
-    loss = nn.MSELoss(reduction="sum")
-    R, arguments = reference(model, X, y), (model, loss, params, [(X, y)])
+    y = torch.randn(N, 2).double()
+    return check_rows(reference(model, X, y), model, X, y)
+
+
+def check_rows(
+    R: Tensor, model: nn.Module, X: Any, y: Tensor
+) -> curvlinops.PerSampleGradientLinearOperator:
+    """Compare all that is made of single samples' gradients."""
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    arguments = model, loss, params, [(X, y)]
     op = curvlinops.PerSampleGradientLinearOperator(*arguments)
     torch.testing.assert_close(op.dense(), R)
     torch.testing.assert_close(op.norms(), R.norm(dim=1))
@@ -130,6 +138,89 @@ class FirstLayer(nn.Module):
 def test_sparse_inputs_need_no_fallback(layout):
     X = torch.eye(N, 4).double()
     assert not check(FirstLayer(), X.to_sparse(layout=layout)).fallbacks
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(4, 3).double(), nn.Linear(3, 2).double()
+
+    def forward(self, X: tuple[Tensor, Tensor]) -> Tensor:
+        features, adjacency = X
+        return self.head(torch.tanh(adjacency @ self.inner(features)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_sparse_adjacency(layout):
+    model = Graph()
+    features, y = (torch.randn(N, k).double() for k in (4, 2))
+    adjacency = ((torch.rand(N, N) < 0.4).double() + torch.eye(N)) / 3
+    losses = (model((features, adjacency)) - y).square().sum(1)
+    rows = [torch.autograd.grad(x, model.parameters(), retain_graph=True) for x in losses]
+    R = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    if layout is not torch.strided:
+        adjacency = adjacency.to_sparse(layout=layout)
+    check_rows(R, model, (features, adjacency), y)
+
+
+class Wrapped(Tensor):
+    """Shows neither memory nor what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class Sequences(nn.Module):
+    """The sum over sequences of several lengths, of which X has the numbers that count."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(2, 3).double(), nn.Linear(3, 2).double()
+        self.kind = kind
+
+    def forward(self, X: tuple[Tensor, Tensor]) -> Tensor:
+        x, lengths = X
+        valid = torch.arange(x.shape[1]) < lengths[:, None]
+        if self.kind == "jagged":
+            offsets = F.pad(lengths.cumsum(0), (1, 0))
+            nested = torch.nested.nested_tensor_from_jagged(x[valid], offsets)
+            summed = torch.nested.to_padded_tensor(self.inner(nested).tanh(), 0.0).sum(1)
+        else:
+            mask = valid.unsqueeze(-1).double()
+            hidden = self.inner(x).tanh()
+            summed = (hidden * (Wrapped(mask) if self.kind == "wrapped" else mask)).sum(1)
+        return self.head(summed)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("kind", ["jagged", "wrapped"])
+def test_tensors_without_memory(kind: str):
+    torch.manual_seed(1)
+    X, y = (torch.randn(N, 4, 2).double(), torch.randint(1, 5, (N,))), torch.randn(N, 2).double()
+    operators = [
+        curvlinops.HessianLinearOperator,
+        curvlinops.GGNLinearOperator,
+        curvlinops.EFLinearOperator,
+        curvlinops.PerSampleGradientLinearOperator,
+        curvlinops.GGNDiagonalLinearOperator,
+    ]
+    for operator in operators:
+        models = Sequences(kind), Sequences("plain")
+        made = [operator(m, nn.MSELoss(), list(m.parameters()), [(X, y)]) for m in models]
+        found, expected = (op @ torch.eye(17).double() for op in made)
+        torch.testing.assert_close(found, expected)
 
 
 def _fails_at_once(*args, **kwargs):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def map_leaves(
@@ -186,7 +187,10 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse tensor consists of; a tensor with numbers is its own."""
+    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in strided_parts(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

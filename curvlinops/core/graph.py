@@ -1,6 +1,7 @@
 """What autograd graphs are made of."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -39,17 +40,11 @@ def footprint(part: Any) -> int:
             of graphs, which are parameters, do not count.
     """
     tensors = list(_tensors(part))
-    leaves = {t.untyped_storage().data_ptr() for t in tensors if t.is_leaf and t.requires_grad}
-    sizes: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> None:
-        for part in strided_parts(tensor):
-            storage = part.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-
-    for tensor in tensors:
-        count(tensor)
     nodes = list(graph_nodes(*tensors))
+    leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes |= _storages(tensor)
     for node in nodes:
         for attribute in _saved_attributes(node):
             saved = getattr(node, attribute)
@@ -57,9 +52,19 @@ def footprint(part: Any) -> int:
                 # what checkpoints and other hooks saved is not in memory
                 held = getattr(one, "data", None)
                 if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
-                    count(held)
-    leaves |= {variable.untyped_storage().data_ptr() for variable in leaf_variables(nodes)}
-    return sum(size for address, size in sizes.items() if address not in leaves)
+                    sizes |= _storages(held)
+    for variable in (*leaves, *leaf_variables(nodes)):
+        for address in _storages(variable):
+            sizes.pop(address, None)
+    return sum(sizes.values())
+
+
+def _storages(tensor: Tensor) -> dict[int, int]:
+    """Return how many bytes the memory of a tensor has, by address."""
+    with suppress(RuntimeError):  # a wrapper that does not show what it wraps
+        storages = [part.untyped_storage() for part in strided_parts(tensor)]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {}
 
 
 _ATTRIBUTES: dict[type, list[str]] = {}

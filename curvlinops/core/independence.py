@@ -44,8 +44,8 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
         ValueError: If the first sample alone has another output. Nothing is said of inputs that
             cannot be cut.
     """
-    X = take(bound.batch.X, slice(1), len(output))
     try:
+        X = take(bound.batch.X, slice(1), len(output))
         coupled = _differs_alone(bound.on(Batch(bound.batch.index, X, None)), output)
     except Exception as error:
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
