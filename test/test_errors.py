@@ -4,6 +4,7 @@ import collections
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,22 @@ def test_memoized_parameters(kind: type, names: list[str], check: bool):
             multiply(model=model, params=params, kind=kind, check_deterministic=check)
 
 
+class Remembering(nn.Linear):
+    """Keeps what it computes in its input, as a cache of keys and values does."""
+
+    def forward(self, X: tuple[Tensor, SimpleNamespace]) -> Tensor:
+        x, cache = X
+        cache.past = [*getattr(cache, "past", []), super().forward(x)]
+        return sum(cache.past)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, KFACLinearOperator, PerSampleGradientLinearOperator])
+def test_inputs_that_the_model_changes(kind: type):
+    data = [((x, SimpleNamespace()), y) for x, y in DATA]
+    with pytest.raises(ValueError, match="input X that it changes, such as a cache"):
+        multiply(model=Remembering(3, 3), data=data, kind=kind)
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("kind", [JacobianLinearOperator, TransposedJacobianLinearOperator])
 def test_jacobians_of_memoized_parameters(kind: type, check: bool):
@@ -649,6 +666,79 @@ def test_reductions(loss: Any, reduction: str, match: str):
         ValueError,
         match,
     )
+
+
+class WithLabels(nn.Module):
+    """Returns its loss, as models of Hugging Face do that are given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        return CE(self.inner(X["x"]), X["labels"]).unsqueeze(0)
+
+
+def own_mean(z: Tensor, y: Tensor | None) -> Tensor:
+    return z.mean()
+
+
+def labeled(X: Tensor, Y: Tensor) -> dict[str, Tensor]:
+    return {"x": X, "labels": Y}
+
+
+ROWS_AND_TARGETS = "Batch 0: the model's output has a first axis of length 1, its target one of le"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        HessianLinearOperator,
+        GGNLinearOperator,
+        EFLinearOperator,
+        PerSampleGradientLinearOperator,
+        functools.partial(KFACLinearOperator, fisher_type="empirical"),
+    ],
+)
+def test_losses_as_outputs(kind: Callable):
+    arguments = {"model": WithLabels(), "loss": own_mean, "reduction": "mean", "kind": kind}
+    both(
+        lambda check: multiply(data=[(labeled(X, Y), Y)], check_deterministic=check, **arguments),
+        ValueError,
+        ROWS_AND_TARGETS + "ngth 5.*row for each sample.*batch_size_fn",
+    )
+    # nor where the input does not say how many samples there are
+    index = {**labeled(X, Y), "positions": torch.arange(3)}
+    with pytest.raises(ValueError, match=ROWS_AND_TARGETS):
+        multiply(data=[(index, {"y": Y, "weight": Y.float()})], **arguments)
+
+
+def test_outputs_of_one_row():
+    """A mean over samples may be a sample, of which there are as many as batches."""
+    model, one = WithLabels(), [(X[n : n + 1], Y[n : n + 1]) for n in range(len(X))]
+    arguments = {"model": model, "loss": own_mean, "reduction": "mean"}
+    expected = multiply(model=model.inner, params=list(model.parameters()), data=one)
+    found = [
+        multiply(data=[(labeled(x, y), y) for x, y in one], **arguments),
+        multiply(data=[(labeled(X, Y), None)], **arguments),
+        multiply(data=[(labeled(X, Y), Y)], batch_size_fn=lambda X: 1, **arguments),
+    ]
+    for product in found:
+        torch.testing.assert_close(product, expected)
+
+
+def test_targets_that_are_no_samples():
+    """Where input and output agree, the target may be a table."""
+    table = torch.randn(9, 3)
+
+    def distance(z: Tensor, y: Tensor) -> Tensor:
+        return (z.unsqueeze(1) - y).square().sum((1, 2)).exp().sum()
+
+    found, expected = (
+        multiply(loss=loss, reduction="sum", data=[(0.1 * X, y)])
+        for loss, y in ((distance, table), (lambda z, y: distance(z, table), None))
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_lengths_that_differ_between_batches():

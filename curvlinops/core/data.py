@@ -1,6 +1,7 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,7 @@ class Batches:
             return int(self.batch_size_fn(batch.X))
         if isinstance(batch.X, PackedSequence):
             return int(batch.X.batch_sizes[0])
-        sizes = {int(leaf.shape[0]) for leaf in leaves(batch.X) if leaf.ndim > 0}
+        sizes = _first_axes(batch.X)
         if len(sizes) != 1:
             found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
             raise ValueError(
@@ -115,6 +116,34 @@ class Batches:
                 "Pass batch_size_fn, a function from X to the number of samples."
             )
         return sizes.pop()
+
+    def check_rows(self, batch: Batch, num_rows: int) -> None:
+        """Refuse an output with fewer rows than targets, such as the mean over all samples.
+
+        Args:
+            batch: The batch. Nothing is said if its targets disagree on their number, or if it has
+                as many samples as the output has rows.
+            num_rows: The length of the output's first axis.
+
+        Raises:
+            ValueError: If there are fewer.
+        """
+        sizes = _first_axes(batch.y)
+        if len(sizes) != 1 or num_rows >= min(sizes):
+            return
+        with suppress(ValueError):
+            if self.size(batch) == num_rows:
+                return
+        raise ValueError(
+            f"the model's output has a first axis of length {num_rows}, its target one of length "
+            f"{sizes.pop()}. Let the model return a row for each sample, such as its logits, and "
+            "not its loss or another mean. If the batch has only as many samples as the output has "
+            "rows, say so with batch_size_fn."
+        )
+
+
+def _first_axes(tree: Any) -> set[int]:
+    return {int(leaf.shape[0]) for leaf in leaves(tree) if leaf.ndim > 0}
 
 
 def first_samples(batch: Batch, num_samples: int, at_least: int = 2) -> Batch | None:

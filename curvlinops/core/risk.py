@@ -236,6 +236,7 @@ class EmpiricalRisk:
             return torch.zeros((), device=output.device)
         try:
             self.loss.check(output, batch.y)
+            self.batches.check_rows(batch, len(output))
             if not self.values_checked:
                 self.loss.check_values(output, batch.y)
                 self.values_checked = True
