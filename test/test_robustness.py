@@ -454,8 +454,9 @@ class Equilibrium(nn.Module):
 def test_equilibria_whose_gradient_is_a_hook():
     model, twin = Equilibrium(False).double(), Equilibrium(True).double()
     params, data = list(model.parameters()), batches(4, 2)
-    with pytest.raises(RuntimeError, match=r"a hook that changes gradients.*Equilibrium.*solve"):
-        dense(HessianLinearOperator, model, params, data)
+    for autodiff in ("auto", "forward"):
+        with pytest.raises(RuntimeError, match=r"a hook that changes gradients.*Equilibr.*solve"):
+            dense(HessianLinearOperator, model, params, data, autodiff=autodiff)
     with pytest.raises(RuntimeError, match="each hook that changes gradients"):
         dense(GGNLinearOperator, model, params, data)
     rows = (

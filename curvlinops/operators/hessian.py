@@ -21,7 +21,7 @@ class HessianLinearOperator(DataLinearOperator):
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
         mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
-        if self.autodiff == "auto":
+        if self.autodiff != "reverse":
             check_custom_functions(bound, mode)
         return mode
 
