@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
 from curvlinops.operators.kronecker.options import FisherType, KFACType
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-@without_autocast
+@free_of_modes
 def loss_hessian_matrix_sqrt(
     output_one_datum: Tensor, target_one_datum: Tensor, loss_func: Any
 ) -> Tensor:

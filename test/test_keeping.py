@@ -19,6 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import pairs
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -485,29 +488,46 @@ def test_budget(case: str, caplog):
 
 @pytest.mark.parametrize("case", ["hessian", "ggn", "jacobian"])
 def test_footprint_is_what_the_graph_saves(case: str):
-    model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU())
-    data = [(torch.randn(300, 50), torch.randn(300, 60))]
+    model = nn.Sequential(
+        nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU(), nn.Linear(60, 2)
+    )
+    data = [(torch.randn(300, 50), torch.randn(300, 2))]
     entry = CASES[case]
     arguments = (model, nn.MSELoss()) if entry.takes_loss else (model,)
     operator = entry.operator(*arguments, list(model.parameters()), data, cache="graph")
-    v = vectors(operator)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    v, made = vectors(operator), Storages()
     operator @ v  # the modes are chosen
-    operator._kept._entries.clear()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with made:
         operator @ v
-    truth = sum(size for address, size in saved.items() if address not in own)
-    operator._kept._entries.clear()
-    operator @ v
+    before = made.alive()
     (kept,) = operator._kept._entries.values()
-    assert 0.8 * truth <= kept.num_bytes <= 1.5 * truth
+    num_bytes = kept.num_bytes
+    del kept
+    operator._kept._entries.clear()
+    truth = before - made.alive()
+    assert 0.9 * truth <= num_bytes <= 1.1 * truth
+
+
+class Storages(TorchDispatchMode):
+    """Watches the memory of all tensors that are made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self._found[ref.cdata] = (ref, storage.nbytes())
+        return out
+
+    def alive(self) -> int:
+        """Return how many bytes there still are."""
+        gc.collect()
+        return sum(size for ref, size in self._found.values() if not ref.expired())
 
 
 def test_checkpoints_are_not_recomputed_to_be_counted():

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
 from curvlinops.core.seeds import read_generator
 
 
-@without_autocast
+@free_of_modes
 def dottest(
     A: Any,
     num_tests: int = 3,

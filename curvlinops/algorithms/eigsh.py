@@ -9,7 +9,7 @@ from curvlinops.algorithms.convergence import check_on_failure
 from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.seeds import read_generator
 
@@ -17,7 +17,7 @@ from curvlinops.core.seeds import read_generator
 _BASIS_BYTES = 2**30
 
 
-@without_autocast
+@free_of_modes
 def eigsh(
     A: Any,
     k: int = 6,

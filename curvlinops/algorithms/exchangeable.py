@@ -13,10 +13,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 
 
-@without_autocast
+@free_of_modes
 def xtrace(
     A: Any,
     num_matvecs: int,
@@ -69,7 +69,7 @@ def xtrace(
     return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
 
 
-@without_autocast
+@free_of_modes
 def xdiag(
     A: Any,
     num_matvecs: int,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_split
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 
 
-@without_autocast
+@free_of_modes
 def hutchinson_trace(
     A: Any,
     num_matvecs: int,
@@ -54,7 +54,7 @@ def hutchinson_trace(
     return _average_products(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
 
 
-@without_autocast
+@free_of_modes
 def hutchinson_diag(
     A: Any,
     num_matvecs: int,
@@ -95,7 +95,7 @@ def hutchinson_diag(
     return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
 
 
-@without_autocast
+@free_of_modes
 def hutchinson_squared_fro(
     A: Any,
     num_matvecs: int,
@@ -138,7 +138,7 @@ def hutchinson_squared_fro(
     return _average_products(probes, num_matvecs, goal, sample)
 
 
-@without_autocast
+@free_of_modes
 def hutchpp_trace(
     A: Any,
     num_matvecs: int,

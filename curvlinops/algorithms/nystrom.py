@@ -7,11 +7,11 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 
 
-@without_autocast
+@free_of_modes
 def xnystrace(
     A: Any,
     num_matvecs: int,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Goal, Probes, average, check_count
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 
 
@@ -120,7 +120,7 @@ class Lanczos:
         return Quadrature(nodes, vectors[:, 0].square(), residuals)
 
 
-@without_autocast
+@free_of_modes
 def trace_function(
     A: Any,
     f: Callable[[Tensor], Tensor],
@@ -176,7 +176,7 @@ def trace_function(
     return average(probes, goal.check_count("num_repeats", num_repeats), goal, sample)
 
 
-@without_autocast
+@free_of_modes
 def lanczos_logdet(
     A: Any,
     ncv: int,

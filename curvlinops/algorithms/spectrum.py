@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.probes import Average, check_count
-from curvlinops.core.ambient import without_autocast
+from curvlinops.core.ambient import free_of_modes
 
 
 class SpectralDensity(NamedTuple):
@@ -60,7 +60,7 @@ class LanczosApproximateSpectrumCached:
     ):
         self._runs = KeptRuns(A, ncv, boundaries, boundaries_tol, chunk_size, seed, generator)
 
-    @without_autocast
+    @free_of_modes
     def approximate_spectrum(
         self,
         num_repeats: int = 1,
@@ -114,7 +114,7 @@ class LanczosApproximateLogSpectrumCached:
         if any(end is not None and end < 0 for end in self._runs.known):
             raise ValueError(f"boundaries are absolute values here, got {boundaries}.")
 
-    @without_autocast
+    @free_of_modes
     def approximate_log_spectrum(
         self,
         num_repeats: int = 1,
@@ -144,7 +144,7 @@ class LanczosApproximateLogSpectrumCached:
         return _report(self._runs.matrix, grid, densities(axis, grid, rules), return_error)
 
 
-@without_autocast
+@free_of_modes
 def lanczos_approximate_spectrum(
     A: Any,
     ncv: int,
@@ -203,7 +203,7 @@ def lanczos_approximate_spectrum(
     )
 
 
-@without_autocast
+@free_of_modes
 def lanczos_approximate_log_spectrum(
     A: Any,
     ncv: int,

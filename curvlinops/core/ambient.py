@@ -1,5 +1,6 @@
 """PyTorch's ambient modes, on which no number of this package depends."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
@@ -7,6 +8,7 @@ from inspect import isfunction, isgeneratorfunction
 from typing import Any
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -14,6 +16,7 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 #: Methods of operators that compute, though they have an underscore.
 _OPERATIONS = {
     *("__add__", "__radd__", "__neg__", "__mul__", "__rmul__", "__truediv__", "__pow__", "_rdot"),
+    "__init__",
 }
 
 
@@ -21,43 +24,69 @@ def _autocasting() -> list[str]:
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
+def _hooked() -> bool:
+    """Return whether there are hooks on what graphs save, which may save it in less precision."""
+    try:
+        with disable_saved_tensors_hooks(""):  # raises if there are some
+            return False
+    except RuntimeError:
+        return True
+
+
 def without_modes() -> AbstractContextManager:
-    """Return a context without inference mode, whose tensors autograd refuses, and autocast."""
-    kinds = _autocasting()
-    return _without(kinds) if kinds else torch.inference_mode(False)
+    """Return a context in which graphs are recorded as if there were no modes around it.
+
+    It is without inference mode, whose tensors autograd refuses, without autocast, and without
+    hooks on the tensors that graphs save.
+    """
+    kinds, hooked = _autocasting(), _hooked()
+    return _without(kinds, hooked) if kinds or hooked else torch.inference_mode(False)
 
 
 @contextmanager
-def _without(kinds: list[str]) -> Iterator[None]:
+def _without(kinds: list[str], hooked: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        if hooked:  # only the innermost ones count
+            stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
         yield
 
 
-def without_autocast(function: Callable) -> Callable:
-    """Return the function, run as if there were no autocast around it."""
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def free_of_modes(function: Callable) -> Callable:
+    """Return the function, run as if there were no modes around it, and never compiled.
+
+    Whether gradients are recorded stays; in inference mode they are not.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _autocasting() and not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        recording = torch.is_grad_enabled()
+        with without_modes(), torch.set_grad_enabled(recording):
+            return function(*args, **kwargs)
+
+    uncompiled = torch._disable_dynamo(run)
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        kinds = _autocasting()
-        if not kinds:
-            return function(*args, **kwargs)
-        with ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return function(*args, **kwargs)
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        # whoever compiles something has imported it, which takes a second
+        return (uncompiled if "torch._dynamo" in sys.modules else run)(*args, **kwargs)
 
-    return run
+    return enter
 
 
-def methods_without_autocast(cls: type) -> None:
+def methods_free_of_modes(cls: type) -> None:
     """Replace all public methods and properties of a class, and its arithmetic, in place."""
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name not in _OPERATIONS:
             continue
         if isfunction(member) and not isgeneratorfunction(member):
-            setattr(cls, name, without_autocast(member))
+            setattr(cls, name, free_of_modes(member))
         elif isinstance(member, property) and member.fget is not None:
-            setattr(cls, name, member.getter(without_autocast(member.fget)))
+            setattr(cls, name, member.getter(free_of_modes(member.fget)))

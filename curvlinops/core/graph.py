@@ -49,9 +49,9 @@ def footprint(part: Any) -> int:
         for attribute in _saved_attributes(node):
             saved = getattr(node, attribute)
             for one in saved if isinstance(saved, list | tuple) else [saved]:
-                # what checkpoints and other hooks saved is not in memory
+                # what checkpoints and other hooks saved in another form is not in memory
                 held = getattr(one, "data", None)
-                if isinstance(held, Tensor) and getattr(one, "unpack_hook", None) is None:
+                if isinstance(held, Tensor):
                     sizes |= _storages(held)
     for variable in (*leaves, *leaf_variables(nodes)):
         for address in _storages(variable):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 
-from curvlinops.core.ambient import methods_without_autocast, without_modes
+from curvlinops.core.ambient import free_of_modes, methods_free_of_modes, without_modes
 from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
@@ -24,9 +24,9 @@ class LinearMap(LinearOperator):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let all that operators compute be the same under autocast."""
+        """Let all that operators compute be the same in PyTorch's ambient modes."""
         super().__init_subclass__(**kwargs)
-        methods_without_autocast(cls)
+        methods_free_of_modes(cls)
 
     def __init__(
         self,
@@ -96,18 +96,22 @@ class LinearMap(LinearOperator):
     _matvec = _matmat
     _rmatvec = _rmatmat
 
+    @free_of_modes
     def matvec(self, x: Any) -> Any:
         """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
         return self._product(x) if is_ours(x) else super().matvec(x)
 
+    @free_of_modes
     def matmat(self, X: Any) -> Any:
         """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
         return self._product(X) if is_ours(X) else super().matmat(X)
 
+    @free_of_modes
     def rmatvec(self, x: Any) -> Any:
         """Multiply one vector by the adjoint."""
         return self._product(x, adjoint=True) if is_ours(x) else super().rmatvec(x)
 
+    @free_of_modes
     def rmatmat(self, X: Any) -> Any:
         """Multiply several vectors by the adjoint."""
         return self._product(X, adjoint=True) if is_ours(X) else super().rmatmat(X)

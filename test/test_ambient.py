@@ -1,0 +1,275 @@
+"""In PyTorch's ambient modes all numbers are those without, bit by bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import problems
+import pytest
+import torch
+from contract import ALL, matrix, vectors
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import curvlinops as C
+
+PROBLEM = "float32-mlp"
+
+
+def half() -> torch.autocast:
+    """Return an autocast under which float32 matrices would be multiplied in bfloat16."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def spd(size: int, seed: int = 0) -> Tensor:
+    """Return a well-conditioned symmetric matrix in float32."""
+    root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", enabled=False):
+        return root @ root.T + size * torch.eye(size)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Return whether results are equal, dtypes included."""
+    if isinstance(expected, Tensor):
+        alike = found.dtype == expected.dtype and not found.is_inference()
+        return alike and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return same(list(found.values()), list(expected.values()))
+    if isinstance(expected, list | tuple):
+        return all(same(one, two) for one, two in zip(found, expected, strict=True))
+    return found == expected
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@pytest.mark.parametrize("case", ALL)
+def test_products(case: str, columns: tuple[int, ...]):
+    p = problems.make(PROBLEM)
+    v = vectors(ALL[case].build(p), *columns)
+    expected = ALL[case].build(p) @ v
+    with half():
+        operator = ALL[case].build(p)
+        first, second = operator @ v, operator @ v
+        x = v.clone().requires_grad_()
+        (operator @ x).sum().backward()
+    assert same(first, expected) and torch.allclose(second, expected, rtol=1e-4, atol=1e-6)
+    ones = torch.ones(operator.shape[0], *columns)
+    assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
+    # what is kept from before serves on
+    kept = ALL[case].build(p, cache="graph")
+    before = kept @ v
+    with half():
+        assert same(kept @ v, before)
+
+
+def _kronecker() -> C.KroneckerProductLinearOperator:
+    return C.KroneckerProductLinearOperator(spd(5), spd(4, 1))
+
+
+def _kfac(case: str = "kfac") -> Any:
+    return ALL[case].build(problems.make(PROBLEM))
+
+
+COMPUTED: dict[str, Callable[[], Any]] = {
+    "trace": lambda: _kronecker().trace(),
+    "logdet": lambda: _kronecker().logdet(),
+    "det": lambda: _kronecker().det(),
+    "norm": lambda: _kronecker().frobenius_norm(),
+    "dense": lambda: _kronecker().to_dense(),
+    "eigenvalues": lambda: _kronecker().eigh().eigenvalues,
+    "inverse": lambda: matrix(_kronecker().inverse(damping=0.1)),
+    "power": lambda: matrix(_kronecker() ** -0.5),
+    "sum": lambda: matrix(_kronecker() + 2.0 * C.IdentityLinearOperator(20)),
+    "product": lambda: matrix(_kronecker() @ _kronecker()),
+    "sample": lambda: _kronecker().sample(torch.Generator().manual_seed(0), 3),
+    "eigh": lambda: matrix(C.EighDecomposedLinearOperator(torch.ones(20), spd(20))),
+    "factors": lambda: tuple(_kfac().gradient_covariances.values()),
+    "kfac inverse": lambda: matrix(_kfac().inverse(damping=1e-2)),
+    "heuristic": lambda: matrix(_kfac().inverse(damping=1e-2, use_heuristic_damping=True)),
+    "ekfac inverse": lambda: matrix(_kfac("ekfac").inverse(damping=1e-2)),
+    "kfac trace": lambda: _kfac().trace(),
+    "kfac to dense": lambda: _kfac().to_dense(),
+    "kfac norm": lambda: _kfac().frobenius_norm(),
+    "kfac sample": lambda: _kfac().sample(torch.Generator().manual_seed(0)),
+    "kfac state": lambda: _kfac().state_dict(),
+    "gradient": lambda: _kfac("ggn").gradient_and_loss(),
+    "diagonal": lambda: _kfac("ggn-diagonal").diagonal(),
+    "gram": lambda: _kfac("jacobian").gram(),
+    "rows": lambda: _kfac("gradients").dense(),
+    "rows by name": lambda: _kfac("gradients").gradients(),
+    "rows' norms": lambda: _kfac("gradients").norms(),
+    "rows' gram": lambda: _kfac("gradients").gram(),
+    "second moment": lambda: _kfac("gradients").second_moment(),
+    "variance": lambda: _kfac("gradients").variance(),
+    "submatrix": lambda: matrix(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
+    "cg": lambda: matrix(C.CGInverseLinearOperator(spd(20))),
+    "solve": lambda: C.CGInverseLinearOperator(spd(20)).solve(torch.ones(20)),
+    "shifted": lambda: C.CGInverseLinearOperator(spd(20)).solve_shifted(torch.ones(20), [1.0])[0],
+    "minres": lambda: matrix(C.MINRESInverseLinearOperator(spd(20))),
+    "lsmr": lambda: matrix(C.LSMRInverseLinearOperator(spd(20))),
+    "lsmr info": lambda: C.LSMRInverseLinearOperator(spd(20)).matvec_with_info(torch.ones(20)),
+    "neumann": lambda: matrix(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
+    "eigsh": lambda: C.eigsh(spd(20), 2, seed=0),
+    "xtrace": lambda: C.xtrace(spd(20), 8, seed=0),
+    "xdiag": lambda: C.xdiag(spd(20), 8, seed=0),
+    "xnystrace": lambda: C.xnystrace(spd(20), 8, seed=0),
+    "hutchinson_trace": lambda: C.hutchinson_trace(spd(20), 8, seed=0),
+    "hutchinson_diag": lambda: C.hutchinson_diag(spd(20), 8, seed=0),
+    "hutchinson_squared_fro": lambda: C.hutchinson_squared_fro(spd(20), 8, seed=0),
+    "hutchpp_trace": lambda: C.hutchpp_trace(spd(20), 9, seed=0),
+    "lanczos_logdet": lambda: C.lanczos_logdet(spd(20), 5, seed=0),
+    "trace_function": lambda: C.trace_function(spd(20), torch.sqrt, 5, seed=0),
+    "density": lambda: C.lanczos_approximate_spectrum(spd(20), 5, seed=0),
+    "log density": lambda: C.lanczos_approximate_log_spectrum(spd(20), 5, seed=0),
+    "kept density": lambda: C.LanczosApproximateSpectrumCached(
+        spd(20), 5, seed=0
+    ).approximate_spectrum(2),
+    "dottest": lambda: C.dottest(spd(20), seed=0),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("mode", [half, torch.inference_mode])
+def test_what_is_computed(kind: str, mode: Callable):
+    expected = COMPUTED[kind]()
+    with mode():
+        found = COMPUTED[kind]()
+    assert same(found, expected)
+
+
+def test_autocast_inside_the_model_stays():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, X: Tensor) -> Tensor:
+            with half():
+                return self.inner(X).float()
+
+    model, X, y = Half(), torch.randn(6, 4), torch.randint(3, (6,))
+    loss = nn.CrossEntropyLoss()
+    arguments = (loss, list(model.parameters()), [(X, y)])
+    G, full = (C.GGNLinearOperator(m, *arguments) for m in (model, model.inner))
+    v = vectors(G)
+    inside = G @ v
+    assert not torch.allclose(inside, full @ v, rtol=1e-4)
+    with half():
+        assert torch.equal(G @ v, inside)
+
+
+# --- inference mode
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_made_in_inference_mode(case: str):
+    """It serves on in the training that goes on afterwards."""
+    p = problems.make("mlp-ce-all-mean")
+    v = vectors(ALL[case].build(p)).requires_grad_()
+    (expected,) = torch.autograd.grad((ALL[case].build(p) @ v).sum(), v)
+    with torch.inference_mode():
+        operator = ALL[case].build(p, cache="graph")
+        assert not (operator @ v).requires_grad
+    (found,) = torch.autograd.grad((operator @ v).sum(), v)
+    assert torch.equal(found, expected)
+
+
+def test_gradients_are_not_recorded_where_inference_is_all():
+    scale = torch.tensor(0.1, requires_grad=True)
+    with torch.inference_mode():
+        assert _kfac().inverse(damping=scale).shape == _kfac().shape
+
+
+# --- hooks on what graphs save
+
+
+def lossy() -> saved_tensors_hooks:
+    """Return hooks that save numbers in less precision."""
+
+    def pack(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+        return tensor.dtype, tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    return saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
+
+
+@pytest.mark.parametrize("cache", ["graph", "none"])
+@pytest.mark.parametrize("hooks", [lossy, save_on_cpu])
+@pytest.mark.parametrize("case", ALL)
+def test_hooks_on_saved_tensors(case: str, hooks: Callable, cache: str):
+    p = problems.make("mlp-ce-all-mean")
+    plain = ALL[case].build(p, cache=cache)
+    v, u = vectors(plain, 3), vectors(plain, rows=True)
+    expected, adjoint = plain @ v, plain.T @ u
+    with hooks():
+        operator = ALL[case].build(p, cache=cache)
+        found = operator @ v, operator.T @ u
+    assert same(found, (expected, adjoint))
+    assert same((operator @ v, operator.T @ u), (expected, adjoint))
+    sizes = [[e.num_bytes for e in A._kept._entries.values()] for A in (operator, plain)]
+    assert sizes[0] == sizes[1]
+
+
+def test_hooks_inside_the_model_stay():
+    """This is where they save memory, also for products."""
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    class Offloaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+        def forward(self, X: Tensor) -> Tensor:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                return self.inner(X)
+
+    model, X, y = Offloaded(), torch.randn(6, 4), torch.randint(3, (6,))
+    arguments = (nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)])
+    H, plain = (C.HessianLinearOperator(m, *arguments) for m in (model, model.inner))
+    packed.clear()
+    with save_on_cpu():
+        found = H @ vectors(H)
+    assert packed
+    assert torch.equal(found, plain @ vectors(H))
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize("case", ALL)
+def test_product_in_a_checkpoint(case: str, cache: str):
+    A = ALL[case].build(problems.make("mlp-ce-all-mean"), cache=cache)
+    M, v = matrix(A), vectors(A).requires_grad_()
+    checkpoint(lambda u: (A @ u).square().sum(), v, use_reentrant=False).backward()
+    torch.testing.assert_close(v.grad, 2 * M.T @ (M @ v.detach()))
+
+
+# --- compiled functions that use operators
+
+
+def _compiled(case: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    p = problems.make("mlp-ce-all-mean")
+    A = ALL[case].build(p)
+    return {
+        "product": lambda v: 2 * (A @ v),
+        "method": lambda v: 2 * A.matvec(v) + A.rmatvec(A.matmat(v[:, None]))[:, 0].sum(),
+        "adjoint": lambda v: A.T @ (A @ v) + 1,
+        "sum": lambda v: (A + 2 * A) @ v,
+        "estimate": lambda v: v * C.hutchinson_squared_fro(A, 3, seed=0),
+        "construction": lambda v: ALL[case].build(p) @ v,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
+@pytest.mark.parametrize("kind", _compiled("ggn"))
+@pytest.mark.parametrize("case", ["hessian", "jacobian", "gradients", "kfac"])
+def test_compiled(case: str, kind: str):
+    function = _compiled(case)[kind]
+    v = vectors(ALL[case].build(problems.make("mlp-ce-all-mean")))
+    x, y = (v.clone().requires_grad_() for _ in range(2))
+    expected = function(x)
+    torch._dynamo.reset()
+    found = torch.compile(function, backend="eager")(y)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward(), expected.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
