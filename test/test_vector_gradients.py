@@ -147,6 +147,64 @@ def test_forward_mode(kind: str):
         assert error(forward_ad.unpack_dual(out).tangent, A @ x[:, 1]) <= 1e-10
 
 
+@pytest.mark.parametrize("kind", ["hessian", "jacobian", "kfac", "submatrix", "kronecker", "cg"])
+def test_transforms(kind: str):
+    A = MAKERS[kind]()
+    M, x, y = matrix(A), vectors(A, 3), vectors(A, 3)
+
+    def multiply(v: Tensor) -> Tensor:
+        return A @ v
+
+    def energy(v: Tensor) -> Tensor:
+        return (A @ v).square().sum() / 2
+
+    func = torch.func
+    assert error(func.jvp(multiply, (x,), (y,))[1], M @ y) <= 1e-9
+    assert error(func.vjp(multiply, x)[1](M @ y)[0], M.T @ (M @ y)) <= 1e-9
+    assert error(func.vmap(multiply, in_dims=1, out_dims=1)(x), M @ x) <= 1e-9
+    assert error(func.vmap(multiply)(x.T), (M @ x).T) <= 1e-9
+    batch = torch.stack([x, y, x - y, x + y])  # of several columns each
+    assert error(func.vmap(multiply)(batch), M @ batch) <= 1e-9
+    nested = func.vmap(func.vmap(multiply, in_dims=1, out_dims=1))
+    assert error(nested(batch), M @ batch) <= 1e-9
+    for jacobian in (func.jacrev, func.jacfwd):
+        assert error(jacobian(multiply)(x[:, 0]), M) <= 1e-9
+    for hessian in (func.hessian, func.jacrev(func.jacrev(energy)), func.jacfwd(func.grad(energy))):
+        found = hessian(energy)(x[:, 0]) if hessian is func.hessian else hessian(x[:, 0])
+        assert error(found, M.T @ M) <= 1e-9
+    assert error(func.grad(lambda v: v @ (A @ y[:, 0]))(M @ x[:, 0]), M @ y[:, 0]) <= 1e-9
+    gradients = func.vmap(func.grad(energy), in_dims=1, out_dims=1)(x)
+    assert error(gradients, M.T @ M @ x) <= 1e-9
+
+
+@pytest.mark.parametrize("columns", [(), (2,)])
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("kind", ["hessian", "jacobian"])
+def test_vectorized_lists(kind: str, adjoint: bool, columns: tuple[int, ...]):
+    A = MAKERS[kind]().T if adjoint else MAKERS[kind]()
+    shapes = A.space.shapes.values()
+    batches = [torch.randn(4, *shape, *columns).double() for shape in shapes]
+    constant = [True, *[False] * (len(batches) - 1)]
+    parts = [x[0] if c and len(batches) > 1 else x for x, c in zip(batches, constant, strict=True)]
+    dims = [None if x.ndim < y.ndim else 0 for x, y in zip(parts, batches, strict=True)]
+    found = torch.func.vmap(lambda *v: tuple(A @ list(v)), in_dims=tuple(dims))(*parts)
+    for i in range(4):
+        v = [x if d is None else x[i] for x, d in zip(parts, dims, strict=True)]
+        for one, expected in zip(found, A @ v, strict=True):
+            assert error(one[i], expected) <= 1e-9
+
+
+def test_tangents_of_some_parts_of_a_list():
+    A = built("hessian")
+    parts = [torch.randn(shape).double() for shape in A.space.shapes.values()]
+    tangents = [torch.zeros_like(part) for part in parts]
+    tangents[1].normal_()
+    with forward_ad.dual_level():
+        out = A @ [parts[0], forward_ad.make_dual(parts[1], tangents[1]), *parts[2:]]
+        for found, expected in zip(out, A @ tangents, strict=True):
+            assert error(forward_ad.unpack_dual(found).tangent, expected) <= 1e-10
+
+
 def test_dtypes_of_vectors_are_kept():
     A = _kronecker()
     x = torch.randn(6, requires_grad=True)
@@ -233,3 +291,18 @@ def test_other_arguments_have_no_graph(kind: str):
         _given(p)[kind]()
     with torch.no_grad():
         _given(p)[kind]()
+
+
+def test_what_is_no_product_under_transforms():
+    K = built("kfac")
+    for use in (lambda p: p * K, lambda p: C.CGInverseLinearOperator(K, damping=p)):
+        with pytest.raises(ValueError, match=r"transformed by torch.func, .*detach"):
+            torch.func.vmap(use)(torch.ones(2))
+    v = vectors(K)
+    for use in (
+        lambda v: ALL["ggn"].build(problems.make(PROBLEM)) @ v,
+        lambda v: C.CGInverseLinearOperator(K).solve(v).x,
+        lambda v: v * (K @ v.numpy()),
+    ):
+        with pytest.raises(RuntimeError, match="only multiply tensors"):
+            torch.func.jvp(lambda u, use=use: use(v), (v,), (v,))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
+from curvlinops.core.functions import in_transform
+
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -38,7 +40,15 @@ def without_modes() -> AbstractContextManager:
 
     It is without inference mode, whose tensors autograd refuses, without autocast, and without
     hooks on the tensors that graphs save.
+
+    Raises:
+        RuntimeError: In a transform of ``torch.func``, where tensors mean something else.
     """
+    if in_transform():
+        raise RuntimeError(
+            "Inside of functions that torch.func transforms, operators only multiply tensors. "
+            "Build them, and compute everything else, outside of these functions."
+        )
     kinds, hooked = _autocasting(), _hooked()
     return _without(kinds, hooked) if kinds or hooked else torch.inference_mode(False)
 

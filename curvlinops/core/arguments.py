@@ -78,9 +78,11 @@ def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
 
 
 def has_graph(x: Any) -> bool:
-    """Return whether autograd records what is computed of ``x``, tensors or anything else."""
+    """Return whether autograd, or a transform of ``torch.func``, follows tensors in ``x``."""
     if isinstance(x, Tensor):
         if x.requires_grad and torch.is_grad_enabled():
+            return True
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return True
         return forward_ad.unpack_dual(x).tangent is not None
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
@@ -95,7 +97,8 @@ def without_graph(x: Any, name: str) -> Any:
     """
     if has_graph(x):
         raise ValueError(
-            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
-            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
+            f"{name} requires gradients, or is transformed by torch.func, but only products A @ v "
+            "are differentiated, and only with respect to the vector. Pass it as .detach(), or use "
+            "torch.no_grad()."
         )
     return x

@@ -64,11 +64,34 @@ class _Product(torch.autograd.Function):
         return None, None, *((*out, None) if ctx.structured else (out,))
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple, operator: Multiplies, adjoint: bool, *vectors: Any) -> Any:
+        structured = vectors[-1] is True
+        space = operator.codomain if adjoint else operator.domain
+        ranks = [len(shape) for shape in space.shapes.values()] if structured else [1]
+        parts = zip(vectors, in_dims[2:], strict=True)
+        columns = [_as_columns(x, dim, info.batch_size) for x, dim in parts if x is not True]
+        several = any(x.ndim > 1 + rank for x, rank in zip(columns, ranks, strict=True))
+        if several:  # of them for each of the batch
+            columns = [x.flatten(-2) for x in columns]
+        out = _Product.apply(operator, adjoint, *columns, *vectors[len(columns) :])
+        outs = list(out) if structured else [out]
+        if several:
+            outs = [x.unflatten(-1, (-1, info.batch_size)) for x in outs]
+        return (tuple(outs), (-1,) * len(outs)) if structured else (outs[0], -1)
+
+    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         if not ctx.structured:
             return _own(ctx.operator._product(tangents[2], ctx.adjoint))
         out = ctx.operator._product(list(tangents[2:-1]), ctx.adjoint)
         return tuple(_own(part) for part in out)
+
+
+def _as_columns(x: Tensor, dim: int | None, num_columns: int) -> Tensor:
+    """Return a tensor whose last axis is the one over which a function is vectorized."""
+    if dim is None:
+        return x.unsqueeze(-1).expand(*x.shape, num_columns)
+    return x.movedim(dim, -1)
 
 
 def _own(out: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
 from curvlinops.core.differentiable import product_with_graph
+from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns, ParameterSpace
 
 
@@ -78,7 +79,7 @@ class LinearMap(LinearOperator):
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
     def _product(self, x: Any, adjoint: bool = False) -> Any:
-        if has_graph(x):
+        if has_graph(x) or (in_transform() and not isinstance(x, np.ndarray)):
             return product_with_graph(self, x, adjoint)
         domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
         with without_modes():
