@@ -36,6 +36,7 @@ from curvlinops import (
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 PARAMS = list(MODEL.parameters())
+ONES = [torch.ones(p.shape) for p in PARAMS]
 DATA = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (5, 2)]
 H = HessianLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
 G = GGNLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
@@ -85,6 +86,11 @@ PRODUCTS = {
     "broadcast": (lambda: H @ np.broadcast_to(x[:, None], (D, 3)), h @ np.stack([x] * 3, axis=1)),
     "np.matrix": (lambda: H @ np.matrix(x).T, h @ x[:, None]),
     "numbers": (lambda: H @ list(x), h @ x),
+    "rows of numbers": (lambda: H @ list(X), h @ X),
+    "slices": (
+        lambda: SubmatrixLinearOperator(H, slice(1, 9, 3), slice(4)) @ x[:4],
+        h[1:9:3, :4] @ x[:4],
+    ),
     "sparse tensor": (lambda: H @ torch.from_numpy(X).to_sparse(), h @ X),
     "half tensor": (lambda: H @ torch.from_numpy(x).half(), h @ x.astype(np.float16)),
     "expanded tensor": (lambda: H @ torch.ones(()).expand(D), h @ np.ones(D)),
@@ -94,6 +100,10 @@ PRODUCTS = {
     "cast": (lambda: H.to_scipy(np.float64) @ x, h @ x),
     "cast columns": (lambda: H.to_scipy(dtype=np.float64) @ X, h @ X),
     "cast adjoint": (lambda: J.to_scipy(dtype=np.float64).T @ np.ones(ROWS), j.T @ np.ones(ROWS)),
+    "cast to complex": (lambda: H.to_scipy(complex) @ (X + 1j * X[::-1]), h @ (X + 1j * X[::-1])),
+    "complex adjoint": (lambda: J.to_scipy(complex).H @ np.full(ROWS, 1j), j.T @ np.full(ROWS, 1j)),
+    "complex sum": (lambda: (H + 1j * A) @ (x + 2j), (h + 1j * a) @ (x + 2j)),
+    "complex product": (lambda: (H @ (1j * A)) @ (x + 2j), 1j * h @ a @ (x + 2j)),
     "their sum": (lambda: (A + H) @ x, (a + h) @ x),
     "our sum": (lambda: (H - A) @ x, (h - a) @ x),
     "their product": (lambda: (A @ H).T @ x, h @ a.T @ x),
@@ -158,6 +168,18 @@ def test_lists_for_outputs(columns: tuple[int, ...]):
             [part.reshape(p.numel(), *columns) for part, p in zip(back, PARAMS, strict=True)]
         )
         torch.testing.assert_close(joined, torch.from_numpy(j).T @ u.reshape(ROWS, *columns))
+
+
+def test_lists_of_parameters():
+    expected = [part.detach() for part in G @ PARAMS]
+    for columns in (G @ nn.ParameterList(PARAMS), G.matvec(nn.ParameterList(PARAMS))):
+        torch.testing.assert_close([part.detach() for part in columns], expected)
+    with torch.no_grad():  # names with dots are none of these dictionaries'
+        K = GGNLinearOperator(lambda p, X: X @ p["w"], nn.MSELoss(), {"w": torch.zeros(4, 2)}, DATA)
+        found = K @ nn.ParameterDict({"w": torch.ones(4, 2)})
+    torch.testing.assert_close(found, K @ {"w": torch.ones(4, 2)})
+    (gradient,) = torch.autograd.grad(sum(p.sum() for p in G @ nn.ParameterList(PARAMS)), PARAMS[0])
+    torch.testing.assert_close(gradient, (G @ [torch.ones_like(p) for p in PARAMS])[0])
 
 
 def test_lists_for_outputs_of_unequal_shape():
@@ -266,6 +288,19 @@ def test_densities_of_numpy_integers():
         (lambda: csr_array(a) @ H, TypeError, "aslinearoperator"),
         (lambda: H @ csr_array(a), TypeError, "aslinearoperator"),
         (lambda: H @ (x + 1j), TypeError, "complex"),
+        (lambda: H @ [None, *PARAMS[1:]], TypeError, "'0.weight' is a NoneType, .*pass zeros"),
+        (lambda: H @ [*ONES[:3], None], TypeError, "'2.bias' is a NoneType, .*pass zeros"),
+        (lambda: H @ [p.numpy() for p in ONES], TypeError, "'0.weight' is a ndarray, expected"),
+        (lambda: H @ [*ONES[:3], 1.0], TypeError, "'2.bias' is a float, expected a tensor"),
+        (lambda: H @ PARAMS[:3], ValueError, "a list of 3 tensors as vector, expected 4"),
+        (lambda: H.matvec(MODEL.parameters()), TypeError, "a generator. Pass a numpy array"),
+        (lambda: H @ MODEL.parameters(), TypeError, "a generator. Pass a numpy array"),
+        (lambda: H + np.eye(D), TypeError, "aslinearoperator for a matrix"),
+        (lambda: np.eye(D) + H, TypeError, "aslinearoperator for a matrix"),
+        (lambda: H - torch.eye(D), TypeError, "aslinearoperator for a matrix"),
+        (lambda: H + 0.1, TypeError, "IdentityLinearOperator"),
+        (lambda: SubmatrixLinearOperator(H, 3, [1]), ValueError, "row_idxs must be a list"),
+        (lambda: SubmatrixLinearOperator(H, slice(5, 5), [1]), ValueError, "at least one index"),
         (lambda: H @ x.astype(object), TypeError, "numbers"),
         (lambda: J.T @ [torch.ones(ROWS)], ValueError, r"shape \[14\], expected \[7, 2\]"),
         (lambda: CGInverseLinearOperator(M, eps=1e-3), ValueError, "eps=0"),

@@ -298,11 +298,12 @@ def test_what_is_no_product_under_transforms():
     for use in (lambda p: p * K, lambda p: C.CGInverseLinearOperator(K, damping=p)):
         with pytest.raises(ValueError, match=r"transformed by torch.func, .*detach"):
             torch.func.vmap(use)(torch.ones(2))
-    v = vectors(K)
+    v, p = vectors(K), problems.make(PROBLEM)
+    array = v.numpy()
     for use in (
-        lambda v: ALL["ggn"].build(problems.make(PROBLEM)) @ v,
+        lambda v: ALL["ggn"].build(p) @ v,
         lambda v: C.CGInverseLinearOperator(K).solve(v).x,
-        lambda v: v * (K @ v.numpy()),
+        lambda v: K @ array,
     ):
         with pytest.raises(RuntimeError, match="only multiply tensors"):
             torch.func.jvp(lambda u, use=use: use(v), (v,), (v,))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         }
         renamed = _renamed(aliases)
         _check_known(renamed, options)
-        defaults = CGInverseLinearOperator.__init__.__kwdefaults__
-        if twice := [name for name in renamed if options[name] is not defaults[name]]:
+        given = signature(CGInverseLinearOperator).parameters
+        if twice := [name for name in renamed if options[name] is not given[name].default]:
             raise TypeError(f"{twice} are given twice, also by {sorted(aliases)}.")
         super().__init__(A, **options | renamed)
 

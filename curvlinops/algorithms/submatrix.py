@@ -1,5 +1,6 @@
 """Parts of a matrix."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix. The submatrix of a submatrix is
             one of the original.
-        row_idxs: Which rows, in this order: integers from 0 on, or names of parameters. By names,
-            vectors may also be lists and dictionaries of tensors.
+        row_idxs: Which rows, in this order: integers from 0 on, a slice of them, or names of
+            parameters. By names, vectors may also be lists and dictionaries of tensors.
         col_idxs: Which columns.
 
     Raises:
@@ -128,8 +129,11 @@ class _Selection:
 def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     if isinstance(idxs, str):
         raise TypeError(f"{what} must be a list, got a string. Pass [{idxs!r}].")
-    values = idxs.tolist() if hasattr(idxs, "tolist") else list(idxs)
-    if not isinstance(values, list) or not values:
+    if isinstance(idxs, slice):
+        idxs = range(space.dim)[idxs]
+    values = idxs.tolist() if hasattr(idxs, "tolist") else idxs
+    values = list(values) if isinstance(values, Iterable) else None
+    if not values:
         raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
     values = [value if (number := as_integer(value)) is None else number for value in values]
     kinds = {type(value) for value in values}

@@ -6,10 +6,14 @@ from operator import index
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 Choice = TypeVar("Choice", bound=str)
+
+#: What has a tensor for each parameter, in their order or by name.
+LISTS = list | tuple | nn.ParameterList
+MAPPINGS = Mapping | nn.ParameterDict
 
 
 def as_integer(value: Any) -> int | None:
@@ -85,7 +89,7 @@ def has_graph(x: Any) -> bool:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return True
         return forward_ad.unpack_dual(x).tangent is not None
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else ()
     return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
 
 

@@ -1,6 +1,6 @@
 """Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sized
 from numbers import Number
 from typing import Any
 
@@ -9,20 +9,24 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
+from curvlinops.core.arguments import LISTS, MAPPINGS
 from curvlinops.core.columns import not_finite
 from curvlinops.core.space import Columns, ParameterSpace
 
 #: Turns a product's columns, which lie in the given space, into the kind that came in.
 Writer = Callable[[Columns, ParameterSpace], Any]
 
+_COMPLEX = "The operator is real, the vector complex. Multiply .real and .imag, or see to_scipy."
+
 
 def is_ours(x: Any) -> bool:
     """Return whether a product with ``x`` is computed without scipy's conversions."""
-    if type(x) is np.ndarray or isinstance(x, Tensor | Mapping):
-        return True
-    if isinstance(x, list | tuple):
-        return len(x) > 0 and all(isinstance(value, Tensor) for value in x)
-    return False
+    if isinstance(x, LISTS):
+        shapes = {value.shape for value in x if isinstance(value, np.ndarray)}
+        # arrays of one shape are an array's rows
+        no_rows = len(shapes) > 1 or any(len(shape) > 1 for shape in shapes)
+        return no_rows or any(value is None or isinstance(value, Tensor) for value in x)
+    return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator)
 
 
 def is_scalar(x: Any) -> bool:
@@ -48,7 +52,13 @@ def cast(operator: LinearOperator, dtype: Any) -> LinearOperator:
     dtype = np.dtype(dtype)
 
     def through(multiply: Callable) -> Callable:
-        return lambda x: multiply(np.asarray(x)).astype(dtype)
+        def product(x: Any) -> np.ndarray:
+            x = np.asarray(x)
+            if np.issubdtype(dtype, np.complexfloating) and np.iscomplexobj(x):
+                return (multiply(x.real) + 1j * multiply(x.imag)).astype(dtype)
+            return multiply(x).astype(dtype)
+
+        return product
 
     forward, backward = through(operator.dot), through(operator.H.dot)
     return LinearOperator(operator.shape, forward, backward, forward, dtype, backward)
@@ -73,11 +83,8 @@ def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
         columns, write = _read_numpy(x, space)
     elif isinstance(x, Tensor):
         columns, write = _read_tensor(x, space)
-    elif isinstance(x, Mapping):
-        check_names(dict(x), space)
-        columns, write = _read_structure(dict(x), space, named=True)
-    elif isinstance(x, list | tuple):
-        columns, write = _read_structure(_name_list(x, space), space, named=False)
+    elif isinstance(x, LISTS | MAPPINGS):
+        columns, write = _read_structure(by_name(x, space), space, isinstance(x, MAPPINGS))
     else:
         raise TypeError(
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
@@ -90,7 +97,7 @@ def _read_numpy(x: np.ndarray, space: ParameterSpace) -> tuple[Columns, Writer]:
     if not np.issubdtype(x.dtype, np.number) and x.dtype != bool:
         raise TypeError(f"Vectors must be numbers, got an array of dtype {x.dtype}.")
     if np.iscomplexobj(x):
-        raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
+        raise TypeError(_COMPLEX)
     _check_flat_shape(x.shape, space)
     numpy_dtype = np.float64 if space.dtype == torch.float64 else np.float32
     # torch warns about read-only arrays, and refuses negative strides
@@ -151,17 +158,37 @@ def _read_structure(
     return columns, write
 
 
-def _name_list(values: list[Tensor] | tuple[Tensor, ...], space: ParameterSpace) -> dict:
+def by_name(x: Any, space: ParameterSpace) -> dict[str, Tensor]:
+    """Return the tensors of a list or dictionary by name, in the order of a space.
+
+    Raises:
+        ValueError: If there is not one for each of the space's names.
+        TypeError: If one of them is no tensor.
+    """
+    if isinstance(x, MAPPINGS):
+        values = dict(x)
+        _check_names(values, space)
+    else:
+        _check_length(x, space)
+        values = dict(zip(space.names, x, strict=True))
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            where = f" for parameter '{name}'" if name else ""
+            hint = " Where a gradient is None, pass zeros." if value is None else ""
+            kind = type(value).__name__
+            raise TypeError(f"The vector{where} is a {kind}, expected a tensor.{hint}")
+    return {name: values[name] for name in space.names}
+
+
+def _check_length(values: Sized, space: ParameterSpace) -> None:
     if len(values) != len(space.names):
         each = "" if space.is_flat else f", one for each of the parameters {space.names}"
         raise ValueError(
             f"Got a list of {len(values)} tensors as vector, expected {len(space.names)}{each}."
         )
-    return dict(zip(space.names, values, strict=True))
 
 
-def check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
-    """Raise an error unless a dictionary has one tensor for each of a space's names."""
+def _check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
     if space.is_flat:
         raise ValueError(f"Expected one flat vector of length {space.dim}, got {list(values)}.")
     missing = [name for name in space.names if name not in values]
@@ -171,11 +198,6 @@ def check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
             f"The vector's names are not those of the operator: missing {missing}, unknown "
             f"{unknown}."
         )
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"Vector for parameter '{name}' is a {type(value).__name__}, expected a tensor."
-            )
 
 
 def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
@@ -188,7 +210,7 @@ def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
 def adopt(x: Tensor, space: ParameterSpace) -> Tensor:
     """Return a tensor dense, and of a space's device and dtype."""
     if x.is_complex():
-        raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
+        raise TypeError(_COMPLEX)
     x = x if x.layout is torch.strided else x.to_dense()
     return x.to(space.device, space.dtype)
 

@@ -1,12 +1,12 @@
 """Products that autograd differentiates with respect to the vectors."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from curvlinops.core.border import adopt, check_names
+from curvlinops.core.arguments import MAPPINGS
+from curvlinops.core.border import adopt, by_name
 from curvlinops.core.space import ParameterSpace
 
 
@@ -26,14 +26,10 @@ def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
         domain, codomain = codomain, domain
     if isinstance(x, Tensor):
         return _Product.apply(operator, adjoint, adopt(x, domain))
-    if isinstance(x, Mapping):
-        check_names(dict(x), domain)
-        values = [x[name] for name in domain.names]
-    else:
-        values = list(x)
+    values = by_name(x, domain).values()
     # casts are recorded, so that gradients return in the vectors' own dtype
     out = list(_Product.apply(operator, adjoint, *(adopt(value, domain) for value in values), True))
-    if not isinstance(x, Mapping):
+    if not isinstance(x, MAPPINGS):
         return out
     return out[0] if codomain.is_flat else dict(zip(codomain.names, out, strict=True))
 

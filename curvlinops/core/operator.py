@@ -34,8 +34,17 @@ class TorchLinearOperator(LinearMap):
     """
 
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
-        """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts."""
+        """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts.
+
+        If that is complex, it also multiplies complex vectors.
+        """
         return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
+
+    def _beside(self, other: Any) -> LinearOperator:
+        """Return what SciPy can combine with something else: complex, if that is an operator so."""
+        if not isinstance(other, LinearOperator) or not np.iscomplexobj(other):
+            return self
+        return self.to_scipy(np.result_type(self.dtype, other.dtype))
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
@@ -48,7 +57,7 @@ class TorchLinearOperator(LinearMap):
         if isinstance(x, TorchLinearOperator):
             product = self._times(x)
             return ProductLinearOperator(self, x) if product is None else product
-        return self._product(x) if is_ours(x) else super().dot(x)
+        return self._product(x) if is_ours(x) else LinearOperator.dot(self._beside(x), x)
 
     def _rdot(self, x: Any) -> Any:
         if is_scalar(x):
@@ -68,8 +77,14 @@ class TorchLinearOperator(LinearMap):
         if isinstance(other, TorchLinearOperator):
             total = self._plus(other)
             return SumLinearOperator(self, other) if total is None else total
-        # Python's sum() starts with zero
-        return self if is_scalar(other) and other == 0 else super().__add__(other)
+        if is_scalar(other) and other == 0:  # Python's sum() starts with it
+            return self
+        if isinstance(other, np.ndarray | Tensor) or is_scalar(other):
+            raise TypeError(
+                "Operators can only be added to operators: use scipy's aslinearoperator for a "
+                "matrix, and c * IdentityLinearOperator(A.space) for a multiple of the identity."
+            )
+        return LinearOperator.__add__(self._beside(other), other)
 
     __radd__ = __add__
 
