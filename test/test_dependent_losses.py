@@ -68,6 +68,19 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
+def test_points_with_a_history():
+    """They are constants, with respect to which the loss still differentiates."""
+    model, points = net(), [x for x, _ in collocation()]
+    moved = [2 * x for x in points]
+    leaves = [(2 * x.detach()).requires_grad_() for x in points]
+    params, v = list(model.parameters()), torch.randn(sum(p.numel() for p in model.parameters()))
+    found, expected = (
+        HessianLinearOperator(model, poisson, params, [(x, x) for x in xs], reduction="mean") @ v
+        for xs in (moved, leaves)
+    )
+    assert torch.equal(found, expected)
+
+
 def regularized(model: nn.Module):
     """Return a loss with weight decay that finds the parameters in the model."""
 

@@ -312,6 +312,21 @@ def test_data_made_in_inference_mode(kind: type):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.SmoothL1Loss()])
+@pytest.mark.parametrize("kind", [*SQUARE, PerSampleGradientLinearOperator])
+def test_data_with_a_history(kind: type, loss: nn.Module):
+    """Also with one that begins at the model's own parameters."""
+
+    model, other = mlp(), nn.Linear(3, 3).double()
+    params = list(model.parameters())
+    inputs = [other(X) for X, _ in batches(4, 2)]
+    data = [(X, model(X) + 1 + X) for X in inputs]
+    values = [(X.detach(), y.detach()) for X, y in data]
+    found, expected = (dense(kind, model, params, d, loss=loss) for d in (data, values))
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+
+
 def test_jacobian_that_is_not_finite():
     model = nn.Linear(3, 3)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)

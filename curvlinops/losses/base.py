@@ -80,7 +80,8 @@ class Loss(ABC):
     def gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
         rows = self._gradient(self._rows(output), output, target)
-        return self.from_terms(rows.unsqueeze(0), output)[0]
+        # targets may require gradients
+        return self.from_terms(rows.unsqueeze(0), output)[0].detach()
 
     def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return ``gradient`` as a function of the output, with ``hessian`` as its derivative."""
