@@ -68,6 +68,15 @@ def bias_of_distances(m: Model, x: Tensor) -> Tensor:
     return ((x @ x.mT + bias).softmax(2) @ x).sum(1)
 
 
+def one_by_one(m: Model, x: Tensor) -> Tensor:
+    return torch.stack([torch.tanh(F.linear(one, m.weight, m.bias)).mean(0) for one in x])
+
+
+def masked_one_by_one(m: Model, x: Tensor) -> Tensor:
+    weight = m.other * m.constant
+    return F.linear(one_by_one(m, x), weight)
+
+
 R = torch.randn
 #: Models, and the shape of an input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -87,9 +96,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+#: Models that call a layer for each sample.
+LOOPS = {
+    "loop": (lambda: Model(one_by_one, R(1), 3, weight=R(3, 4), bias=R(3)), (5, 4)),
+    "loop-masked": (
+        lambda: Model(masked_one_by_one, R(3, 3), 3, weight=R(3, 4), bias=R(3), other=R(3, 3)),
+        (5, 4),
+    ),
+}
+
+
 def make(name: str, size: int) -> Problem:
     torch.manual_seed(0)
-    build, shape = MODELS[name]
+    build, shape = (MODELS | LOOPS)[name]
     model = build().double()
     data = [(R(5, *shape).double(), R(5, 2).double())]
     p = Problem(model, nn.MSELoss(), dict(model.named_parameters()), data, mc=True)
@@ -117,6 +136,17 @@ def test_blocks_do_not_depend_on_the_batches(name: str, cls: type):
         assert structures(alone) == structures(together)
     diagonal = build(cls, p, fallback="diagonal")
     assert structures(diagonal) == structures(build(cls, make(name, 5), fallback="diagonal"))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_loops_over_samples(name: str, cls: type):
+    """A layer of a loop sees the sample, though it has no more rows for two."""
+    alone, together = build(cls, make(name, 1)), build(cls, make(name, 5))
+    assert error(matrix(alone), matrix(together)) <= 1e-9
+    assert structures(alone) == structures(together)
+    kinds = {names[0]: structure for names, structure, *_ in structures(alone)}
+    assert kinds["weight"] == "kronecker"
 
 
 @pytest.mark.parametrize("name", ["masked", "rotated", "masked-convolution", "coordinates"])

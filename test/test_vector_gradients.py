@@ -109,6 +109,27 @@ def test_of_parameter_shaped_vectors(kind: str, named: bool, columns: int | None
     assert error(flat, 3 * M.T @ (M @ x).square()) <= 1e-9
 
 
+@pytest.mark.parametrize("kind", ["jacobian", "gradients"])
+def test_shapes_of_products_with_dictionaries(kind: str):
+    A = MAKERS[kind]()
+    for columns in ((), (2,)):
+        values = {n: torch.randn(*s, *columns).double() for n, s in A.space.shapes.items()}
+        expected = A @ values
+        found = A @ {name: value.clone().requires_grad_() for name, value in values.items()}
+        torch.testing.assert_close(found.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_vectorized_products_in_ambient_modes(mode: Callable):
+    A = MAKERS["hessian"]()
+    X = vectors(A, 3)
+    with mode():
+        found = torch.vmap(lambda v: A @ v, in_dims=1, out_dims=1)(X)
+    torch.testing.assert_close(found, matrix(A) @ X)
+
+
 def test_some_vectors_alone():
     K = built("kfac")
     parts = [torch.randn(shape).double() for shape in K.space.shapes.values()]

@@ -75,10 +75,11 @@ def free_of_modes(function: Callable) -> Callable:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _autocasting() and not torch.is_inference_mode_enabled():
+        kinds = _autocasting()
+        if not kinds and not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         recording = torch.is_grad_enabled()
-        with without_modes(), torch.set_grad_enabled(recording):
+        with _without(kinds, hooked=False), torch.set_grad_enabled(recording):
             return function(*args, **kwargs)
 
     uncompiled = torch._disable_dynamo(run)

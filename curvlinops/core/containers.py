@@ -138,7 +138,7 @@ def has_length(leaf: Any, length: int) -> bool:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in a nested structure to a device, without its history.
+    """Move all that can be moved in a nested structure to a device.
 
     Raises:
         ValueError: If a tensor has no values.
@@ -153,12 +153,8 @@ def move(tree: Any, device: torch.device) -> Any:
         if _moves_itself(leaf):
             # some containers move in place: not the user's own
             leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.grad_fn is not None:  # data is constant, whatever it was computed with
-            leaf = leaf.detach().requires_grad_()
         # autograd refuses tensors that were made in inference mode
-        return leaf.clone() if leaf.is_inference() else leaf
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
     return map_leaves(tree, moved, _moves_itself)
 

@@ -47,10 +47,11 @@ class Hooks(TorchFunctionMode):
 def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
     """Compare a Hessian product with central differences of the gradient.
 
-    Only for models with custom autograd functions or hooks on tensors, and in float64, where
-    differences are accurate and steps so short that kinks do not matter. Where a copy of the model
-    in float64 does not work there is a warning; where differences are noisy, because a part of it
-    computes in less, there is no verdict.
+    Only for models with custom autograd functions or hooks on tensors (those on nodes of the graph,
+    ``grad_fn.register_hook``, cannot be seen), and in float64, where differences are accurate and
+    steps so short that kinks do not matter. Where a copy of the model in float64 does not work
+    there is a warning; where differences are noisy, because a part of it computes in less, there is
+    no verdict.
 
     Raises:
         RuntimeError: If the two differ.

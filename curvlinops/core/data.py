@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from curvlinops.core.containers import has_length, leaves, move, take
+from curvlinops.core.containers import has_length, leaves, map_leaves, move, take
+from curvlinops.core.graph import graph_nodes, leaf_variables
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *move(tuple(pair), device))
+            batch = Batch(index, *_constant(move(tuple(pair), device)))
             num_data += self.size(batch) if self.num_data is not None else 0
             yield batch
         if index == -1:
@@ -140,6 +141,25 @@ class Batches:
             "not its loss or another mean. If the batch has only as many samples as the output has "
             "rows, say so with batch_size_fn."
         )
+
+
+def _constant(tree: Any) -> Any:
+    """Cut off how tensors were computed, unless from another one of the same batch."""
+    tensors = leaves(tree)
+    computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
+    for leaf in computed:
+        nodes = list(graph_nodes(leaf))
+        begins = {id(variable) for variable in leaf_variables(nodes)}
+        if any(x is not leaf and (x.grad_fn in nodes or id(x) in begins) for x in tensors):
+            return tree  # the model, or the loss, may differentiate one with respect to the other
+    if not computed:
+        return tree
+
+    def cut(leaf: Any) -> Any:
+        history = isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        return leaf.detach().requires_grad_() if history else leaf
+
+    return map_leaves(tree, cut)
 
 
 def _first_axes(tree: Any) -> set[int]:

@@ -31,7 +31,10 @@ def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
     out = list(_Product.apply(operator, adjoint, *(adopt(value, domain) for value in values), True))
     if not isinstance(x, MAPPINGS):
         return out
-    return out[0] if codomain.is_flat else dict(zip(codomain.names, out, strict=True))
+    if not codomain.is_flat:
+        return dict(zip(codomain.names, out, strict=True))
+    (shape,) = codomain.shapes.values()
+    return out[0].reshape(codomain.dim, *out[0].shape[len(shape) :])
 
 
 class _Product(torch.autograd.Function):

@@ -151,6 +151,8 @@ def check_cache(cache: Any, autodiff: str) -> str | int:
 
 def _copied(batch: Batch) -> Batch:
     """Return a copy that shares no memory; one of a view is as small as the view."""
+    if any(leaf.grad_fn is not None for leaf in leaves((batch.X, batch.y))):
+        raise ValueError("its tensors were computed from each other.")
     tensors = {
         id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
         for leaf in leaves((batch.X, batch.y))

@@ -116,7 +116,7 @@ class BatchRisk:
     def recording(self, purpose: str) -> Iterator[Evaluation]:
         """Evaluate the model for backward passes of some purpose; its scope is active inside."""
         found, self._offered = self._offered, None
-        if found is not None and found.scope.purpose == purpose:
+        if found is not None and found.scope.purpose == purpose and found.scope.is_current:
             with found.scope.active():
                 yield found
             return
@@ -130,8 +130,7 @@ class BatchRisk:
         """Let ``recording`` use an evaluation, once, if another one would find just the same."""
         # other losses may know what the model has kept of its last evaluation
         plain = self.loss is None or self.loss.is_function_of_values
-        usable = plain and evaluation is not None and not evaluation.scope.has_traces
-        self._offered = evaluation if usable else None
+        self._offered = evaluation if plain else None
 
     def terms(self, output: Tensor) -> Tensor:
         """Return the batch's share of the normalization, after checking that all fits."""

@@ -38,16 +38,24 @@ class Scope:
             the fused ones lack derivatives; it takes memory quadratic in the sequence length.
     """
 
+    #: How often models were evaluated, in any scope.
+    _evaluations = 0
+
     def __init__(self, model: Model, values: Mapping[str, Tensor], purpose: str):
         self._model = model
         self._values = values
         self.purpose = purpose
         self._state: dict = {}
+        self._number = 0
 
     @property
-    def has_traces(self) -> bool:
-        """Whether the model left traces in its modules, which were undone when the scope ended."""
-        return TRACES in self._state
+    def is_current(self) -> bool:
+        """Whether the world is as it was when the model was evaluated here.
+
+        It is not if that left traces in modules, which were undone when the scope ended, or if
+        another evaluation followed, which may have written to what the model keeps elsewhere.
+        """
+        return TRACES not in self._state and self._number == Scope._evaluations
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -70,6 +78,8 @@ class Scope:
 
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only."""
+        Scope._evaluations += 1
+        self._number = Scope._evaluations
         try:
             return self._model(self._values, X)
         except Exception as error:

@@ -1,7 +1,9 @@
-"""Which calls see the sample of a batch of one? Those that have more rows if it comes twice.
+"""Which calls see the sample of a batch of one? Those with more rows, or calls, if it comes twice.
 
 No gradient tells: all rows are the sample's, also those of a function of parameters alone.
 """
+
+from collections import Counter
 
 import torch
 
@@ -32,8 +34,13 @@ def blind(once: RecordedBatch, both: RecordedBatch) -> set[Key]:
     if output.shape != expected.shape or differs(output, expected, expected):
         raise ValueError("the model returns something else for two copies of a sample")
     leads = {key: recorded.use.lead for key, recorded in both.uses.items()}
+    # a loop over samples has more calls instead
+    counts = [Counter(key._replace(index=0) for key in run.uses) for run in (once, both)]
+    more = counts[1] - counts[0]
     return {
         key
         for key, recorded in once.uses.items()
-        if 0 not in recorded.use.lead and recorded.use.lead == leads.get(key)
+        if 0 not in recorded.use.lead
+        and recorded.use.lead == leads.get(key)
+        and key._replace(index=0) not in more
     }

@@ -192,7 +192,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _purpose(self, num_products: int) -> str | None:
         """Return for which backward passes products need an evaluation, if it is one of these."""
-        return "reverse" if self._are_many(num_products) else None
+        records = self._are_many(num_products) and any(isinstance(m, Reverse) for m in self._modes)
+        return "reverse" if records else None
 
     def _keep(self, bound: BatchRisk, build: Callable[[BatchRisk], Any], kind: str = "") -> Any:
         """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
