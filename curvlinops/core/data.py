@@ -1,6 +1,6 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -67,12 +67,18 @@ class Batches:
         self.batch_size_fn = batch_size_fn
         self.num_data = num_data
 
-    def iterate(self, device: torch.device, wrap: Callable[[Iterable], Iterable]) -> Iterator:
+    def iterate(
+        self,
+        device: torch.device,
+        wrap: Callable[[Iterable], Iterable],
+        own: Collection[int] = (),
+    ) -> Iterator:
         """Yield one ``Batch`` after the other.
 
         Args:
             device: Where its tensors shall be.
             wrap: Applied to the data (a progress bar).
+            own: The ids of the model's own parameters.
 
         Yields:
             The batches, their tensors moved to ``device``.
@@ -91,7 +97,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *_constant(move(tuple(pair), device)))
+            batch = Batch(index, *_constant(move(tuple(pair), device), own))
             num_data += self.size(batch) if self.num_data is not None else 0
             yield batch
         if index == -1:
@@ -143,16 +149,21 @@ class Batches:
         )
 
 
-def _constant(tree: Any) -> Any:
-    """Cut off how tensors were computed, unless from another one of the same batch."""
+def _constant(tree: Any, own: Collection[int]) -> Any:
+    """Cut off how tensors were computed, unless from another one of the same batch.
+
+    In that case the model, or the loss, may differentiate one with respect to the other. What the
+    model's own parameters were used for is cut off nevertheless.
+    """
     tensors = leaves(tree)
     computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
+    connected, begins = False, set()
     for leaf in computed:
         nodes = list(graph_nodes(leaf))
-        begins = {id(variable) for variable in leaf_variables(nodes)}
-        if any(x is not leaf and (x.grad_fn in nodes or id(x) in begins) for x in tensors):
-            return tree  # the model, or the loss, may differentiate one with respect to the other
-    if not computed:
+        begins |= {id(variable) for variable in leaf_variables(nodes)}
+        connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
+    connected |= not begins.isdisjoint(map(id, tensors))
+    if not computed or (connected and begins.isdisjoint(own)):
         return tree
 
     def cut(leaf: Any) -> Any:

@@ -44,7 +44,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, model: Model, leaves: Tensors):
         super().__init__()
-        self._own, self._leaves = _own_names(model), {id(leaf) for leaf in leaves.values()}
+        self._own, self._leaves = own_names(model), {id(leaf) for leaf in leaves.values()}
         self._hidden: str | None = None
         self._reentrant = False
         self.differentiates = False
@@ -88,7 +88,7 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
             checkpointing, or uses a parameter by a reference that is not registered, or what an
             earlier evaluation made of it.
     """
-    own, current, depends = _own_names(model), {id(leaf) for leaf in leaves.values()}, False
+    own, current, depends = own_names(model), {id(leaf) for leaf in leaves.values()}, False
     nodes = list(graph_nodes(value))
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise ValueError(_REENTRANT)
@@ -124,7 +124,7 @@ def _in_reentrant_checkpoint(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _own_names(model: Model) -> dict[int, str]:
+def own_names(model: Model) -> dict[int, str]:
     """Return the names of the user's own tensors that are replaced in an evaluation, by id."""
     if not model.substitutable:
         return {}

@@ -15,6 +15,7 @@ from curvlinops.core.autodiff import Evaluation, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
+from curvlinops.core.dependence import own_names
 from curvlinops.core.determinism import check_finite, preserved_rng
 from curvlinops.core.examination import Examination
 from curvlinops.core.graph import operations
@@ -212,8 +213,9 @@ class EmpiricalRisk:
 
         with _LOCK, preserved_rng(device), without_modes():
             self.model.check_shapes()
+            own = {*own_names(self.model), *map(id, self.model.params.values())}
             start()
-            for batch in batches.iterate(device, wrap):
+            for batch in batches.iterate(device, wrap, own):
                 risk = BatchRisk(self, batch)
                 with self.examination.around(risk, purpose):
                     step(risk)
