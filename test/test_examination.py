@@ -118,6 +118,26 @@ def test_models_with_memory(kind: str, seen: bool):
     torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_interrupts_are_not_delayed():
+    """What is interrupted is not evaluated again, as it may be after an error."""
+    net, params, data = setting(nn.Tanh)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    operator = HessianLinearOperator(
+        net, nn.MSELoss(), params, data, check_deterministic=False, autodiff="reverse"
+    )
+    operator._linearize = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        operator @ torch.ones(operator.shape[1]).double()
+    assert len(net.passes) == 1
+    del operator._linearize
+    found = operator @ torch.ones(operator.shape[1]).double()
+    expected = HessianLinearOperator(net, nn.MSELoss(), params, data)
+    torch.testing.assert_close(found, expected @ torch.ones(len(found)).double())
+
+
 def test_batches_get_random_numbers_of_their_own():
     net, params, data = setting(SETTINGS["random"][0])
     masks = []

@@ -57,15 +57,20 @@ class Examination:
         leaves = found.leaves.values() if self._model.substitutable else ()
         kept = [weakref.ref(leaf) for leaf in leaves]
         del found, leaves
+        if purpose is None:
+            self._look_again(bound, kept)
         try:
-            if purpose is None:
-                self._look_again(bound, kept)
             yield
-        finally:
-            bound.offer(None)
-            if purpose is not None:
-                self._look_again(bound, kept)
+        except Exception:  # which this may explain
+            self._finish(bound, purpose, kept)
+            raise
+        self._finish(bound, purpose, kept)
         self._done.add(bound.batch.index)
+
+    def _finish(self, bound: Any, purpose: str | None, kept: list[weakref.ref]) -> None:
+        bound.offer(None)
+        if purpose is not None:
+            self._look_again(bound, kept)
 
     def _look(self, bound: Any, purpose: str) -> Evaluation:
         leaves, loss, y = bound.leaves(), bound.loss, bound.batch.y
