@@ -1,5 +1,8 @@
 """What the documentation shows, runs."""
 
+import doctest
+import importlib
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -7,6 +10,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 import torch
+
+import curvlinops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
@@ -30,6 +35,13 @@ def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     code = blocks(page)
     assert "import" in code
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+def test_docstrings_run():
+    names = [m.name for m in pkgutil.walk_packages(curvlinops.__path__, "curvlinops.")]
+    results = [doctest.testmod(importlib.import_module(name)) for name in names]
+    assert sum(result.attempted for result in results) > 0
+    assert not sum(result.failed for result in results)
 
 
 def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops.algorithms.products import norms
-from curvlinops.core.norms import PART, double_norm
+from curvlinops.core.norms import PART, double_dot, double_norm
 from curvlinops.structured.norms import deviation, wide_norm
 
 CASES = {
@@ -55,6 +55,18 @@ def test_norms(name: str, dtype: torch.dtype):
     torch.testing.assert_close(double_norm(x, dim), expected, rtol=1e-12, atol=0)
     if dim is not None:
         torch.testing.assert_close(wide_norm(x, dim), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_inner_products(name: str, dtype: torch.dtype):
+    x = numbers(CASES[name][0], dtype)
+    x = x[:, ::2] if name == "strided" else x
+    y = (x.flatten().flip(0).reshape(x.shape) + 2 * x).to(dtype)
+    with Largest() as double:
+        inner = double_dot(x, y)
+    torch.testing.assert_close(inner, (x.double() * y.double()).sum(), rtol=1e-12, atol=0)
+    assert dtype == torch.float64 or double.size <= PART
 
 
 def test_squares_that_are_no_numbers():

@@ -74,7 +74,8 @@ def eigsh(
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
 
     Example:
-        >>>         >>> from curvlinops import eigsh
+        >>> import numpy as np
+        >>> from curvlinops import eigsh
         >>> eigsh(np.diag([1.0, 2.0, 3.0]), k=2, which="LA").eigenvalues.round(6)
         array([2., 3.])
     """

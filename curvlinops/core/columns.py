@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.graph import footprint
+from curvlinops.core.norms import double_dot, double_norm
 from curvlinops.core.space import Columns
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -102,12 +103,12 @@ def multiple(columns: Columns, scalar: float) -> Columns:
 
 def dot(first: Columns, second: Columns) -> float:
     """Return the inner product of columns, summed in float64."""
-    return float(sum((first[name].double() * second[name].double()).sum() for name in first))
+    return float(sum(double_dot(first[name], second[name]) for name in first))
 
 
 def norm(columns: Columns) -> float:
     """Return the root of the sum of all squares, summed in float64."""
-    return dot(columns, columns) ** 0.5
+    return float(sum(double_norm(column) ** 2 for column in columns.values())) ** 0.5
 
 
 def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:

@@ -1,4 +1,4 @@
-"""Norms in float64, which has room for the squares of numbers of smaller types."""
+"""Norms and inner products in float64, which has room for squares of smaller types' numbers."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 #: So many numbers are converted to float64 at once: what a processor's cache holds.
 PART = 2**17
+#: Copies of so many take memory that the process has at hand, and no fresh pages.
+_COPIED = 2**14
 #: More elsewhere, where each call takes time of its own.
 _PART_ON_DEVICE = 2**22
 
@@ -22,6 +24,13 @@ def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     axes = [axis % x.ndim for axis in axes]
     norms = _in_parts(x, axes)
     return norms.squeeze(axes) if axes else norms
+
+
+def double_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return the inner product of all numbers, in float64, without a copy of all of them in it."""
+    at_once = _COPIED if x.is_cpu else _PART_ON_DEVICE
+    parts = zip(x.reshape(-1).split(at_once), y.reshape(-1).split(at_once), strict=True)
+    return torch.stack([torch.dot(some.double(), same.double()) for some, same in parts]).sum()
 
 
 def _in_parts(x: Tensor, axes: list[int]) -> Tensor:
