@@ -20,6 +20,7 @@ from curvlinops import (
     KFACInverseLinearOperator,
     KFACLinearOperator,
 )
+from curvlinops.structured import factors
 
 
 def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **options: Any):
@@ -400,3 +401,13 @@ def test_factors_that_overflow():
     operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), data)
     with pytest.raises(ValueError, match="'0.weight'.*NaN or infinite"):
         operator.inverse(damping=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_heuristic_damping": True}])
+def test_biases_share_the_inverses_of_their_weights(options: dict, monkeypatch):
+    inverted = []
+    invert = factors.inverse
+    monkeypatch.setattr(factors, "inverse", lambda *args: inverted.append(args) or invert(*args))
+    operator = build("mlp-ce-mean")
+    operator.inverse(0.1, **options)
+    assert len(inverted) == 2 * len(operator.mapping)

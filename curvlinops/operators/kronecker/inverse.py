@@ -13,6 +13,7 @@ from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operato
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factors import Factor
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ class Damping:
             )
 
     def invert(
-        self, factors: BlockFactors, space: ParameterSpace, weight: Product | None
+        self,
+        factors: BlockFactors,
+        space: ParameterSpace,
+        weight: Product | None,
+        inverses: dict[Factor, Factor],
     ) -> StructuredLinearOperator:
         """Return the inverse of one block, on its entries.
 
@@ -77,14 +82,20 @@ class Damping:
             factors: The block.
             space: All parameters.
             weight: For a bias: the product of its weight.
+            inverses: Of the gradient factors of weights so far, which biases share.
         """
         damping, retry = self.values[1], self.retry_double_precision
         whole = self.exact or not factors.products
         if whole:
             return operator_of(factors, space).inverse(damping, retry_double_precision=retry)
+        first = factors.products[0]
+        if first.inputs is None and first.gradients in inverses:
+            return KroneckerProductLinearOperator(inverses[first.gradients])
         damped = summed([self._damped(product, weight) for product in factors.products])
-        inverse = damped.inverse(retry_double_precision=retry)
-        return inverse._to(space.device, space.dtype)
+        inverse = damped.inverse(retry_double_precision=retry)._to(space.device, space.dtype)
+        if len(factors.products) == 1:
+            inverses[first.gradients] = inverse._factors[0]
+        return inverse
 
     def _damped(self, product: Product, weight: Product | None) -> Product:
         """Add damping to both factors."""

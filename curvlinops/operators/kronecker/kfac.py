@@ -4,6 +4,7 @@ from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.factors import Factor
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -34,10 +35,11 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
 
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         factors = self._factors()
+        inverses: dict[Factor, Factor] = {}
 
         def invert(one: BlockFactors) -> StructuredLinearOperator:
             number = one.block.weight
             weight = None if number is None else factors[number].products[0]
-            return damping.invert(one, self.space, weight)
+            return damping.invert(one, self.space, weight, inverses)
 
         return assemble(factors, self.space, invert)
