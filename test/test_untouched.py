@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,18 +17,40 @@ PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
 
 class Counting(nn.Module):
-    """Counts its calls, keeps its last input, and updates a buffer."""
+    """Counts its calls, keeps its inputs in all kinds of places, and updates a buffer."""
 
     def __init__(self):
         super().__init__()
         self.calls, self.last = 0, None
+        self.inputs, self.recent, self.by_size = [], deque(["nothing"], maxlen=2), {"largest": 0}
+        self.sizes = {0}
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.last = x
+        self.inputs.append(x)
+        self.recent.append(x)
+        self.sizes.add(len(x))
+        self.by_size[len(x)] = x
+        self.by_size["largest"] = max(self.sizes)
         self.seen += 1
         return x
+
+
+class Preparing(nn.Module):
+    """Does something in its first pass only, as libraries that capture hidden states do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.ready = nn.Linear(3, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.inner.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.scale = nn.LeakyReLU()
+            self.ready = True
+        return self.scale(self.inner(x))
 
 
 class Recurrent(nn.Module):
@@ -53,6 +76,7 @@ def model() -> nn.Module:
         nn.BatchNorm1d(3).eval(),
         nn.ReLU(inplace=True),
         Counting(),
+        Preparing(),
         Recurrent(),
         weight_normed(),
         nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
@@ -60,7 +84,7 @@ def model() -> nn.Module:
     )
     net(torch.randn(2, 3))
     net[0].weight.requires_grad_(False)
-    net[7].bias.grad = torch.ones(3)
+    net[8].bias.grad = torch.ones(3)
     net.register_forward_hook(lambda *_: None)
     net[0].register_full_backward_hook(lambda *_: pytest.fail("not the user's backward pass"))
     return net
@@ -80,7 +104,8 @@ def state(net: nn.Module) -> list:
     for name, module in net.named_modules():
         attributes = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
         found.append((name, module.training, {k: id(v) for k, v in attributes.items()}))
-        found.append([len(v) for k, v in vars(module).items() if "hooks" in k and v is not None])
+        containers = [x for x in vars(module).values() if isinstance(x, dict | list | set | deque)]
+        found.append([list(x.values() if isinstance(x, dict) else x) for x in containers])
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:
@@ -154,7 +179,7 @@ def test_after_success(case: str):
     product(case, net, batches())()
     assert state(net) == before
     assert surroundings() == around
-    copy.deepcopy(net[4]), pickle.dumps(net[4])
+    copy.deepcopy(net[5]), pickle.dumps(net[5])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), KeyboardInterrupt()], ids=repr)
@@ -270,26 +295,44 @@ def test_loss(case: str, change: str, wrapped: bool):
 
 
 def test_loss_of_what_the_model_keeps():
-    """A buffer that the model computed in the same pass has its derivative."""
+    """What the model computed in the same pass has its derivative; what it did before is gone."""
     net = Keeping()
     params = list(net.parameters())
     data = [(torch.ones(2, 3), None)]
 
     def loss(output: Tensor, _: None) -> Tensor:
-        return output.sum(1).mean() + net.size
+        return output.sum(1).mean() + net.size + sum(net.cubes)
 
     operator = ALL["hessian"].operator(net, loss, params, data, reduction="mean")
-    torch.testing.assert_close(operator @ torch.eye(3), 2 * torch.eye(3))
+    for _ in range(3):
+        torch.testing.assert_close(operator @ torch.eye(3), 8 * torch.eye(3))
+    assert not net.cubes
+
+
+def test_hooks_of_a_first_pass():
+    net = nn.Sequential(Preparing(), nn.Linear(3, 2)).double()
+    X, y, v = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0]), torch.randn(20).double()
+    params, loss = list(net.parameters()), nn.CrossEntropyLoss()
+    operator = ALL["hessian"].operator(net, loss, params, [(X, y)])
+    products = [operator @ v for _ in range(3)]
+    assert not net[0].ready
+    gradient = torch.autograd.grad(loss(net(X), y), params, create_graph=True)
+    flat = torch.cat([g.flatten() for g in gradient])
+    [*expected] = torch.autograd.grad(flat @ v, params)
+    for product in products:
+        torch.testing.assert_close(product, torch.cat([g.flatten() for g in expected]))
 
 
 class Keeping(nn.Module):
-    """Keeps the squared norm of its weights in a buffer."""
+    """Keeps sums of powers of its weights in a buffer and in a list."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("size", torch.zeros(()))
+        self.cubes = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.size = self.weight.square().sum()
+        self.cubes.append(self.weight.pow(3).sum())
         return x * self.weight

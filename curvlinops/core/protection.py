@@ -1,10 +1,13 @@
 """The user's modules, lent out and given back as found."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_not
 
 from torch import nn
+
+_CONTAINERS = (dict, list, set, deque)
 
 #: In a ``state``: that modules had other attributes or buffers at the end of the context.
 TRACES = "traces"
@@ -28,12 +31,15 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
         state.update({id(buffer): buffer.detach().clone() for buffer in copied})
-    found, lent = [], []
+    found, inner, lent = [], [], []
     try:
         for module in modules:
             # attributes, too: recurrent layers and weight norm cache tensors in them
             parts = [vars(module), module._parameters, module._buffers]
             found += [(part, dict(part)) for part in parts]
+            # and what is in them: hooks that a first pass registers, lists of auxiliary losses
+            containers = [part for part in vars(module).values() if isinstance(part, _CONTAINERS)]
+            inner += [(c, _copy(c)) for c in containers if not any(c is part for part in parts)]
             # backward hooks observe the user's own backward passes, and are no part of the model
             vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
             for name, buffer in module._buffers.items():
@@ -42,12 +48,25 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             lent += [(part, dict(part)) for part in (vars(module), module._buffers)]
         yield
     finally:
-        if any(_differ(part, before) for part, before in lent):
+        changed = [(part, before) for part, before in inner if _differ(part, before)]
+        if changed or any(_differ(part, before) for part, before in lent):
             state[TRACES] = True
-        for part, original in found:
+        for part, original in found + changed:
             part.clear()
-            part.update(original)
+            (part.update if isinstance(part, (dict, set)) else part.extend)(original)
 
 
-def _differ(part: dict, before: dict) -> bool:
-    return part.keys() != before.keys() or any(part[name] is not x for name, x in before.items())
+def _copy(part: Collection) -> Collection:
+    """Return a copy of a container's contents."""
+    if not part:  # as are most of a module's dictionaries
+        return ()
+    return dict(part) if isinstance(part, dict) else list(part)
+
+
+def _differ(part: Collection, before: Collection) -> bool:
+    """Return whether a container has not the very objects, in the same order, that it had."""
+    if not part and not before:
+        return False
+    if len(part) != len(before) or any(map(is_not, part, before)):
+        return True
+    return isinstance(part, dict) and any(map(is_not, part.values(), before.values()))
