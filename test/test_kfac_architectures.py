@@ -217,3 +217,33 @@ def test_gathered_weights():
     frequency = torch.bincount(choice, minlength=3) / 8
     shares = operator.diagonal().reshape(3, 12).sum(1) / operator.trace()
     assert error(shares, frequency.double()) <= 1e-12
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (5, 1), (1,) * 6])
+def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
+    """How many samples choose an expert does not matter, nor what its number is."""
+
+    def routed(number: Callable[[Tensor], Any]) -> Callable[[Parts, Tensor], Tensor]:
+        def run(m: Parts, x: Tensor) -> Tensor:
+            choice, h = x[:, 0].long(), x.new_zeros(len(x), 5)
+            for e in choice.unique():
+                own = (choice == e).nonzero()[:, 0]
+                h = h.index_add(0, own, F.linear(x[own], m.weight[number(e)]))
+            return m.head(h.tanh())
+
+        return run
+
+    torch.manual_seed(0)
+    parts = {"weight": torch.randn(3, 5, 4).double(), "head": nn.Linear(5, 3).double()}
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    x[:, 0] = torch.tensor([0, 1, 2, 0, 1, 2])
+    found = []
+    for number, split in [(lambda e: e, sizes), (int, (6,))]:
+        data = list(zip(x.split(split), y.split(split), strict=True))
+        model = Parts(routed(number), **parts)
+        arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
+        operator = cls(*arguments, fisher_type="type-2")
+        assert {block.structure for block in operator.blocks()} == {"kronecker"}
+        found.append(matrix(operator))
+    assert error(*found) <= 1e-9

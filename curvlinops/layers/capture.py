@@ -113,7 +113,8 @@ class Capture(TorchFunctionMode):
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or in_transform():
             return func(*args, **kwargs)
-        if len(tracked) == len(tensors) and func not in REPEATING:
+        alone = len(tracked) == len(tensors) and func not in REPEATING
+        if alone or (func is Tensor.__getitem__ and _selects(args[1])):
             return self._follow(func(*args, **kwargs))
         if func in RULES:
             return self._record(func, args, kwargs)
@@ -185,6 +186,11 @@ class Capture(TorchFunctionMode):
             if x.is_floating_point() and x.requires_grad:
                 self._tracked[id(x)] = x
         return out
+
+
+def _selects(index: Any) -> bool:
+    """Return whether an index reads the same for all samples, as the number of an expert does."""
+    return not any(x.ndim or x.dtype == torch.bool for x in leaves(index))
 
 
 def _covers(view: Tensor, base: Tensor) -> bool:
