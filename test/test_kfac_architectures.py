@@ -247,3 +247,20 @@ def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
         assert {block.structure for block in operator.blocks()} == {"kronecker"}
         found.append(matrix(operator))
     assert error(*found) <= 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
+    """Their gradient is zero up to the rounding of the softmax."""
+
+    def attend(m: Parts, x: Tensor) -> Tensor:
+        q, k, v = m.q(x), m.k(x), m.v(x)
+        weights = (q @ k.mT).softmax(-1, dtype=torch.float32).to(x)
+        return m.head((weights @ v).mean(1))
+
+    torch.manual_seed(seed)
+    layers = {name: nn.Linear(4, 4) for name in "qkv"}
+    model = Parts(attend, **layers, head=nn.Linear(4, 3)).double()
+    data = [(torch.randn(n, 5, 4).double(), torch.randint(3, (n,))) for n in (3, 2)]
+    operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+    assert {block.structure for block in operator.blocks()} == {"kronecker"}
