@@ -199,6 +199,47 @@ def test_samples_that_interact_without_a_trace_are_refused(kind: str, function: 
     curvlinops.HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
 
 
+class Pairs(Model):
+    """Compares each sample with each other, as contrastive models do."""
+
+    def forward(self, x: Any) -> Tensor:
+        return torch.tanh(self.first(x["images"])) @ torch.tanh(self.second(x["texts"])).T
+
+
+@pytest.mark.parametrize("kind", ["rows", "EF", "diagonal", "KFAC", "EKFAC"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_outputs_for_pairs_of_samples_are_refused(kind: str, size: int):
+    model, loss = Pairs(Model), nn.CrossEntropyLoss()
+    x = [torch.randn(size, 3).double() for _ in range(2)]
+    data = [({"images": x[0], "texts": x[1]}, torch.arange(size))]
+    options = {"batch_size_fn": lambda X: len(X["texts"])}
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        OPERATORS[kind](model, loss, list(model.parameters()), data, **options)
+    curvlinops.HessianLinearOperator(model, loss, list(model.parameters()), data, **options)
+
+
+class Trimmed(Model):
+    """Drops what is padding in all samples of a batch."""
+
+    def forward(self, x: Any) -> Tensor:
+        length = int((x.abs().sum(-1) > 0).sum(1).max())
+        return self.head(torch.tanh(self.first(x[:, :length]))).mT
+
+
+def test_lengths_that_depend_on_the_longest_sample_are_no_interaction():
+    model, lengths = Trimmed(Model), [2, 1, 2, 4, 3]
+    x, y = torch.randn(5, 4, 3).double(), torch.ones(5, 4).long()
+    for n, length in enumerate(lengths):
+        x[n, length:], y[n, length:] = 0, -100
+    params, loss = [*model.first.parameters(), *model.head.parameters()], nn.CrossEntropyLoss()
+    rows = curvlinops.PerSampleGradientLinearOperator(model, loss, params, [(x, y)]).dense()
+    loss.reduction = "sum"
+    for n, length in enumerate(lengths):
+        value = loss(model(x[n : n + 1]), y[n : n + 1, :length])
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
+        torch.testing.assert_close(rows[n], expected)
+
+
 class Cubed(torch.autograd.Function):
     """A function without forward mode, whose backward is not differentiable."""
 

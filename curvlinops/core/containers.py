@@ -108,6 +108,18 @@ def twice(tree: Any) -> Any:
     return _map_samples(tree, repeat, 1)
 
 
+def tile(tree: Any, few: int, num_samples: int) -> Any:
+    """Return a batch of as many samples, which are copies of the first few, see ``take``."""
+    indices = [i % few for i in range(num_samples)]
+
+    def copies(part: Any) -> Any:
+        if isinstance(part, list | tuple):
+            return type(part)(part[i] for i in indices)
+        return part[indices]
+
+    return _map_samples(tree, copies, num_samples)
+
+
 def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
     """Apply a function to all that has one entry for each sample."""
 

@@ -2,12 +2,13 @@
 
 import logging
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, evaluate
-from curvlinops.core.containers import take
+from curvlinops.core.containers import take, tile
 from curvlinops.core.data import Batch
 from curvlinops.core.risk import BatchRisk
 
@@ -33,7 +34,7 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
         # one sample alone may take ways of its own, so that two are better
         few = bound.first_samples(at_least=2 if bound.num_samples > 3 else 1)
         if few is not None and len(output) == bound.num_samples:
-            return _differs_alone(few, output)
+            return _differs_alone(bound, few, output)
     return None
 
 
@@ -46,7 +47,7 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
     """
     try:
         X = take(bound.batch.X, slice(1), len(output))
-        coupled = _differs_alone(bound.on(Batch(bound.batch.index, X, None)), output)
+        coupled = _differs_alone(bound, _on(bound, X), output)
     except Exception as error:
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return
@@ -54,11 +55,20 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
         raise ValueError(COUPLED)
 
 
-def _differs_alone(part: BoundModel, output: Tensor) -> bool:
+def _differs_alone(bound: BoundModel, part: BoundModel, output: Tensor) -> bool:
     """Return whether the first samples of a batch have other outputs without the rest."""
     found = evaluate(part)
-    # as many outputs as before: what was cut are not the samples
-    return len(found) < len(output) and differs(found, output[: len(found)], output)
+    few, num_samples = len(found), len(output)
+    if few >= num_samples:  # as many outputs as before: what was cut are not the samples
+        return False
+    if found.shape[1:] != output.shape[1:]:
+        # perhaps it has a number for each pair of samples: there are as many with copies instead
+        found = evaluate(_on(bound, tile(bound.batch.X, few, num_samples)))[:few]
+    return differs(found, output[:few], output)
+
+
+def _on(bound: BoundModel, X: Any) -> BoundModel:
+    return bound.on(Batch(bound.batch.index, X, None))
 
 
 def differs(found: Tensor, expected: Tensor, output: Tensor) -> bool:
