@@ -4,6 +4,7 @@ from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
     ConvergenceError,
     ConvergenceWarning,
+    DivergenceError,
     NegativeCurvatureError,
 )
 from curvlinops.algorithms.dottest import dottest
@@ -59,6 +60,7 @@ __all__ = [
     "ConvergenceWarning",
     "DataLinearOperator",
     "DiagonalLinearOperator",
+    "DivergenceError",
     "EFLinearOperator",
     "EKFACLinearOperator",
     "Eigenpairs",

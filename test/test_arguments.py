@@ -104,7 +104,7 @@ def test_choices():
         (lambda: c.CGInverseLinearOperator(A, rtol=0), "rtol and atol must not both be zero"),
         (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a number"),
         (lambda: c.LSMRInverseLinearOperator(A, btol=-1), "btol must be a number >= 0, got -1"),
-        (lambda: c.LSMRInverseLinearOperator(A, conlim=0), "conlim must be positive"),
+        (lambda: c.LSMRInverseLinearOperator(A, conlim=-1), "conlim must be a number >= 0, got -1"),
         (lambda: c.CGInverseLinearOperator(A, on_failure="x"), "on_failure must be one of"),
         (lambda: c.eigsh(A, 0), "k must be an integer from 1 to 10, got 0"),
         (lambda: c.eigsh(A, 1, block_size=11), "block_size must be an integer from 1 to 10"),

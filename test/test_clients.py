@@ -227,7 +227,8 @@ def test_setters():
     inverse = CGInverseLinearOperator(M, rtol=0.5)
     inverse.set_cg_hyperparameters(tol=1e-6, maxiter=500, M=np.eye(D), atol=None)
     np.testing.assert_allclose(M @ (inverse @ x), x, atol=1e-4)
-    inverse.set_cg_hyperparameters(np.asarray(inverse @ x))
+    inverse.set_cg_hyperparameters(np.asarray(inverse @ x), 3)
+    assert inverse.maxiter == 3
     assert inverse.rtol == 1e-5 and inverse.solve(x).iterations[0] <= 1
     neumann = NeumannInverseLinearOperator(torch.eye(3) / 2, num_terms=1)
     neumann.set_neumann_hyperparameters(num_terms=60, scale=1.0, check_nan=False)

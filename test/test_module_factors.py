@@ -42,9 +42,10 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize("fisher", ["type-2", "forward-only"])
 @pytest.mark.parametrize("layer, shape", PLAIN.values(), ids=PLAIN)
-def test_products_of_factors_are_blocks(layer: nn.Module, shape: tuple[int, ...]):
-    K = _operator(layer, shape)
+def test_products_of_factors_are_blocks(layer: nn.Module, shape: tuple[int, ...], fisher: str):
+    K = _operator(layer, shape, fisher_type=fisher)
     blocks = []
     for name, module in K.risk.model.roots[0].named_modules():
         if name in K._mapping:

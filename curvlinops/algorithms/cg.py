@@ -86,15 +86,20 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             raise TypeError(f"{twice} are given twice, also by {sorted(aliases)}.")
         super().__init__(A, **options | renamed)
 
-    def set_cg_hyperparameters(self, x0: Any = None, **options: Any) -> None:
+    def set_cg_hyperparameters(
+        self, x0: Any = None, maxiter: int | None = None, **options: Any
+    ) -> None:
         """Set options after construction; those that are not given have their defaults.
 
         Args:
             x0: Start of the iteration.
-            **options: ``preconditioner``, ``rtol``, ``atol`` and ``maxiter``, under any name of
-                theirs.
+            maxiter: Largest number of iterations.
+            **options: ``preconditioner``, ``rtol`` and ``atol``, under any name of theirs, and
+                other names of ``maxiter``.
         """
         found = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None}
+        if maxiter is not None:
+            options["maxiter"] = maxiter
         given = _renamed(options)
         _check_known(given, found)
         found |= given

@@ -16,6 +16,10 @@ class NegativeCurvatureError(ConvergenceError):
     """A method for positive definite matrices has met a direction of negative curvature."""
 
 
+class DivergenceError(ConvergenceError, ValueError):
+    """A series does not converge for the options that were chosen: its terms grow."""
+
+
 def check_on_failure(on_failure: str) -> None:
     """Check the argument that says what happens without convergence."""
     check_choice("on_failure", on_failure, ("warn", "raise"))

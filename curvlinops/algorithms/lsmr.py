@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         atol: See ``btol``.
         btol: The iteration ends if ``||r|| <= btol ||b|| + atol ||A|| ||x||``, or if
             ``||A^T r|| <= atol ||A|| ||r||``; r is the residual of the damped problem.
-        conlim: Largest condition number.
+        conlim: Largest condition number; zero for none.
         maxiter: Largest number of iterations. Default: ten times the smaller dimension.
         on_failure: If neither tolerance is reached, ``"warn"`` or ``"raise"``.
 
@@ -96,12 +97,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Set the options of the constructor again."""
         atol, btol = check_number("atol", atol, 0), check_number("btol", btol, 0)
         damp, conlim = check_number("damp", damp), check_number("conlim", conlim, 0)
-        if conlim == 0:
-            raise ValueError("conlim must be positive.")
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
         self.maxiter = check_count("maxiter", maxiter)
         self.damp = abs(damp)
-        self.atol, self.btol, self.conlim = atol, btol, conlim
+        self.atol, self.btol, self.conlim = atol, btol, conlim or inf
 
     def matvec_with_info(self, x: Any) -> LSMRSolution:
         """Solve for right-hand sides, and return all that is known about the solutions."""
@@ -158,8 +157,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def _stop(self, s: "_State", normx: Tensor, normb: Tensor, damp: float) -> Tensor:
         """Return for each system why it ends, or -1."""
         normr = torch.hypot(norms(s.R), damp * normx)
-        solved = normr <= self.btol * normb + self.atol * s.norma * normx
-        least = s.normar <= self.atol * s.norma * normr
+        # nothing is smaller than rounding errors
+        atol, btol = (max(tol, torch.finfo(self.torch_dtype).eps) for tol in (self.atol, self.btol))
+        solved = normr <= btol * normb + atol * s.norma * normx
+        least = s.normar <= atol * s.norma * normr
         reasons = [
             (s.itn >= self.maxiter, 7.0),
             (s.conda() >= self.conlim, 3.0),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import ConvergenceError, check_on_failure, fail
+from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix, Product
 from curvlinops.algorithms.products import norms
 from curvlinops.core.arguments import check_count, check_number
@@ -36,9 +36,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         on_failure: If it is larger, ``"warn"``, or ``"raise"``.
 
     Raises:
-        ConvergenceError: If the series diverges: a term is not finite, or the last one is larger
-            than the first, or than the one before. If it has not converged and
-            ``on_failure="raise"``.
+        DivergenceError: If the series diverges: a term is not finite, or the last one is larger
+            than the first, or than the one before.
+        ConvergenceError: If it has not converged and ``on_failure="raise"``.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             )
 
     def _diverge(self, k: int, cause: Exception | None = None) -> None:
-        raise ConvergenceError(
+        raise DivergenceError(
             f"The Neumann series diverges (term {k} of {self.num_terms}). Choose a scale below two "
             f"over the largest eigenvalue (it is {self.scale}), and a positive definite matrix."
         ) from cause

@@ -26,6 +26,7 @@ from curvlinops.operators.kronecker.report import (
     ModuleFactors,
     by_module,
     check_pairs,
+    dense,
     report,
 )
 from curvlinops.operators.kronecker.sums import Sums
@@ -183,7 +184,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     def gradient_covariances(self) -> dict[str, Tensor]:
-        """Copies of B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight."""
+        """Copies of B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
+
+        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix.
+        """
         return {name: found.gradients.clone() for name, found in self._by_module().items()}
 
     @property
@@ -197,12 +201,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self._modules
 
     def _dense_pairs(self) -> "KroneckerFactoredLinearOperator":
-        check_pairs(self._computed().blocks, self._by_module())
+        check_pairs(self._computed().blocks, self._by_module(), self._options.fisher_type)
         return self
 
     # names that published programs read, which rely on one dense pair for each weight
     _input_covariances = property(lambda self: self._dense_pairs().input_covariances)
-    _gradient_covariances = property(lambda self: self._dense_pairs().gradient_covariances)
+    _gradient_covariances = property(lambda self: dense(self._dense_pairs().gradient_covariances))
     _mapping = property(lambda self: self._dense_pairs().mapping)
 
     # --- saving
@@ -214,13 +218,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         return storage.pack(self._computed(), self._fingerprint())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the factors by saved ones.
 
         Raises:
             ValueError: If these are of other parameters, options, or another loss.
         """
-        self._load(*storage.unpack(state, self._fingerprint(), self.space, self._options))
+        self._load(*storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
 
     def _fingerprint(self) -> dict[str, Any]:
         return storage.fingerprint(self.space, self._options, self.risk.loss)
@@ -232,11 +236,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @classmethod
     def from_state_dict(
-        cls, state: Mapping[str, Any], *args: Any, **kwargs: Any
+        cls, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> "KroneckerFactoredLinearOperator":
         """Build an operator from saved factors and its arguments, without a pass over the data."""
         operator = cls(*args, **{"check_deterministic": False, **kwargs})
-        operator.load_state_dict(state)
+        operator.load_state_dict(state_dict)
         return operator
 
     def save(self, path: str | Path) -> None:

@@ -175,6 +175,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         use_exact_damping: See above.
         retry_double_precision: Whether factors that cannot be factorized in float32 are factorized
             in float64.
+        cache: Says nothing here, as what is computed is always kept; some programs pass it.
 
     Raises:
         ValueError: If options do not go together; if a factor is singular to working precision or
@@ -189,6 +190,8 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         min_damping: float = 1e-8,
         use_exact_damping: bool = False,
         retry_double_precision: bool = True,
+        *,
+        cache: bool = True,
     ):
         if not hasattr(A, "_inverse_blocks"):
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
+from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.factors import Factor
@@ -109,7 +110,9 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
     return found
 
 
-def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -> None:
+def check_pairs(
+    blocks: Iterable[Block], modules: Mapping[str, ModuleFactors], fisher_type: FisherType
+) -> None:
     """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
 
     Programs that read factors by module, and multiply them by parameters themselves, rely on it.
@@ -117,10 +120,12 @@ def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -
     Args:
         blocks: All blocks.
         modules: The factors by module.
+        fisher_type: Says whether B is the identity, which is kept as its diagonal.
 
     Raises:
         NotImplementedError: If a block is anything else, naming its parameters.
     """
+    ndim = 1 if fisher_type is FisherType.FORWARD_ONLY else 2
     for block in blocks:
         module, _, own = block.names[0].rpartition(".")
         found = modules.get(module)
@@ -133,13 +138,18 @@ def check_pairs(blocks: Iterable[Block], modules: Mapping[str, ModuleFactors]) -
             or (own == "weight" and found.inputs is None)
             or (own == "bias" and found.inputs is not None and block.twin is None)
             or (found.inputs is not None and found.inputs.ndim != 2)
-            or found.gradients.ndim != 2
+            or found.gradients.ndim != ndim
         ):
             raise NotImplementedError(
                 f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
                 "matrices for a module's weight. Read it with blocks(), input_covariances and "
                 "gradient_covariances, or leave these parameters out of params."
             )
+
+
+def dense(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices, of which some are given as their diagonals."""
+    return {name: M.diag_embed() if M.ndim == 1 else M for name, M in matrices.items()}
 
 
 def _single(factor: Factor) -> Tensor:
