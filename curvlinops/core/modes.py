@@ -37,7 +37,7 @@ from curvlinops.core.space import Columns
 
 with warnings.catch_warnings():
     # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp
 
 #: ``push(V) -> J V``, ``[K, M]``, for columns of the parameters.
