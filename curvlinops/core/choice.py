@@ -61,7 +61,7 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
         failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
     if len(undefined) == len(modes):
         return undefined[0]  # a derivative does not exist; the product's own check says where
-    raise RuntimeError(_explain(failures)) from cause
+    raise RuntimeError(_explain(failures, modes)) from cause
 
 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
@@ -134,9 +134,11 @@ def _noise(value: Tensor) -> float:
     return info.eps**0.5 * float(value.double().norm()) + info.tiny
 
 
-def _explain(failures: list[str]) -> str:
+def _explain(failures: list[str], modes: list[Mode]) -> str:
     reasons = " ".join(failures)
     hints = []
+    if all(isinstance(mode, Forward) for mode in modes):
+        hints.append("choose autodiff='auto', which also tries reverse mode")
     if "use_reentrant" in reasons or "incompatible with .grad()" in reasons:
         hints.append("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
     if "attention" in reasons:

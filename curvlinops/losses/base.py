@@ -163,7 +163,8 @@ class Loss(ABC):
     def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
-            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED}"
+            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED} The exact "
+            "GGN, and KFAC with fisher_type='empirical', support every loss."
         )
 
     def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:

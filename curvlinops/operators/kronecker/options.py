@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from curvlinops.core.arguments import check_choice
 from curvlinops.losses import Loss
 from curvlinops.operators.vectors import check_sampling
 
 
-class FisherType(str, Enum):
+class FisherType(StrEnum):
     """What is backpropagated to compute output gradients."""
 
     #: The columns of the square root of each term's loss Hessian.
@@ -21,26 +21,20 @@ class FisherType(str, Enum):
     #: Nothing: the second moment of output gradients is replaced by the identity.
     FORWARD_ONLY = "forward-only"
 
-    __str__ = str.__str__
 
-
-class KFACType(str, Enum):
+class KFACType(StrEnum):
     """How positions that share a weight are treated, see ``curvlinops.layers.factors``."""
 
     EXPAND = "expand"
     REDUCE = "reduce"
 
-    __str__ = str.__str__
 
-
-class Fallback(str, Enum):
+class Fallback(StrEnum):
     """What parameters get that enter the model in a way without Kronecker structure."""
 
     ERROR = "error"
     DIAGONAL = "diagonal"
     DENSE = "dense"
-
-    __str__ = str.__str__
 
 
 @dataclass(frozen=True)
