@@ -264,3 +264,38 @@ def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
     data = [(torch.randn(n, 5, 4).double(), torch.randint(3, (n,))) for n in (3, 2)]
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
     assert {block.structure for block in operator.blocks()} == {"kronecker"}
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_grouped_products_of_experts(cls: type):
+    """One kernel for all experts, which PyTorch has in single precision only."""
+
+    def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=ends)
+
+    def looped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        parts = x.tensor_split(ends[:-1].long())
+        return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+    def routed(multiply: Callable) -> Callable[[Parts, Tensor], Tensor]:
+        def run(m: Parts, x: Tensor) -> Tensor:
+            tokens = x.flatten(0, 1)
+            choice = (tokens[:, :2] > 0).sum(1)
+            order, ends = choice.argsort(stable=True), choice.bincount(minlength=3).cumsum(0)
+            rows = multiply(tokens[order], m.weight.mT, ends.int())
+            h = rows[order.argsort()].tanh().unflatten(0, x.shape[:2])
+            return m.head(h.mean(1))
+
+        return run
+
+    torch.manual_seed(0)
+    parts = {"weight": torch.randn(3, 4, 8), "head": nn.Linear(4, 3)}
+    data = [(torch.randn(n, 5, 8), torch.randint(3, (n,))) for n in (4, 3)]
+    found = []
+    for multiply in (grouped, looped):
+        model = Parts(routed(multiply), **parts)
+        arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
+        operator = cls(*arguments, fisher_type="type-2")
+        assert {block.structure for block in operator.blocks()} == {"kronecker"}
+        found.append(matrix(operator))
+    assert error(*found) <= 1e-5

@@ -93,6 +93,28 @@ def _attention(
     return F.dropout(weights, dropout_p) @ value
 
 
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply the rows up to each offset by a matrix of their own, as experts do."""
+    if offs is None:
+        product = mat_a @ mat_b
+    elif mat_a.ndim == 2 and mat_b.ndim == 3:
+        ends = offs.tolist()
+        rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        parts = [mat_a[own] @ mat_b[i] for i, own in enumerate(rows) if own.start < own.stop]
+        rest = mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[-1])
+        product = torch.cat([*parts, rest])
+    else:
+        raise NotImplementedError("There is no rule for grouped_mm but for rows and matrices.")
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
+
+
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
     input[key] = torch.broadcast_to(value, input[key].shape)
 
@@ -120,4 +142,5 @@ COMPOSED: dict[Callable, Callable] = CELLS | {
     torch.cosine_similarity: _cosine_similarity,
     torch.pairwise_distance: _pairwise_distance,
     F.scaled_dot_product_attention: _attention,
+    torch._grouped_mm: _grouped_mm,
 }
