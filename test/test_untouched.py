@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract import ALL, CASES
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
@@ -307,6 +308,59 @@ def test_loss_of_what_the_model_keeps():
     for _ in range(3):
         torch.testing.assert_close(operator @ torch.eye(3), 8 * torch.eye(3))
     assert not net.cubes
+
+
+class Masked(nn.Module):
+    """A layer that is computed again in the backward pass, with what the forward pass has left."""
+
+    def __init__(self, where: str, again: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.where, self.again = where, again
+        self.mask, self.masks, self.by_name = None, [], {}
+        self.register_buffer("stored", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x[:, :1] > 0).to(x) + 1
+        if self.where == "attribute":
+            self.mask = mask
+        elif self.where == "list":
+            self.masks.append(mask)
+        elif self.where == "dictionary":
+            self.by_name["mask"] = mask
+        else:
+            self.stored = mask
+        h = self.first(x)
+        return checkpoint(self.last, h, use_reentrant=False) if self.again else self.last(h)
+
+    def last(self, h: Tensor) -> Tensor:
+        if self.where == "attribute":
+            mask = self.mask
+        elif self.where == "list":
+            mask = self.masks[-1]
+        else:
+            mask = self.by_name["mask"] if self.where == "dictionary" else self.stored
+        return self.second(torch.tanh(h) * mask)
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "dictionary", "buffer"])
+@pytest.mark.parametrize("case", ALL)
+def test_checkpoints_that_read_what_the_pass_has_left(case: str, where: str):
+    found = []
+    for again in (True, False):
+        torch.manual_seed(0)
+        net = Masked(where, again).double()
+        net(torch.randn(3, 3).double())  # what is left of another batch must not be used
+        before = state(net)
+        data = [(X.double(), y) for X, y in batches()]
+        arguments = (nn.CrossEntropyLoss(),) if ALL[case].takes_loss else ()
+        options = dict(ALL[case].arguments)
+        operator = ALL[case].operator(net, *arguments, list(net.parameters()), data, **options)
+        v = torch.randn(operator.shape[1], generator=torch.Generator().manual_seed(0)).double()
+        found.append([operator @ v for _ in range(3)])
+        assert state(net) == before
+    for again, plain in zip(*found, strict=True):
+        torch.testing.assert_close(again, plain)
 
 
 def test_hooks_of_a_first_pass():

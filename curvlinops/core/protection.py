@@ -9,7 +9,7 @@ from torch import nn
 
 _CONTAINERS = (dict, list, set, deque)
 
-#: In a ``state``: that modules had other attributes or buffers at the end of the context.
+#: In a ``state``: what had other contents at the end of the first context, and which.
 TRACES = "traces"
 
 
@@ -18,7 +18,8 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
     """Undo all that happens to modules inside the context.
 
     Buffers are replaced by copies, which are made once per ``state``: a checkpoint that is
-    recomputed in the backward pass meets the forward pass's copies (with what that wrote to them).
+    recomputed in the backward pass meets the forward pass's copies (with what that wrote to them),
+    and attributes as that left them.
 
     Args:
         roots: The modules; their children are included.
@@ -46,14 +47,21 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
                 if buffer is not None:
                     module._buffers[name] = state.get(id(buffer), buffer)
             lent += [(part, dict(part)) for part in (vars(module), module._buffers)]
+        for part, contents in state.get(TRACES, ()):
+            _fill(part, contents)
         yield
     finally:
         changed = [(part, before) for part, before in inner if _differ(part, before)]
-        if changed or any(_differ(part, before) for part, before in lent):
-            state[TRACES] = True
+        if TRACES not in state:
+            traces = [*changed, *(each for each in lent if _differ(*each))]
+            state[TRACES] = [(part, _copy(part)) for part, _ in traces]
         for part, original in found + changed:
-            part.clear()
-            (part.update if isinstance(part, (dict, set)) else part.extend)(original)
+            _fill(part, original)
+
+
+def _fill(part: Collection, contents: Collection) -> None:
+    part.clear()
+    (part.update if isinstance(part, (dict, set)) else part.extend)(contents)
 
 
 def _copy(part: Collection) -> Collection:

@@ -55,7 +55,7 @@ class Scope:
         It is not if that left traces in modules, which were undone when the scope ended, or if
         another evaluation followed, which may have written to what the model keeps elsewhere.
         """
-        return TRACES not in self._state and self._number == Scope._evaluations
+        return not self._state.get(TRACES) and self._number == Scope._evaluations
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -84,19 +84,8 @@ class Scope:
             return self._model(self._values, X)
         except Exception as error:
             if isinstance(X, Mapping):
-                _add_note(error, _ONE_ARGUMENT.format(type(X).__name__))
+                error.add_note(_ONE_ARGUMENT.format(type(X).__name__))
             raise
-
-
-def _takes_notes(error: Exception) -> bool:
-    return hasattr(error, "add_note")
-
-
-def _add_note(error: Exception, note: str) -> None:
-    if _takes_notes(error):
-        error.add_note(note)
-    elif len(error.args) <= 1:  # Python 3.10; errors with more are not made for people
-        error.args = ("\n".join([*map(str, error.args), note]),)
 
 
 @contextmanager
