@@ -18,6 +18,7 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 #: Methods of operators that compute, though they have an underscore.
 _OPERATIONS = {
     *("__add__", "__radd__", "__neg__", "__mul__", "__rmul__", "__truediv__", "__pow__", "_rdot"),
+    *("__matmul__", "__rmatmul__"),
     "__init__",
 }
 

@@ -70,6 +70,7 @@ class TorchLinearOperator(LinearMap):
 
     __mul__ = dot
     __rmul__ = _rdot
+    __matmul__, __rmatmul__ = LinearOperator.__matmul__, LinearOperator.__rmatmul__  # uncompiled
 
     # --- algebra
 
