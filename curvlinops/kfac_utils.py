@@ -55,4 +55,4 @@ def loss_hessian_matrix_sqrt(
             raise NotImplementedError(f"No closed form for {loss_func}: {error}") from error
         raise
     loss.check(output, target_one_datum)
-    return loss.hessian_sqrt(output, target_one_datum)[:, 0].T.contiguous()
+    return loss.hessian_sqrt(output, target_one_datum)[:, 0].T.contiguous().detach()

@@ -1,13 +1,16 @@
 """Losses against automatic differentiation of PyTorch's own values, term by term."""
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvlinops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
 from curvlinops.kfac_utils import loss_hessian_matrix_sqrt
 from curvlinops.losses import KNOWN_LOSSES, wrap_loss
 
@@ -194,3 +197,117 @@ def test_half_precision_is_treated_in_float32():
     loss = wrap_loss(nn.CrossEntropyLoss())
     assert loss.sum(z, indices(z)).dtype == torch.float32
     assert loss.gradient(z, indices(z)).dtype == torch.bfloat16
+
+
+# --- losses that are refused, or need care
+
+
+def data_of(sizes: tuple[int, ...], classes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    X = torch.randn(len(classes), 4, generator=torch.Generator().manual_seed(0)).double()
+    return list(zip(X.split(sizes), torch.tensor(classes).split(sizes), strict=True))
+
+
+def smoothed(value: float) -> nn.Module:
+    loss = nn.CrossEntropyLoss()
+    loss.label_smoothing = value
+    return loss
+
+
+def operator(kind: type, loss: Any, data: list, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    return kind(model, loss, list(model.parameters()), data, **options)
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, EFLinearOperator])
+@pytest.mark.parametrize(
+    "sizes, classes",
+    [((4,), [0, 1, 2, 0]), ((1,) * 4, [0, 1, 2, 0]), ((2, 2), [0, 0, 1, 1])],
+    ids=["one", "single samples", "sorted"],
+)
+def test_means_whose_weights_a_batch_does_not_show(kind: type, sizes: tuple, classes: list):
+    weight = torch.tensor([1.0, 2, 5]).double()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight=weight)
+
+    with pytest.raises(ValueError, match="is not the mean of its samples' losses"):
+        operator(kind, loss, data_of(sizes, classes), reduction="mean")
+    weight.fill_(2.0)
+    operator(kind, loss, data_of(sizes, classes), reduction="mean")
+
+
+@pytest.mark.parametrize("write", [Tensor.sub_, Tensor.mul_])
+def test_losses_that_overwrite_the_output(write: Callable):
+    def loss(output: Tensor, target: Tensor, write: Callable = write) -> Tensor:
+        return write(output, target[:, None] + 1.0).tanh().square().sum()
+
+    harmless = partial(loss, write={Tensor.sub_: torch.sub, Tensor.mul_: torch.mul}[write])
+    data = data_of((2, 3), [0, 1, 2, 0, 1])
+    for kind in (HessianLinearOperator, GGNLinearOperator, EFLinearOperator):
+        found, expected = (operator(kind, f, data, reduction="sum") for f in (loss, harmless))
+        v = torch.arange(15).double()
+        torch.testing.assert_close(found @ v, expected @ v)
+
+
+def test_losses_without_a_gradient_have_a_warning():
+    data = data_of((2, 3), [0, 1, 2, 0, 1])
+    with pytest.warns(UserWarning, match="no gradient with respect to the model's output"):
+        operator(
+            HessianLinearOperator, lambda z, t: (z.argmax(1) != t).double().sum(), data,
+            reduction="sum",
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_losses():
+    teacher = torch.jit.trace(nn.Linear(4, 3).double(), torch.ones(2, 4).double())
+    data = [(X, X) for X, _ in data_of((2, 3), [0, 1, 2, 0, 1])]
+    found = operator(
+        GGNLinearOperator, lambda z, x: (z - teacher(x)).square().sum(), data, reduction="sum"
+    )
+    expected = operator(
+        GGNLinearOperator, nn.MSELoss(reduction="sum"), [(X, X[:, :3]) for X, _ in data]
+    )
+    v = torch.arange(15).double()
+    torch.testing.assert_close(found @ v, expected @ v)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_losses_are_known():
+    compiled = torch.compile(nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert wrap_loss(compiled).module.label_smoothing == 0.1
+    assert type(wrap_loss(compiled)) is KNOWN_LOSSES[nn.CrossEntropyLoss]
+
+
+@pytest.mark.parametrize(
+    "loss, target, error, match",
+    [
+        (nn.HuberLoss, torch.ones(2, 3), TypeError, "the class HuberLoss; pass an instance"),
+        (partial(F.mse_loss, reduction="batchmean"), torch.ones(2, 3), ValueError, "'batchmean'"),
+        (nn.MSELoss(), torch.ones(2, 3) + 1j, ValueError, "real target"),
+        (
+            nn.CrossEntropyLoss(torch.ones(2)),
+            torch.tensor([0, 1]),
+            ValueError,
+            r"weight of shape \[2\]",
+        ),
+        (
+            nn.CrossEntropyLoss(torch.ones(1, 3)),
+            torch.ones(2, 3) / 3,
+            ValueError,
+            "weight of shape",
+        ),
+        (nn.NLLLoss(torch.ones(4)), torch.tensor([0, 1]), ValueError, r"weight of shape \[4\]"),
+        (smoothed(-0.5), torch.tensor([0, 1]), ValueError, "label_smoothing must be from 0 to 1"),
+    ],
+)
+def test_losses_and_targets_that_are_refused(loss: Any, target: Tensor, error: type, match: str):
+    with pytest.raises(error, match=match):
+        operator(HessianLinearOperator, loss, [(torch.ones(2, 4).double(), target)])
+
+
+def test_square_roots_are_constants():
+    target = torch.tensor([[0.2, 0.3, 0.5]], requires_grad=True)
+    for loss in (nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()):
+        assert not loss_hessian_matrix_sqrt(torch.ones(1, 3), target, loss).requires_grad

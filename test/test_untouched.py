@@ -4,8 +4,9 @@ import copy
 import pickle
 import random
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,15 +43,17 @@ class Counting(nn.Module):
 class Preparing(nn.Module):
     """Does something in its first pass only, as libraries that capture hidden states do."""
 
-    def __init__(self):
+    def __init__(self, where: str = "attribute"):
         super().__init__()
-        self.inner, self.ready = nn.Linear(3, 3), False
+        self.inner, self.ready, self.flags = nn.Linear(3, 3), False, {"ready": False}
+        self.config, self.where = SimpleNamespace(ready=False), where
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
+        places = {"attribute": self.ready, "dictionary": self.flags["ready"]}
+        if not places.get(self.where, self.config.ready):
             self.inner.register_forward_hook(lambda module, inputs, output: 2 * output)
             self.scale = nn.LeakyReLU()
-            self.ready = True
+            self.ready = self.flags["ready"] = self.config.ready = True
         return self.scale(self.inner(x))
 
 
@@ -363,13 +366,42 @@ def test_checkpoints_that_read_what_the_pass_has_left(case: str, where: str):
         torch.testing.assert_close(again, plain)
 
 
-def test_hooks_of_a_first_pass():
-    net = nn.Sequential(Preparing(), nn.Linear(3, 2)).double()
+class Readonly(OrderedDict):
+    """A dictionary with rules of its own, as outputs of Hugging Face have."""
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("no updates")
+
+
+class Writing(nn.Linear):
+    """Writes into a container of its own kind, and into a list."""
+
+    def __init__(self, *args: int):
+        super().__init__(*args)
+        self.output, self.log = Readonly(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.output["seen"] = 1
+        self.log.append(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "kfac"])
+def test_containers_with_rules_of_their_own(case: str):
+    net = nn.Sequential(Writing(3, 3))
+    product(case, net, batches())()
+    assert list(net[0].output) == ["seen"] and not net[0].log
+
+
+@pytest.mark.parametrize("where", ["attribute", "dictionary", "elsewhere"])
+def test_hooks_of_a_first_pass(where: str):
+    """They are registered once, wherever the model remembers that they are."""
+    net = nn.Sequential(Preparing(where), nn.Linear(3, 2)).double()
     X, y, v = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0]), torch.randn(20).double()
     params, loss = list(net.parameters()), nn.CrossEntropyLoss()
     operator = ALL["hessian"].operator(net, loss, params, [(X, y)])
     products = [operator @ v for _ in range(3)]
-    assert not net[0].ready
+    assert len(net[0].inner._forward_hooks) == 1
     gradient = torch.autograd.grad(loss(net(X), y), params, create_graph=True)
     flat = torch.cat([g.flatten() for g in gradient])
     [*expected] = torch.autograd.grad(flat @ v, params)

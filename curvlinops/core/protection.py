@@ -1,13 +1,19 @@
 """The user's modules, lent out and given back as found."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_not
 
+import torch
 from torch import nn
 
-_CONTAINERS = (dict, list, set, deque)
+from curvlinops.core.containers import leaves
+
+#: The types of containers whose contents are restored; subclasses may have other rules.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
+
+_OBSERVERS = ("_backward_hooks", "_backward_pre_hooks")
 
 #: In a ``state``: what had other contents at the end of the first context, and which.
 TRACES = "traces"
@@ -21,42 +27,63 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
     recomputed in the backward pass meets the forward pass's copies (with what that wrote to them),
     and attributes as that left them.
 
+    Hooks and submodules that a pass makes stay, with the flags that say that they are made: the
+    next pass would not make them again, or twice.
+
     Args:
         roots: The modules; their children are included.
         state: Kept by the caller from one entry to the next, empty at the first.
         constant: Whether buffers are constants. If not, those that require gradients, such as what
             the model computed in this very pass, stay as they are.
     """
-    modules = list(dict.fromkeys(child for root in roots for child in root.modules()))
+    children = dict.fromkeys(child for root in roots for child in root.modules())
+    modules = [child for child in children if not isinstance(child, torch.jit.ScriptModule)]
     if not state:
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
         state.update({id(buffer): buffer.detach().clone() for buffer in copied})
-    found, inner, lent = [], [], []
+    found, inner, own, lent = [], [], [], []
     try:
         for module in modules:
+            attributes, parameters, buffers = vars(module), module._parameters, module._buffers
             # attributes, too: recurrent layers and weight norm cache tensors in them
-            parts = [vars(module), module._parameters, module._buffers]
-            found += [(part, dict(part)) for part in parts]
+            found += [(part, dict(part)) for part in (attributes, parameters, buffers)]
             # and what is in them: hooks that a first pass registers, lists of auxiliary losses
-            containers = [part for part in vars(module).values() if isinstance(part, _CONTAINERS)]
-            inner += [(c, _copy(c)) for c in containers if not any(c is part for part in parts)]
+            for name, part in attributes.items():
+                if type(part) in _CONTAINERS and part is not parameters and part is not buffers:
+                    kept = own if name == "_modules" or "_hooks" in name else inner
+                    kept.append((part, _copy(part) if part else ()))
             # backward hooks observe the user's own backward passes, and are no part of the model
-            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
-            for name, buffer in module._buffers.items():
+            attributes.update({name: OrderedDict() for name in _OBSERVERS})
+            for name, buffer in buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = state.get(id(buffer), buffer)
-            lent += [(part, dict(part)) for part in (vars(module), module._buffers)]
+                    buffers[name] = state.get(id(buffer), buffer)
+            lent += [(part, dict(part)) for part in (attributes, buffers)]
         for part, contents in state.get(TRACES, ()):
             _fill(part, contents)
         yield
     finally:
         changed = [(part, before) for part, before in inner if _differ(part, before)]
+        prepared = [(part, before) for part, before in own if _differ(part, before)]
         if TRACES not in state:
-            traces = [*changed, *(each for each in lent if _differ(*each))]
+            traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
             state[TRACES] = [(part, _copy(part)) for part, _ in traces]
+        if prepared:
+            # hooks and submodules are made once, and what says so may be anywhere: they stay, and
+            # so does all that may say so
+            changed = [(part, before) for part, before in changed if leaves(_copy(part))]
+            found = [(part, before | _flags(part, before)) for part, before in found]
         for part, original in found + changed:
             _fill(part, original)
+
+
+def _flags(attributes: dict, before: dict) -> dict:
+    """Return new values of a module's attributes that have no tensors."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in _OBSERVERS and value is not before.get(name) and not leaves(value)
+    }
 
 
 def _fill(part: Collection, contents: Collection) -> None:
@@ -64,10 +91,7 @@ def _fill(part: Collection, contents: Collection) -> None:
     (part.update if isinstance(part, (dict, set)) else part.extend)(contents)
 
 
-def _copy(part: Collection) -> Collection:
-    """Return a copy of a container's contents."""
-    if not part:  # as are most of a module's dictionaries
-        return ()
+def _copy(part: Collection) -> dict | list:
     return dict(part) if isinstance(part, dict) else list(part)
 
 

@@ -98,7 +98,7 @@ def disagreeing(
         eps: That of the output's dtype.
     """
     # of what adds up to about zero, rounding errors are left, also those of a softmax in float32
-    noise = max(0.3 * tolerance, 2 * eps)
+    noise = max(0.01 * tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
     wrong = []
     for name in names:
         zero = torch.zeros_like(truth[name])

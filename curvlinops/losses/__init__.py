@@ -44,11 +44,13 @@ def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
         TypeError: If ``loss_func`` cannot be called.
         ValueError: If the reduction is unknown, missing, or contradicts the loss's own.
     """
+    if isinstance(loss_func, type):
+        raise TypeError(f"loss_func is the class {loss_func.__name__}; pass an instance of it.")
     if not callable(loss_func):
         raise TypeError(f"loss_func must be callable, got {type(loss_func).__name__}.")
-    loss_func = _as_module(loss_func)
-    own = getattr(loss_func, "reduction", None)
-    own = "mean" if own == "batchmean" else own
+    loss_func = _as_module(getattr(loss_func, "_orig_mod", loss_func))  # of a compiled module
+    kind, own = _kind(loss_func), getattr(loss_func, "reduction", None)
+    own = "mean" if own == "batchmean" and kind is AdditiveLoss else own
     for source, value in (("the loss's reduction", own), ("reduction", reduction)):
         if value not in (None, "sum", "mean"):
             raise ValueError(f"{source} is {value!r}, expected 'sum' or 'mean'.")
@@ -60,7 +62,7 @@ def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
             f"The loss {name} does not say how it reduces over samples. Pass reduction='sum' or "
             "reduction='mean'."
         )
-    return _kind(loss_func)(loss_func, reduction or own)
+    return kind(loss_func, reduction or own)
 
 
 def _as_module(loss_func: Any) -> Any:

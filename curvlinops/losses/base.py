@@ -224,6 +224,8 @@ class LastAxisLoss(Loss):
                 f"{self.name} needs a target of the output's shape {list(output.shape)}, got "
                 f"{found}. Broadcasting is not supported; reshape or expand the target."
             )
+        if target.is_complex():
+            raise ValueError(f"{self.name} needs a real target, got {target.dtype}.")
 
     def term_size(self, output: Tensor) -> int | None:
         """Return C under ``"mean"``, where PyTorch averages over it."""

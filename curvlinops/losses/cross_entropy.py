@@ -18,6 +18,7 @@ class ClassAxisLoss(Loss):
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Require class scores on axis 1, and one index for each position."""
+        self._check_options(output)
         if output.ndim < 2 or not isinstance(target, Tensor):
             raise ValueError(
                 f"{self.name} needs an output [N, C, ...] and a tensor as target, got an output "
@@ -35,6 +36,14 @@ class ClassAxisLoss(Loss):
             raise ValueError(
                 f"{self.name} has targets from {int(y.min())} to {int(y.max())}, but the output "
                 f"has {output.shape[1]} classes, and ignore_index is {self.module.ignore_index}."
+            )
+
+    def _check_options(self, output: Tensor) -> None:
+        weight = self.module.weight
+        if weight is not None and weight.shape != output.shape[1:2]:
+            raise ValueError(
+                f"{self.name} has a weight of shape {list(weight.shape)} for an output of shape "
+                f"{list(output.shape)} (classes on axis 1): it needs one number for each class."
             )
 
     def denominator(self, output: Tensor, target: Tensor) -> Tensor:
@@ -104,10 +113,19 @@ class CrossEntropy(ClassAxisLoss):
         """Accept probabilities of the output's shape, too."""
         if not self._is_soft(output, target):
             super().check(output, target)
-        elif self.module.ignore_index >= 0:
+            return
+        self._check_options(output)
+        if self.module.ignore_index >= 0:
             raise ValueError(
                 f"CrossEntropyLoss with ignore_index={self.module.ignore_index} has targets that "
                 "are probabilities, which cannot be ignored. Leave ignore_index at its default."
+            )
+
+    def _check_options(self, output: Tensor) -> None:
+        super()._check_options(output)
+        if not 0 <= self.module.label_smoothing <= 1:
+            raise ValueError(
+                f"label_smoothing must be from 0 to 1, got {self.module.label_smoothing}."
             )
 
     def sum(self, output: Tensor, target: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Any loss that is a sum or mean of its samples' losses."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ from curvlinops.core.containers import take
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
+from curvlinops.core.warn import warn
 from curvlinops.losses.base import Loss
+
+_LOGGER = logging.getLogger("curvlinops")
 
 
 class AdditiveLoss(Loss):
@@ -29,6 +33,7 @@ class AdditiveLoss(Loss):
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
         self._roots = find_modules(module)
+        self._sample: tuple[Tensor, Tensor] | None = None
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises what it does not accept."""
@@ -36,11 +41,13 @@ class AdditiveLoss(Loss):
     def check_values(self, output: Tensor, target: Any) -> None:
         """Compare the batch's loss with its samples' losses.
 
+        One sample has the mean that it has, and so have samples that all have one weight. A sample
+        of the batch before is therefore put beside the first one.
+
         Raises:
             ValueError: If they do not add up.
         """
-        output = output.detach().clone()  # some losses overwrite it
-        singles = []
+        output, singles = output.detach(), []
         try:
             for n in range(output.shape[0]):
                 one = take(target, slice(n, n + 1), output.shape[0])
@@ -51,14 +58,48 @@ class AdditiveLoss(Loss):
             return
         if not singles:
             return
-        samples = torch.stack(singles).double()
-        total = self.sum(output, target).detach().double()
-        tolerance = 1e-8 if output.dtype == torch.float64 else 1e-4
-        tolerance = 5e-2 if output.dtype in (torch.float16, torch.bfloat16) else tolerance
-        if not bool((total - samples.sum()).abs() <= tolerance * samples.abs().sum() + 1e-12):
+        self._compare(self._check_gradient(output, target), singles)
+        self._compare_across(output, target)
+
+    def _compare_across(self, output: Tensor, target: Any) -> None:
+        """Compare the loss of the first sample and one of the batch before with those of each."""
+        if not isinstance(target, Tensor) or target.shape[:1] != output.shape[:1]:
+            return
+        before, self._sample = self._sample, (output[:1].clone(), target.detach()[:1].clone())
+        if before is None or any(
+            a.shape != b.shape for a, b in zip(before, self._sample, strict=True)
+        ):
+            return
+        pair = [torch.cat([a.to(b), b]) for a, b in zip(before, self._sample, strict=True)]
+        try:
+            singles = [self._value(*(part[n : n + 1] for part in pair)) for n in range(2)]
+            total = self.sum(*pair)
+        except Exception as error:  # what takes a batch of one sample need not take two
+            _LOGGER.info("%s of two samples: %s", self.name, error)
+            return
+        self._compare(total, singles)
+
+    def _check_gradient(self, output: Tensor, target: Any) -> Tensor:
+        """Return ``sum``, and warn if it is a constant."""
+        with torch.enable_grad():
+            total = self.sum(output.requires_grad_(), target)
+        if not total.requires_grad:
+            warn(
+                f"{self.name} has no gradient with respect to the model's output, as if it was "
+                "computed without gradients, or from decisions: its curvature is zero."
+            )
+        return total
+
+    def _compare(self, total: Tensor, singles: list[Tensor]) -> None:
+        """Raise ``ValueError`` if losses of samples do not add up."""
+        total, samples = total.detach(), torch.stack(singles).detach().double()
+        tolerance = 1e-8 if total.dtype == torch.float64 else 1e-4
+        tolerance = 5e-2 if total.dtype in (torch.float16, torch.bfloat16) else tolerance
+        error, size = (total.double() - samples.sum()).abs(), samples.abs().sum()
+        if not bool(error <= tolerance * size + 1e-12):
             raise ValueError(
-                f"{self.name} is not the {self.reduction} of its samples' losses: a batch of "
-                f"{output.shape[0]} has {float(total):.6g} in total, its samples one by one add "
+                f"{self.name} is not the {self.reduction} of its samples' losses: "
+                f"{len(samples)} have {float(total):.6g} in total, one by one they add "
                 f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
                 "over samples only (not for contrastive or Dice losses, or means over a number of "
                 "valid entries that varies; return their sum with reduction='sum'). If the loss "
@@ -75,7 +116,7 @@ class AdditiveLoss(Loss):
     def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum``, by PyTorch."""
         with torch.enable_grad():
-            total = self.sum(output.clone(), target)  # some losses overwrite their input
+            total = self.sum(output, target)
             if not total.requires_grad:
                 return torch.zeros_like(output)
             return torch.autograd.grad(
@@ -141,7 +182,7 @@ class AdditiveLoss(Loss):
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
         with protected(self._roots, {}, constant=False):
-            value = self.module(output, target)
+            value = self.module(output.clone(), target)  # some losses overwrite it
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
