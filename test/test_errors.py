@@ -649,8 +649,9 @@ def test_losses(loss: Any, data: list, error: type[Exception], match: str):
     [
         (dice, "mean", "dice is not the mean of its samples' losses"),
         (contrastive, "sum", "contrastive is not the sum of its samples' losses"),
-        (lambda z, y: z.square().sum(1), "sum", "must return a scalar tensor"),
-        (lambda z, y: 1.0, "sum", "must return a scalar tensor.*float"),
+        (lambda z, y: z.square().sum(1), "sum", "must return a real scalar tensor"),
+        (lambda z, y: z.square().sum() * 1j, "sum", "must return a real scalar tensor.*complex"),
+        (lambda z, y: 1.0, "sum", "must return a real scalar tensor.*float"),
         (CE, "sum", "contradicts the loss's own, 'mean'"),
         (dice, "none", "'none', expected 'sum' or 'mean'"),
     ],

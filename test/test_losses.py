@@ -311,3 +311,42 @@ def test_square_roots_are_constants():
     target = torch.tensor([[0.2, 0.3, 0.5]], requires_grad=True)
     for loss in (nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()):
         assert not loss_hessian_matrix_sqrt(torch.ones(1, 3), target, loss).requires_grad
+
+
+def test_random_losses_are_named():
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.dropout(output, 0.5).square().sum()
+
+    with pytest.raises(ValueError, match="loss is random: it is"):
+        operator(HessianLinearOperator, loss, data_of((5,), [0, 1, 2, 0, 1]), reduction="sum")
+
+
+def test_errors_on_single_samples_have_a_note():
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * torch.ones(5, 3)).sum() if len(output) > 1 else output[1].sum()
+
+    with pytest.raises(IndexError) as caught:
+        operator(HessianLinearOperator, loss, data_of((5,), [0, 1, 2, 0, 1]), reduction="sum")
+    assert "was evaluated on one sample" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
+def test_functions_that_take_things_out_of_batches(kind: type):
+    class Model(nn.Linear):
+        def forward(self, X: dict) -> Tensor:
+            X.setdefault("seen", 1)
+            return super().forward(X.pop("inputs")[0])
+
+    def loss(output: Tensor, target: dict) -> Tensor:
+        return F.cross_entropy(output, target["of"].pop("labels"), reduction="sum")
+
+    pairs = data_of((2, 3), [0, 1, 2, 0, 1])
+    data = [({"inputs": [x]}, {"of": {"labels": y}}) for x, y in pairs]
+    torch.manual_seed(0)
+    model = Model(4, 3).double()
+    options = {"reduction": "sum", "batch_size_fn": lambda X: len(X["inputs"][0])}
+    found = kind(model, loss, list(model.parameters()), data, **options)
+    v = torch.arange(15).double()
+    expected = operator(kind, nn.CrossEntropyLoss(reduction="sum"), pairs) @ v
+    torch.testing.assert_close(found @ v, expected)
+    assert all(set(X) == {"inputs"} and set(y["of"]) == {"labels"} for X, y in data)

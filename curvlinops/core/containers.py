@@ -108,6 +108,19 @@ def twice(tree: Any) -> Any:
     return _map_samples(tree, repeat, 1)
 
 
+def lent(tree: Any) -> Any:
+    """Return a batch for one call of a function, which may take things out of its containers."""
+    if type(tree) in (list, tuple):
+        return type(tree)(lent(part) for part in tree)
+    if not isinstance(tree, dict | UserDict):
+        return tree
+    twin = copy.copy(tree)
+    for key, part in tree.items():
+        if isinstance(part, dict | UserDict | list | tuple):
+            twin[key] = lent(part)
+    return twin
+
+
 def tile(tree: Any, few: int, num_samples: int) -> Any:
     """Return a batch of as many samples, which are copies of the first few, see ``take``."""
     indices = [i % few for i in range(num_samples)]

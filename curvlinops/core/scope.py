@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
+from curvlinops.core.containers import lent
 from curvlinops.core.model import Model
 from curvlinops.core.protection import TRACES
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
@@ -81,7 +82,7 @@ class Scope:
         Scope._evaluations += 1
         self._number = Scope._evaluations
         try:
-            return self._model(self._values, X)
+            return self._model(self._values, lent(X))
         except Exception as error:
             if isinstance(X, Mapping):
                 error.add_note(_ONE_ARGUMENT.format(type(X).__name__))

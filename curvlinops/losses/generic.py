@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.containers import take
+from curvlinops.core.containers import lent, take
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
@@ -52,13 +52,17 @@ class AdditiveLoss(Loss):
             for n in range(output.shape[0]):
                 one = take(target, slice(n, n + 1), output.shape[0])
                 singles.append(self._value(output[n : n + 1], one).detach())
-        except RuntimeError:
-            if not self.needs_graph:
-                raise
-            return
+        except Exception as error:
+            if self.needs_graph and isinstance(error, RuntimeError):
+                return
+            error.add_note(
+                f"{self.name} was evaluated on one sample, to check that it adds up over samples. "
+                "Tensors in the target were cut whose first axis has the batch's length."
+            )
+            raise
         if not singles:
             return
-        self._compare(self._check_gradient(output, target), singles)
+        self._compare(self._check_gradient(output, target), singles, output, target)
         self._compare_across(output, target)
 
     def _compare_across(self, output: Tensor, target: Any) -> None:
@@ -77,7 +81,7 @@ class AdditiveLoss(Loss):
         except Exception as error:  # what takes a batch of one sample need not take two
             _LOGGER.info("%s of two samples: %s", self.name, error)
             return
-        self._compare(total, singles)
+        self._compare(total, singles, *pair)
 
     def _check_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return ``sum``, and warn if it is a constant."""
@@ -90,13 +94,19 @@ class AdditiveLoss(Loss):
             )
         return total
 
-    def _compare(self, total: Tensor, singles: list[Tensor]) -> None:
+    def _compare(self, total: Tensor, singles: list[Tensor], output: Tensor, target: Any) -> None:
         """Raise ``ValueError`` if losses of samples do not add up."""
         total, samples = total.detach(), torch.stack(singles).detach().double()
         tolerance = 1e-8 if total.dtype == torch.float64 else 1e-4
         tolerance = 5e-2 if total.dtype in (torch.float16, torch.bfloat16) else tolerance
         error, size = (total.double() - samples.sum()).abs(), samples.abs().sum()
         if not bool(error <= tolerance * size + 1e-12):
+            again = self.sum(output, target).detach()
+            if bool((again - total).abs() > tolerance * total.abs()):
+                raise ValueError(
+                    f"{self.name} is random: it is {float(total):.6g} and {float(again):.6g} for "
+                    "the same batch. Take its modules out of train mode, or fix what it draws."
+                )
             raise ValueError(
                 f"{self.name} is not the {self.reduction} of its samples' losses: "
                 f"{len(samples)} have {float(total):.6g} in total, one by one they add "
@@ -182,11 +192,12 @@ class AdditiveLoss(Loss):
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
         with protected(self._roots, {}, constant=False):
-            value = self.module(output.clone(), target)  # some losses overwrite it
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            value = self.module(output.clone(), lent(target))  # some losses overwrite it
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+            is_tensor = isinstance(value, Tensor)
+            found = (value.dtype, list(value.shape)) if is_tensor else type(value).__name__
             raise ValueError(
-                f"{self.name} must return a scalar tensor, the {self.reduction} over the batch; "
-                f"got {found}."
+                f"{self.name} must return a real scalar tensor, the {self.reduction} over the "
+                f"batch; got {found}."
             )
         return value.reshape(())
