@@ -100,9 +100,10 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
         elif hasattr(variable, "replaces"):
             raise ValueError(
                 "The model, or its loss, keeps what it computed of parameter "
-                f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, or in an "
-                "input X that it changes, such as a cache of keys and values?), so that the output "
-                "does not depend on the parameter itself. Compute it in each evaluation."
+                f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, in an "
+                "input X that it changes, such as a cache of keys and values, or in a list inside "
+                "of another container?), so that the output does not depend on the parameter "
+                "itself. Compute it in each evaluation."
             )
     if not depends:
         raise ValueError(
