@@ -1,5 +1,6 @@
 """Losses against automatic differentiation of PyTorch's own values, term by term."""
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -237,6 +238,17 @@ def test_means_whose_weights_a_batch_does_not_show(kind: type, sizes: tuple, cla
     operator(kind, loss, data_of(sizes, classes), reduction="mean")
 
 
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+def test_what_is_compared_keeps_no_graph():
+    data = data_of((2, 3), [0, 1, 2, 0, 1])
+    found = operator(HessianLinearOperator, summed, data, reduction="sum")
+    twin = copy.deepcopy(found)
+    assert torch.equal(twin @ torch.ones(15).double(), found @ torch.ones(15).double())
+
+
 @pytest.mark.parametrize("write", [Tensor.sub_, Tensor.mul_])
 def test_losses_that_overwrite_the_output(write: Callable):
     def loss(output: Tensor, target: Tensor, write: Callable = write) -> Tensor:
@@ -311,6 +323,18 @@ def test_square_roots_are_constants():
     target = torch.tensor([[0.2, 0.3, 0.5]], requires_grad=True)
     for loss in (nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()):
         assert not loss_hessian_matrix_sqrt(torch.ones(1, 3), target, loss).requires_grad
+
+
+@pytest.mark.parametrize("inner, outer", [("bfloat16", "float32"), ("float64", "float32")])
+def test_losses_that_return_another_precision(inner: str, outer: str):
+    inner, outer = getattr(torch, inner), getattr(torch, outer)
+    torch.manual_seed(0)
+    output, target = torch.randn(50, 3).to(inner), torch.randint(3, (50,))
+    found = wrap_loss(lambda z, t: F.cross_entropy(z, t).to(outer), "mean")
+    found.check_values(output, target)
+    wrong = wrap_loss(lambda z, t: F.cross_entropy(z, t).to(outer) ** 2, "mean")
+    with pytest.raises(ValueError, match="is not the mean"):
+        wrong.check_values(output, target)
 
 
 def test_random_losses_are_named():
