@@ -7,12 +7,8 @@ from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.patches import pad, view_patches
-from curvlinops.layers.shifts import (
-    ShiftedProducts,
-    add_second_moment,
-    mirror,
-    symmetric_step,
-)
+from curvlinops.layers.shifts import ShiftedProducts
+from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
 from curvlinops.layers.window import Window
 
 #: How many numbers are copied at once: patches, and shifted inputs.

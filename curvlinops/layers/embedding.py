@@ -139,11 +139,13 @@ class Lookup(Form):
         out = squares.new_zeros(self.num_rows, squares.shape[-1])
         return out.index_add_(0, rows, squares).reshape(self.shape)
 
-    def inner(self, other: Form) -> Tensor:
-        """Return all inner products; only rows that both looked up count."""
+    def has_inner(self, other: Form) -> bool:
+        """Return whether the other one looks up the same rows."""
         # a table may be read by rows, and by entries
-        if not isinstance(other, Lookup) or self.num_rows != other.num_rows:
-            return super().inner(other)
+        return isinstance(other, Lookup) and self.num_rows == other.num_rows
+
+    def inner(self, other: "Lookup") -> Tensor:
+        """Return all inner products; only rows that both looked up count."""
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
         out = left.new_zeros(
             self.num_vectors, self.num_samples, other.num_vectors, other.num_samples

@@ -19,10 +19,7 @@ from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
-
-#: From this size and number of rows on, computing half of a symmetric product, and copying it to
-#: the other half, takes up to a third less time; with fewer rows the copy alone takes longer.
-_HALVED, _ROWS = 256, 512
+from curvlinops.layers.symmetric import second_moment
 
 
 @dataclass(frozen=True)
@@ -218,22 +215,9 @@ def moment(rows: Tensor, diagonal: bool) -> Tensor:
     if diagonal:
         return rows.square().sum(0)
     if rows.shape[1] == 1:
-        return _product_with_itself(rows[:, 0]).unsqueeze(0)
+        return second_moment(rows[:, 0]).unsqueeze(0)
     rows = rows.transpose(0, 1)
     return rows.transpose(1, 2) @ rows
-
-
-def _product_with_itself(rows: Tensor) -> Tensor:
-    """Return ``rows^T rows``; where it pays, little more than the upper half is computed."""
-    size = rows.shape[1]
-    if size < _HALVED or len(rows) < _ROWS:
-        return rows.T @ rows
-    out, step = rows.new_empty(size, size), -(-size // 4)
-    for start in range(0, size, step):
-        stop = start + step
-        torch.mm(rows[:, start:stop].T, rows[:, start:], out=out[start:stop, start:])
-        out[stop:, start:stop] = out[start:stop, stop:].T
-    return out
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:

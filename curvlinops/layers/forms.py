@@ -74,17 +74,13 @@ class Form(ABC):
         total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
         return total.reshape(self.shape)
 
+    def has_inner(self, other: "Form") -> bool:
+        """Return whether ``inner`` is cheaper than inner products of gradients."""
+        return False
+
     def inner(self, other: "Form") -> Tensor:
-        """Return all inner products with the gradients of another form, ``[V, N, W, M]``."""
-        rows = []
-        for part in self.parts():
-            left = _flat(self.rows(part))
-            columns = [
-                torch.einsum("vnd,wmd->vnwm", left, _flat(other.rows(across)))
-                for across in other.parts()
-            ]
-            rows.append(torch.cat(columns, dim=3))
-        return torch.cat(rows, dim=1)
+        """Return all inner products with the gradients of a form, ``[V, N, W, M]``, if it has."""
+        raise NotImplementedError
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
         """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""

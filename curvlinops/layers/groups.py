@@ -48,14 +48,6 @@ def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None
                 out[name][part] = rows
 
 
-def inner(first: list[Group], second: list[Group], space: ParameterSpace) -> Tensor:
-    """Return all inner products of two batches' gradients, ``[V, N, W, M]``."""
-    forms = {tuple(names): form for names, form in second}
-    if {tuple(names) for names, _ in first} == set(forms):
-        return sum(form.inner(forms[tuple(names)]) for names, form in first)
-    return _side_by_side(first, space).inner(_side_by_side(second, space))
-
-
 def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
     sizes = [prod(space.shapes[name]) for name in names]
@@ -65,7 +57,7 @@ def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     }
 
 
-def _side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
+def side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
     """Write the gradients of all parameters in one row."""
     _, form = groups[0]
 

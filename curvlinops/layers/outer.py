@@ -85,7 +85,11 @@ class Outer(Form):
         x = self.x[samples]
         if x.shape[1] == 1:
             return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
-        return self._arranged(torch.einsum("vnsgo,nsgi->vngoi", g, x))
+        matrices = g.new_empty(*g.shape[:2], *g.shape[3:], x.shape[3])
+        x = x.transpose(1, 2).flatten(0, 1)
+        for one, out in zip(g, matrices.flatten(1, 2), strict=True):  # without copies
+            torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=out)
+        return self._arranged(matrices)
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, for the only vector, without a copy if possible."""
@@ -176,11 +180,13 @@ class Outer(Form):
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self._arranged(squares[None, None])[0, 0]
 
-    def inner(self, other: Form) -> Tensor:
-        """Return all inner products, from those of inputs and of output gradients if cheaper."""
+    def has_inner(self, other: Form) -> bool:
+        """Return whether inner products of inputs and of output gradients are cheaper."""
         alike = isinstance(other, Outer) and self.kind == other.kind
-        if not alike or not self._is_cheaper_by_positions(other):
-            return super().inner(other)
+        return alike and self._is_cheaper_by_positions(other)
+
+    def inner(self, other: "Outer") -> Tensor:
+        """Return all inner products, from those of inputs and of output gradients."""
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
         size = pairs * (other.g[:, 0].numel() // other.g.shape[-1])
@@ -195,6 +201,17 @@ class Outer(Form):
                 blocks.append(torch.einsum("nsmtg,vnswmtg->vnwm", left, right))
             rows.append(torch.cat(blocks, dim=3))
         return torch.cat(rows, dim=1)
+
+    def made(self) -> "Outer":
+        """Return the same gradients with inputs that are there, unless it is faster without."""
+        return (
+            self if self._skips_inputs else Outer(self.x[:], self.g, self.shape, self.arrangement)
+        )
+
+    def narrowed(self, outputs: slice) -> "Outer":
+        """Return the gradients with respect to the weights of some outputs, in any order."""
+        g = self.g[..., outputs]
+        return Outer(self.x, g, (g.shape[3] * g.shape[4] * self.x.shape[3],))
 
     def arranged(self, again: Arrangement, shape: Sequence[int]) -> "Outer":
         """Return the same gradients with their entries permuted once more."""

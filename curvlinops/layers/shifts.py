@@ -5,10 +5,8 @@ from math import prod
 
 from torch import Tensor
 
+from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
 from curvlinops.layers.window import Window
-
-#: Of the sizes of matrices from which computing only one half of a symmetric product pays.
-_SYMMETRIC = 512
 
 
 class ShiftedProducts:
@@ -79,35 +77,6 @@ class ShiftedProducts:
                 if delta > 0:
                     out[:, :, k + delta, :, :, k] = blocks.permute(0, 3, 4, 1, 2)
         return out.view(groups, kernel * self._size, kernel * self._size)
-
-
-def add_second_moment(total: Tensor, rows: Tensor) -> None:
-    """Add ``rows rows^T`` to ``[G, d, d]``; of large ones little more than the upper half.
-
-    Args:
-        total: Is added to; ``mirror`` completes it.
-        rows: ``[G, d, P]``.
-    """
-    size = total.shape[1]
-    step = symmetric_step(size)
-    for start in range(0, size, step):
-        part = slice(start, start + step)
-        total[:, part, start:].baddbmm_(rows[:, part], rows[:, start:].mT)
-
-
-def symmetric_step(size: int) -> int:
-    """Return how many rows of a symmetric product of some size are computed at once."""
-    return -(-size // 4) if size >= _SYMMETRIC else size
-
-
-def mirror(matrix: Tensor, step: int) -> None:
-    """Complete symmetric matrices ``[G, d, d]`` of which blocks of rows are known from there on."""
-    for start in range(0, matrix.shape[1], step):
-        rows, rest = slice(start, start + step), slice(start + step, None)
-        block = matrix[:, rows, rows]
-        # products of a matrix with its own transpose are symmetric up to rounding only
-        block.copy_(block.triu() + block.triu(1).mT)
-        matrix[:, rest, rows] = matrix[:, rows, rest].mT
 
 
 def _rows(x: Tensor, window: Window) -> Tensor:

@@ -103,7 +103,7 @@ class JacobianLinearOperator(OutputsLinearOperator):
             one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
             u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
             rows = torch.arange(done, done + output.numel(), device=output.device)
-            batches.append((gradients.backward(u), rows))
+            batches.append((gradients.backward(u), rows.reshape(-1, size).T))
             done += output.numel()
 
         self._run(step)

@@ -202,7 +202,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
-        self._visit(lambda groups, where: batches.append((groups, where)))
+        self._visit(lambda groups, where: batches.append((groups, where.unsqueeze(0))))
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T

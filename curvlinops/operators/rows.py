@@ -11,7 +11,8 @@ from curvlinops.core.choice import Mode
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.layers.groups import Group, inner
+from curvlinops.layers.gram import gram
+from curvlinops.layers.groups import Group
 from curvlinops.operators.base import DataLinearOperator
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
@@ -156,16 +157,12 @@ class RowsLinearOperator(DataLinearOperator):
 
         Args:
             batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
-                their numbers, ``[N * V]``, sample by sample.
+                their numbers, ``[V, N]``.
         """
-        space, size = self.risk.space, sum(len(rows) for _, rows in batches)
-        out = torch.zeros(size, size, dtype=space.dtype, device=space.device)
-        for i, (first, rows) in enumerate(batches):
-            for second, columns in batches[i:]:
-                block = inner(first, second, space).permute(1, 0, 3, 2)
-                block = block.reshape(len(rows), len(columns)).to(out.dtype)
-                out[rows[:, None], columns] = block
-                out[columns[:, None], rows] = block.T
+        rows = torch.cat([rows.flatten() for _, rows in batches])
+        found = gram([groups for groups, _ in batches], self.risk.space)
+        out = torch.empty_like(found)
+        out[rows[:, None], rows] = found
         self._check(out)
         return out
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.shifts import mirror
+from curvlinops.layers.symmetric import mirror
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block

@@ -1,0 +1,115 @@
+"""Inner products of the gradients of all samples of all batches."""
+
+from collections.abc import Iterator
+from itertools import accumulate, combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.space import ParameterSpace
+from curvlinops.layers.forms import Form
+from curvlinops.layers.groups import Group, side_by_side
+from curvlinops.layers.outer import Outer
+from curvlinops.layers.products import BYTES
+from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
+
+#: How many bytes of gradients are written down at once, of parameters that can be divided.
+_PIECE = BYTES // 2
+#: Some samples of batches, and which rows their gradients are.
+Block = list[tuple[Form, slice, Tensor]]
+
+
+def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
+    """Return the inner products of all gradients, ``[R, R]``.
+
+    Args:
+        batches: Gradients ``[V, N]`` of V vectors and N samples for each batch.
+        space: The parameters.
+
+    Returns:
+        Rows and columns in the order of batches, then vectors, then samples.
+    """
+    batches = [groups for groups in batches if groups[0][1].num_samples]
+    found = [{tuple(names): form for names, form in groups} for groups in batches]
+    if any(forms.keys() != found[0].keys() for forms in found):
+        found = [{(): side_by_side(groups, space)} for groups in batches]
+    size = sum(_num_rows(groups[0][1]) for groups in batches)
+    out = torch.zeros(size, size, dtype=space.dtype, device=space.device)
+    for names in found[0] if found else ():
+        _add([forms[names] for forms in found], out)
+    if size:
+        mirror(out.unsqueeze(0), symmetric_step(size))
+    return out
+
+
+def _num_rows(form: Form) -> int:
+    return form.num_vectors * form.num_samples
+
+
+def _add(forms: list[Form], out: Tensor) -> None:
+    """Add the inner products on and above the diagonal, for some parameters."""
+    pairs = list(combinations_with_replacement(range(len(forms)), 2))
+    if all(forms[i].has_inner(forms[j]) for i, j in pairs):
+        ends = list(accumulate(map(_num_rows, forms)))
+        places = [slice(end - _num_rows(f), end) for end, f in zip(ends, forms, strict=True)]
+        for i, j in pairs:
+            out[places[i], places[j]] += forms[i].inner(forms[j]).flatten(2).flatten(0, 1)
+        return
+    for piece in _pieces(forms, len(out)):
+        _add_products(piece, out)
+
+
+def _pieces(forms: list[Form], num_rows: int) -> Iterator[list[Form]]:
+    """Yield the gradients with respect to parts of the parameters that fit the memory."""
+    outer = all(isinstance(form, Outer) for form in forms)
+    if not outer or len({form.kind for form in forms}) > 1:
+        yield forms
+        return
+    if sum(form.num_samples * form.num_inputs for form in forms) * 4 <= BYTES:
+        forms = [form.made() for form in forms]
+    outputs = forms[0].g.shape[-1]
+    step = max(_PIECE * outputs // max(4 * num_rows * forms[0].num_entries, 1), 1)
+    for start in range(0, outputs, step):
+        yield [form.narrowed(slice(start, start + step)) for form in forms]
+
+
+def _add_products(forms: list[Form], out: Tensor) -> None:
+    """Write gradients down, as many at once as fit the memory, and add their inner products."""
+    blocks = list(_blocks(forms, out))
+    if len(blocks) == 1:
+        rows = _written(blocks[0], out)
+        add_second_moment(out.unsqueeze(0), rows.unsqueeze(0))
+        return
+    for i, first in enumerate(blocks):
+        left = _written(first, out)
+        for second in blocks[i:]:
+            right = left if second is first else _written(second, out)
+            found = left @ right.T
+            rows, columns = (torch.cat([place for *_, place in block]) for block in (first, second))
+            out[rows[:, None], columns] += found
+            if second is not first:
+                out[columns[:, None], rows] += found.T
+
+
+def _blocks(forms: list[Form], out: Tensor) -> Iterator[Block]:
+    """Yield samples whose gradients fit the memory at once."""
+    block, size, start = [], 0, 0
+    for form in forms:
+        places = torch.arange(start, start + _num_rows(form), device=out.device)
+        places = places.reshape(form.num_vectors, form.num_samples)
+        start += places.numel()
+        for part in form.parts():
+            place = places[:, part].flatten()
+            more = len(place) * form.num_entries * 4
+            if block and size + more > BYTES:
+                yield block
+                block, size = [], 0
+            block.append((form, part, place))
+            size += more
+    yield block
+
+
+def _written(block: Block, out: Tensor) -> Tensor:
+    """Return gradients as rows."""
+    rows = [form.rows(part).reshape(len(at), form.num_entries) for form, part, at in block]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(out)
