@@ -16,6 +16,7 @@ from curvlinops import (
     JacobianLinearOperator,
     PerSampleGradientLinearOperator,
 )
+from curvlinops.layers import forms, gram, products
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
@@ -138,6 +139,26 @@ def test_tangent_kernel_of_coupled_samples():
         J = JacobianLinearOperator(model, list(model.parameters()), data)
     dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
     torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
+
+
+def test_tangent_kernel_of_unequal_batches(monkeypatch: pytest.MonkeyPatch):
+    """With and without samples, and more gradients than fit the memory at once."""
+    layers = [nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)]
+    model, scale = nn.Sequential(*layers).double(), nn.Parameter(torch.ones(3).double())
+    params = dict(model.named_parameters()) | {"scale": scale}
+
+    def scaled(values: dict, X: torch.Tensor) -> torch.Tensor:
+        weights = {name: value for name, value in values.items() if name != "scale"}
+        return torch.func.functional_call(model, weights, X) * values["scale"].exp()
+
+    data = [(torch.randn(n, 2, 4, 4).double(), None) for n in (3, 0, 5, 1)]
+    J = JacobianLinearOperator(scaled, params, data)
+    dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    for size in (products.BYTES, 2000, 500, 1):
+        for module in (products, forms, gram):
+            monkeypatch.setattr(module, "BYTES", size)
+        monkeypatch.setattr(gram, "_PIECE", size // 2)
+        torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
 
 
 @pytest.mark.parametrize("problem", MC)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -284,6 +285,50 @@ def test_threads(kind: type, cache: str):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: operator @ v, range(20)))
     assert all(torch.equal(result, expected) for result in results)
+
+
+class Waiting(torch.autograd.Function):
+    """A product whose backward pass lets another thread have a go."""
+
+    other = None
+
+    @staticmethod
+    def forward(ctx, X, weight):
+        ctx.save_for_backward(X, weight)
+        return X @ weight
+
+    @staticmethod
+    def backward(ctx, g):
+        X, weight = ctx.saved_tensors
+        if Waiting.other is not None:
+            thread, Waiting.other = Waiting.other, None
+            thread.start()
+            thread.join(0.2)
+        return g @ weight.mT, X.mT @ g
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+
+    def forward(self, X: Tensor) -> Tensor:
+        return Waiting.apply(X, self.weight)
+
+
+@pytest.mark.parametrize("kind", [PerSampleGradientLinearOperator, JacobianLinearOperator])
+def test_threads_and_gradients_that_are_computed_late(kind: type):
+    """Values of the parameters are substituted while it lasts."""
+    model = Linear()
+    params, data = list(model.parameters()), batches(4, 3)
+    rows = kind(model, *(() if kind is JacobianLinearOperator else (CE,)), params, data)
+    ggn = GGNLinearOperator(model, CE, params, data, autodiff="reverse", cache="none")
+    v = torch.ones(9, dtype=torch.float64)
+    gram, product, found = rows.gram(), ggn @ v, []
+    thread = Waiting.other = threading.Thread(target=lambda: found.append(ggn @ v))
+    assert torch.equal(rows.gram(), gram)
+    thread.join()
+    assert torch.equal(found[0], product)
 
 
 # --- data

@@ -204,21 +204,25 @@ class EmpiricalRisk:
             batches: Other data than the risk's own.
             purpose: For which backward passes a step first evaluates the model, if it does.
         """
-        batches = self.batches if batches is None else batches
-        device = self.space.device
+        batches, device = batches or self.batches, self.space.device
 
         def wrap(data: Iterable) -> Iterable:
             label = f"{self.name}.{description} on {device}"
             return tqdm(data, desc=label) if self.progressbar else data
 
-        with _LOCK, preserved_rng(device), without_modes():
+        with self.alone():
             self.model.check_shapes()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             start()
-            for batch in batches.iterate(device, wrap, own):
-                risk = BatchRisk(self, batch)
+            for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
                 with self.examination.around(risk, purpose):
                     step(risk)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other thread evaluate models, and nothing around change numbers."""
+        with _LOCK, preserved_rng(self.space.device), without_modes():
+            yield
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""

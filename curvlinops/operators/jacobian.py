@@ -99,7 +99,7 @@ class JacobianLinearOperator(OutputsLinearOperator):
             nonlocal done
             gradients = samples.capture(bound)
             output = gradients.output
-            size = output[0].numel()
+            size = output.shape[1:].numel()
             one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
             u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
             rows = torch.arange(done, done + output.numel(), device=output.device)

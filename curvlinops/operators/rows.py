@@ -160,7 +160,8 @@ class RowsLinearOperator(DataLinearOperator):
                 their numbers, ``[V, N]``.
         """
         rows = torch.cat([rows.flatten() for _, rows in batches])
-        found = gram([groups for groups, _ in batches], self.risk.space)
+        with self.risk.alone():  # some gradients take backward passes
+            found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found
         self._check(out)
