@@ -162,7 +162,10 @@ def pull(
 
 
 def pull_columns(
-    outputs: Mapping[str, Tensor | None], cotangents: Columns, inputs: Tensors
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Columns,
+    inputs: Tensors,
+    retain: bool = True,
 ) -> Columns:
     """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
 
@@ -170,6 +173,7 @@ def pull_columns(
         outputs: Each has a cotangent; see ``pull``.
         cotangents: ``[K, *output]``.
         inputs: Tensors of the graph.
+        retain: Whether the graph is used again.
 
     Returns:
         ``[K, *input]`` for each input; zeros where no output depends on it.
@@ -177,10 +181,10 @@ def pull_columns(
     num_columns = next(iter(cotangents.values())).shape[0]
     if num_columns == 1:
         single = {name: cotangent[0] for name, cotangent in cotangents.items()}
-        grads = pull(outputs, single, inputs)
+        grads = pull(outputs, single, inputs, retain=retain)
         grads = {n: None if g is None else g.unsqueeze(0) for n, g in grads.items()}
     else:
-        grads = pull(outputs, cotangents, inputs, batched=True)
+        grads = pull(outputs, cotangents, inputs, retain=retain, batched=True)
     return {
         name: inputs[name].new_zeros(num_columns, *inputs[name].shape)
         if grad is None

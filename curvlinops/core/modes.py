@@ -53,9 +53,11 @@ class Reverse:
 
     Attributes:
         chunk_size: How many columns a backward pass carries at once; see ``in_chunks``.
+        once: Whether products are for one column, once: the graph is freed meanwhile.
     """
 
     chunk_size: int | None = None
+    once: bool = False
 
     def hessian(self, bound: BoundModel, head: Head) -> Apply:
         """Prepare products with the Hessian of a scalar function of the output.
@@ -70,7 +72,7 @@ class Reverse:
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            return pull_columns(grads, v, inputs)
+            return pull_columns(grads, v, inputs, retain=not self.once)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
@@ -107,7 +109,8 @@ class Reverse:
             push = _double_vjp(output, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            return pull_columns({"": output}, {"": curvature(push(v))}, inputs)
+            u = curvature(push(v))
+            return pull_columns({"": output}, {"": u}, inputs, retain=not self.once)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 

@@ -36,6 +36,29 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
     return space.names, Direct(rows, len(u), num_samples, (space.dim,))
 
 
+def in_turns(
+    at: Callable[[int], list[Group]], rows: Tensor, count: int, space: ParameterSpace
+) -> Group:
+    """Compute gradients one after the other of which each sample has several.
+
+    Args:
+        at: Returns gradients of all samples, given the place among a sample's own.
+        rows: The numbers of those wanted, sample by sample; best in the order of these places.
+        count: How many each sample has.
+        space: The parameters.
+    """
+
+    def compute(part: slice | Tensor) -> Tensor:
+        wanted = rows[part]
+        out = space.empty(len(wanted))
+        for turn in (wanted % count).unique().tolist():
+            mine = wanted % count == turn
+            out[mine] = side_by_side(at(turn), space).rows(wanted[mine] // count)[0]
+        return out.unsqueeze(0)
+
+    return space.names, Direct(compute, 1, len(rows), (space.dim,))
+
+
 def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None:
     """Write the gradients of all samples, for the only vector, to ``{name: [N, *shape]}``."""
     for names, form in groups:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -184,6 +185,8 @@ class DataLinearOperator(TorchLinearOperator):
         mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # the other one has no graph
             return self._linearize(bound, mode)
+        own = self.risk.model.substitutable  # a closure may have a part of the graph from outside
+        mode = replace(mode, once=num_products == 1 and not keeps and own)
         return self._keep(bound, lambda own: self._linearize(own, mode))
 
     def _are_many(self, num_products: int) -> bool:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import check_choice
-from curvlinops.core.autodiff import transposed_jacobian
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.groups import Group, one_by_one, split, write_rows
+from curvlinops.layers.groups import Group, in_turns, split, write_rows
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
 
@@ -39,8 +38,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         *args: Shared arguments, see ``DataLinearOperator``.
         subsampling: Indices of the rows to keep, in that order; only those are computed.
         terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
-            ``EFLinearOperator``). Terms interact in most models, so that each such row takes a
-            backward pass.
+            ``EFLinearOperator``). Terms interact in most models, so that these rows take a
+            backward pass for each term of a sample.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
@@ -175,8 +174,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Write all rows to ``{name: [N, *shape]}``."""
 
         def visit(groups: list[Group], where: Tensor) -> None:
-            if not len(where):  # a batch without samples
-                return
             place = slice(int(where[0]), int(where[-1]) + 1)
             if place.stop - place.start == len(where):
                 write_rows(groups, self.domain, {name: x[place] for name, x in out.items()})
@@ -202,7 +199,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
-        self._visit(lambda groups, where: batches.append((groups, where.unsqueeze(0))))
+        self._visit(lambda groups, where: batches.append((groups, where.unsqueeze(0))), whole=True)
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T
@@ -227,38 +224,59 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         mean = (self.T @ ones) / self.shape[0]
         return (self.second_moment() - mean.square()).clamp(min=0.0)
 
-    def _visit(self, visit: Visit) -> None:
-        """Call ``visit`` with each batch's gradients."""
+    def _visit(self, visit: Visit, whole: bool = False) -> None:
+        """Call ``visit`` with gradients until all rows that are wanted had their turn.
+
+        Args:
+            visit: What is done with them.
+            whole: Whether it gets all of a batch at once.
+        """
 
         def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            groups = self._groups(bound)
+            num_samples, count, at = self._turns(bound)
 
             def use(place: slice) -> None:
-                chosen, where = groups, self._within(place).nonzero().flatten()
-                if self._selective:
-                    local = self._indices[where] - place.start
-                    chosen = [(names, form.select(local)) for names, form in groups]
-                visit(chosen, where)
+                where = self._within(place).nonzero().flatten()
+                local = self._indices[where] - place.start
+                if whole and count > 1:
+                    order = (local % count).argsort(stable=True)
+                    visit([in_turns(at, local[order], count, bound.space)], where[order])
+                    return
+                for turn in (local % count).unique().tolist():
+                    chosen, mine = at(turn), local % count == turn
+                    if self._selective:
+                        samples = local[mine] // count
+                        chosen = [(names, form.select(samples)) for names, form in chosen]
+                    visit(chosen, where[mine])
 
-            return groups[0][1].num_samples, use
+            return num_samples * count, use
 
         self._place_rows(self._all.dim, compute)
 
-    def _groups(self, bound: BatchRisk) -> list[Group]:
+    def _turns(self, bound: BatchRisk) -> tuple[int, int, Callable[[int], list[Group]]]:
+        """Prepare the gradients of a batch, of one row of each sample at a time.
+
+        Returns:
+            The number of samples, how many neighboring rows each has, and a function of the place
+            among these.
+        """
         if bound.loss.needs_graph:
-            return [self._alone.group(bound)]
-        if self.terms == "term":
-            apply, output = transposed_jacobian(bound)
-            up = self._row_maps(bound, output)[1]
+            group = self._alone.group(bound)
+            return group[1].num_samples, 1, lambda _: [group]
+        samples = self._samples.capture(bound)
+        output = samples.output
+        gradient = self._loss_gradient(bound, output).unsqueeze(0)
+        if self.terms == "sample":
+            return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype))
+        terms = bound.loss.to_terms(gradient)
+        count = terms.shape[1] // max(len(output), 1)
 
-            def pull(u: Tensor, out: Columns) -> None:
-                apply(up(u[0]), out)
+        def at(turn: int) -> list[Group]:
+            alone = torch.zeros_like(terms)
+            alone[:, turn::count] = terms[:, turn::count]
+            return samples.backward(bound.loss.from_terms(alone, output).to(output.dtype))
 
-            ones = torch.ones(1, self._num_rows(output), device=self.device)
-            return [one_by_one(pull, bound.space, ones)]
-        gradients = self._samples.capture(bound)
-        u = self._loss_gradient(bound, gradients.output).to(gradients.output.dtype)
-        return gradients.backward(u.unsqueeze(0))
+        return len(output), count, at
 
 
 def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:

@@ -159,7 +159,7 @@ class RowsLinearOperator(DataLinearOperator):
             batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
                 their numbers, ``[V, N]``.
         """
-        rows = torch.cat([rows.flatten() for _, rows in batches])
+        rows = torch.cat([places.flatten() for _, places in batches])
         with self.risk.alone():  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
