@@ -287,6 +287,44 @@ def test_late_operations_choose_the_mode():
         curvlinops.HessianLinearOperator(*arguments) @ torch.ones(len(found)).double()
 
 
+class Root(torch.autograd.Function):
+    """The square root, which can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the root."""
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Return the derivative."""
+        (x,) = ctx.saved_tensors
+        return g / (2 * x.sqrt())
+
+
+def test_custom_functions_behind_padding():
+    """Its row is a constant for derivatives, but not for differences."""
+    x, y = torch.tensor([[0, 1, 2], [3, 2, 0]]), torch.tensor([0, 2])
+    found = []
+    for root in (torch.sqrt, Root.apply):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 3)
+        embedding.weight.data[0] = 0.5
+        model = nn.ModuleList([embedding, head]).double()
+
+        def forward(x: Tensor, parts: Any = model, root: Callable = root) -> Tensor:
+            h = parts[0](x)
+            return parts[1](root(1 + h**2 + h.sum(1, keepdim=True).exp()).mean(1))
+
+        model.forward = forward
+        H = curvlinops.HessianLinearOperator(
+            model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)]
+        )
+        found.append(H @ torch.eye(H.shape[0], dtype=torch.float64))
+    torch.testing.assert_close(*found)
+
+
 def test_late_operations_that_are_refused():
     hidden: list[nn.Parameter] = []
     model = Model(late(lambda m, x: m.second(x) * hidden[0]))

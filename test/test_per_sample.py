@@ -81,7 +81,11 @@ def test_terms(problem: str):
         expected = expected[expected.norm(dim=1) > 0]
     assert error(rows, expected) <= p.tolerance
     products = operator @ torch.eye(operator.shape[1], dtype=operator.torch_dtype)
-    assert error(products, operator.dense().double()) <= p.tolerance
+    rows = operator.dense().double()
+    assert error(products, rows) <= p.tolerance
+    assert error(operator.norms(), rows.norm(dim=1)) <= p.tolerance
+    assert error(operator.gram(), rows @ rows.T) <= p.tolerance
+    assert error(operator.second_moment(), rows.square().mean(0)) <= p.tolerance
 
 
 @pytest.mark.parametrize(

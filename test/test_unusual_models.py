@@ -260,6 +260,39 @@ def twins() -> nn.Module:
     return Model(function, encode=nn.Linear(4, 3), scale=weight(3))
 
 
+@model(sequences)
+def position_bias() -> nn.Module:
+    """A network of constants, called before the layers that see samples."""
+
+    def function(s: Model, x: Tensor) -> Tensor:
+        h = s.embed(x)
+        places = torch.arange(x.shape[1])
+        distances = torch.linspace(-1.0, 1.0, 2 * x.shape[1] - 1).to(x)
+        bias = s.bias(torch.stack([distances, distances.abs()], 1)).view(-1)
+        scores = h @ h.mT + bias[places[:, None] - places + x.shape[1] - 1]
+        return s.head(scores.softmax(-1) @ h)
+
+    bias = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1, bias=False))
+    return Model(function, embed=nn.Linear(4, 3), bias=bias, head=nn.Linear(3, 2))
+
+
+@model(sequences)
+def weighted_averages() -> nn.Module:
+    """The first average does not depend on its weight: the gradient is rounding."""
+
+    def function(s: Model, x: Tensor) -> Tensor:
+        keys, values = s.keys(x), s.values(x)
+        above = below = torch.zeros_like(keys[:, 0])
+        out = []
+        for key, value in zip(keys.unbind(1), values.unbind(1), strict=True):
+            now = (s.first + key).exp()
+            out.append((above + now * value) / (below + now))
+            above, below = above + key.exp() * value, below + key.exp()
+        return torch.stack(out, 1)
+
+    return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_covered(name: str):
     torch.manual_seed(0)
@@ -322,6 +355,14 @@ def _spectrum(s: Model, x: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(s.a(s.w[:, :4].T)[:, 0]), n=4)
 
 
+def _masked(s: Model, x: Tensor) -> Tensor:
+    """Writes into a view; some samples have no gradient there."""
+    queries = torch.cat([x, x], 1).reshape(-1, 2, 2, 2)
+    scores = torch.einsum("binh,nth->bnit", queries, s.w.reshape(2, 2, 2))
+    scores *= (x[:, 0] > 0).to(x).reshape(-1, 1, 1, 1)
+    return s.a(x) + scores.flatten(2).sum(2)
+
+
 def _parts_of_an_output(s: Model, x: Tensor) -> Tensor:
     y = x @ s.w
     left, right = y[:, :1], y[:, 1:]
@@ -348,6 +389,14 @@ def test_sample_by_sample(name: str):
     shape = (4, 4) if name == "spectrum" else (4, 2)
     function = FALLBACKS[name]
     check(Model(function, a=nn.Linear(4, 2), w=weight(*shape)), vectors(), covered=False)
+
+
+def test_overwritten_without_a_gradient_at_first():
+    """What the first batch shows is not that the output does not depend on the parameter."""
+    torch.manual_seed(0)
+    signs = torch.tensor([-1.0, 1.0, 1.0, 1.0])
+    inputs = [torch.rand(4, 4) * signs, torch.rand(3, 4)]
+    check(Model(_masked, a=nn.Linear(4, 2), w=weight(4, 2)), inputs, covered=False)
 
 
 @pytest.mark.parametrize(

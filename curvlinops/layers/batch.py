@@ -82,6 +82,7 @@ class RecordedBatch:
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
+        self._overwritten: set[str] = set()
         self.guessed: set[Key] = set()
         self.open: set[Key] = set()
         self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
@@ -91,6 +92,8 @@ class RecordedBatch:
             key = Key(index, place, recorded.call, tuple(found))
             if recorded.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
+            elif recorded.overwritten:  # its place in the graph is another one now
+                self._overwritten |= set(found)
             else:
                 self.unconnected.add(key)
 
@@ -127,7 +130,7 @@ class RecordedBatch:
         own = {id(self._leaves[name]): name for name in self.names}
         found = (id(variable) for variable in leaf_variables(self._nodes))
         overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
-        names = {own[i] for i in found if i in own}
+        names = {own[i] for i in found if i in own} | self._overwritten & set(self.names)
         return sorted(names.union(*(self.names_of(key) for key in overwritten)))
 
     def drop(self, names: Iterable[str]) -> None:
@@ -166,12 +169,16 @@ class RecordedBatch:
         self._probed = dict(gradients) if self.num_bytes <= BYTES else None
         plain = self._sketches(keys, gradients)
         shares = self._sketches(keys, self.gradients(weighted(u, r)[None]))
-        detections, candidates = {}, {}
+        detections, largest = {}, dict.fromkeys(self.names, 0.0)
         for key in keys:
             num_lead = len(self.uses[key].use.lead)
             found = Detection(plain.pop(key), num_lead, self.num_samples, self._tolerance)
-            candidates[key] = found.regular(shares.pop(key), r)
             detections[key] = found
+            largest |= {name: max(largest[name], found.size) for name in self.names_of(key)}
+        candidates = {}
+        for key, found in detections.items():
+            found.compare(max(largest[name] for name in self.names_of(key)))
+            candidates[key] = found.regular(shares.pop(key), r)
         self.guessed = {key for key in keys if detections[key].is_blank}
         leads = {key: self.uses[key].use.lead for key in keys}
         found, self.open = settle(candidates, leads, self.guessed)

@@ -69,21 +69,25 @@ class Detection:
         num_lead: Number of leading axes.
         num_samples: N.
         tolerance: Relative error of the gradients.
+
+    Attributes:
+        size: The norm of the gradient.
+        is_blank: Whether the gradient is zero, and tells nothing.
+        has_blanks: Whether gradients of some rows are zero, up to rounding.
     """
 
     def __init__(self, plain: Tensor, num_lead: int, num_samples: int, tolerance: float):
         self._plain, self._lead = plain, tuple(plain.shape[:num_lead])
         self._num_samples, self._tolerance = num_samples, tolerance
         norms = self._rows(plain).norm(dim=1)
-        self._size = float(norms.norm())
-        eps = min(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
-        #: Whether gradients of some rows are zero, up to rounding.
-        self.has_blanks = bool((norms <= 10 * eps * self._size).any())
+        self.size = float(norms.norm())
+        self._rounding = 10 * min(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
+        self.has_blanks = bool((norms <= self._rounding * self.size).any())
+        self.is_blank = self.size == 0.0
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether the gradient is zero, and tells nothing."""
-        return self._size == 0.0
+    def compare(self, largest: float) -> None:
+        """Take the gradient for zero if it is but rounding, next to the largest of other uses."""
+        self.is_blank = self.size <= self._rounding * largest
 
     def regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
         """Return the regular layouts that explain the gradients.
@@ -157,7 +161,7 @@ class Detection:
         # rounding errors are relative to the largest numbers; in half precision, many of them
         # would hide a wrong layout
         is_half = self._tolerance >= TOLERANCES[torch.float16]
-        noise = 100 * torch.finfo(self._plain.dtype).eps * self._size
+        noise = 100 * torch.finfo(self._plain.dtype).eps * self.size
         allowed = 0.2 * self._tolerance * norms.max() if is_half else noise
         return bool((error <= self._tolerance * norms + allowed).all())
 

@@ -204,6 +204,8 @@ class SampleBackward:
         if change is Change.FOLLOW:  # those behind the first one may then be of parameters alone
             calls = calls[:1]
         before = dict(self._changes)
+        if change is Change.FOLLOW:  # calls behind it are numbered anew
+            self._changes = {call: old for call, old in before.items() if old is Change.FOLLOW}
         self._changes |= dict.fromkeys(calls, change)
         try:
             for bound in runs:

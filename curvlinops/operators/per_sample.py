@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_choice
+from curvlinops.core.arguments import check_choice, row_indices
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
@@ -81,7 +81,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._all = self._rows()
-        self._indices = _indices(self._subsampling, self._all)
+        self._indices = row_indices(self._subsampling, self._all.dim, self._all.device)
         rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
         return self.risk.space, rows, False
 
@@ -277,29 +277,3 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             return samples.backward(bound.loss.from_terms(alone, output).to(output.dtype))
 
         return len(output), count, at
-
-
-def _indices(subsampling: Any, rows: ParameterSpace) -> Tensor:
-    """Return the indices of the rows to keep, after checking them."""
-    if subsampling is None:
-        return torch.arange(rows.dim, device=rows.device)
-    try:
-        given = subsampling if isinstance(subsampling, Tensor) else list(subsampling)
-        indices = torch.as_tensor(given, device=rows.device)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"subsampling must be a list of indices of samples, got {subsampling!r}."
-        ) from error
-    if not len(indices):
-        return indices.to(rows.device, torch.int64)
-    if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
-        raise ValueError(
-            "subsampling must be a list of indices of samples, got "
-            f"{indices.dtype} of shape {list(indices.shape)}."
-        )
-    if not (0 <= int(indices.min()) and int(indices.max()) < rows.dim):
-        raise ValueError(
-            f"subsampling has indices from {int(indices.min())} to {int(indices.max())}, but the "
-            f"data has {rows.dim} rows."
-        )
-    return indices.to(rows.device, torch.int64)
