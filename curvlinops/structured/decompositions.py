@@ -13,6 +13,8 @@ from curvlinops.structured.norms import wide_norm
 #: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
 #: rounding error. Those of LAPACK stay below 10.
 _TOLERANCE = 100.0
+#: Of blocks of this size, which fit a processor's cache, a matrix is compared with its transpose.
+_COMPARED = 256
 
 
 def eigh_batched(matrices: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
@@ -215,7 +217,12 @@ def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool)
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
-    """Return a matrix without the asymmetry of rounding, ``(A + A^T) / 2``."""
+    """Return a matrix without the asymmetry of rounding, ``(A + A^T) / 2``; or as it is."""
+    pieces = range(0, matrix.shape[-1], _COMPARED)
+    places = ((slice(i, i + _COMPARED), slice(j, j + _COMPARED)) for i in pieces for j in pieces)
+    upper = ((rows, columns) for rows, columns in places if rows.start <= columns.start)
+    if all(torch.equal(matrix[..., i, j], matrix[..., j, i].mT) for i, j in upper):
+        return matrix  # without new memory, which takes most of the time
     half = matrix / 2  # sums of large numbers might overflow
     return half + half.mT
 

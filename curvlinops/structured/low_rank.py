@@ -48,11 +48,11 @@ class LowRank(NamedTuple):
         for out, some in ((values, self.values), (vectors, self.vectors)):
             out[..., :below] = some[..., :below]
             out[..., below + others :] = some[..., below:]
-        vectors[:, below : below + others] = self._complement(dtype)
+        self._complement(vectors[:, below : below + others])
         return values, vectors
 
-    def _complement(self, dtype: torch.dtype) -> Tensor:
-        """Return an orthonormal basis of what is orthogonal to the columns of Q, ``[n, n - r]``.
+    def _complement(self, out: Tensor) -> None:
+        """Write an orthonormal basis of what is orthogonal to the columns of Q, ``[n, n - r]``.
 
         It consists of the last columns of a reflection that maps Q to a matrix whose other rows are
         zero (Schreiber and Parlett, Block reflectors: theory and computation, SIAM Journal on
@@ -63,9 +63,8 @@ class LowRank(NamedTuple):
         normal = self.vectors.clone()
         normal[:rank] += left @ right
         weights = torch.linalg.solve(normal.T @ normal, normal[rank:].T).mul_(-2)
-        out = normal.to(dtype) @ weights.to(dtype)
+        torch.mm(normal.to(out), weights.to(out), out=out)
         out.diagonal(-rank).add_(1)
-        return out
 
     def solve(self, matrix: Tensor, x: Tensor) -> Tensor:
         """Multiply ``[n, k]`` with the inverse of the matrix A that it approximates, in float64.
