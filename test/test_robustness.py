@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from curvlinops import (
     EFLinearOperator,
+    FisherMCLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
@@ -404,6 +405,17 @@ def test_losses_that_only_look_known(kind: type, make):
     factor = 9 if kind is EFLinearOperator else 3
     expected = factor * dense(kind, model, params, data)
     assert error(dense(kind, model, params, data, loss=make()), expected) <= 1e-12
+
+
+def test_losses_that_are_not_known_any_more():
+    """A hook makes it another loss, whose labels nobody knows how to sample."""
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    operator = FisherMCLinearOperator(model, loss, list(model.parameters()), batches(4))
+    v = torch.ones(operator.shape[1])
+    operator @ v
+    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
+    with pytest.raises(NotImplementedError, match="not known as a negative log-likelihood"):
+        operator @ v
 
 
 class Detached(torch.autograd.Function):
