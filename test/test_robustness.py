@@ -3,6 +3,7 @@
 import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -285,6 +286,67 @@ def test_threads(kind: type, cache: str):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: operator @ v, range(20)))
     assert all(torch.equal(result, expected) for result in results)
+
+
+class Meeting:
+    """One thread stops at a point, at most half a second, for another to get into its way."""
+
+    def __init__(self):
+        self.expected, self.reached, self.other, self.met = False, Event(), Event(), False
+
+    def stop(self) -> None:
+        if self.expected and not self.reached.is_set():
+            self.reached.set()
+            self.met = self.other.wait(0.5)
+
+
+class Stopping(nn.Linear):
+    def __init__(self, meeting: Meeting):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.meeting = meeting
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meeting.stop()
+        return super().forward(x)
+
+
+class Watched:
+    """A loss that tells when it is looked at while a product has stopped."""
+
+    def __init__(self, meeting: Meeting):
+        self.meeting = meeting
+
+    @property
+    def reduction(self) -> str:
+        if self.meeting.reached.is_set():
+            self.meeting.other.set()
+        return "mean"
+
+    def __call__(self, z: Tensor, y: Tensor) -> Tensor:
+        return CE(z, y)
+
+
+@pytest.mark.parametrize("method", ["gradient_and_loss", "clear_cache"])
+def test_threads_change_nothing_inside_of_products(method: str):
+    meeting = Meeting()
+    model = Stopping(meeting)
+    operator = HessianLinearOperator(
+        model, Watched(meeting), list(model.parameters()), batches(4), cache="none"
+    )
+    v = torch.arange(operator.shape[1], dtype=torch.float64)
+    expected = operator @ v
+
+    def other() -> None:
+        meeting.reached.wait()
+        getattr(operator, method)()
+        meeting.other.set()
+
+    meeting.expected = True
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(other)
+        assert torch.equal(operator @ v, expected)
+        done.result()
+    assert meeting.other.is_set() and not meeting.met
 
 
 # --- data

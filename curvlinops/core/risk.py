@@ -24,7 +24,7 @@ from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
 #: Products use the module and the generators of random numbers, of which there is but one.
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 
 
 class LossLike(Protocol):
@@ -211,7 +211,7 @@ class EmpiricalRisk:
             label = f"{self.name}.{description} on {device}"
             return tqdm(data, desc=label) if self.progressbar else data
 
-        with _LOCK, preserved_rng(device), without_modes():
+        with LOCK, preserved_rng(device), without_modes():
             self.model.check_shapes()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             start()
@@ -269,8 +269,11 @@ class EmpiricalRisk:
             )
         return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
 
-    def gradient_and_loss(self) -> tuple[Columns, Tensor]:
+    def gradient_and_loss(self, start: Callable[[], None] = lambda: None) -> tuple[Columns, Tensor]:
         """Return gradient (one column) and value of ``L`` over all data.
+
+        Args:
+            start: Called first, see ``run``.
 
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
@@ -284,7 +287,7 @@ class EmpiricalRisk:
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 
-        self.run(step, "gradient_and_loss")
+        self.run(step, "gradient_and_loss", start)
         scale = self.scale(total)
         return {name: column * scale for name, column in gradient.items()}, loss * scale
 

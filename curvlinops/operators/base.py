@@ -20,7 +20,7 @@ from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
-from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+from curvlinops.core.risk import LOCK, BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.losses import Loss, wrap_loss
 
@@ -244,7 +244,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
-        self._kept.clear()
+        with LOCK:
+            self._kept.clear()
 
     # --- beyond products
 
@@ -256,8 +257,7 @@ class DataLinearOperator(TorchLinearOperator):
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
-        self._reconsider()
-        columns, loss = self.risk.gradient_and_loss()
+        columns, loss = self.risk.gradient_and_loss(self._reconsider)
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
