@@ -76,10 +76,10 @@ class DataLinearOperator(TorchLinearOperator):
         """Let signatures show the shared arguments, which are written once."""
         super().__init_subclass__(**kwargs)
         own = inspect.signature(cls.__init__).parameters.values()
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
-            shared = inspect.signature(DataLinearOperator.__init__).parameters.values()
-            extra = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-            cls.__signature__ = inspect.Signature([*shared, *extra][1:])
+        if "__init__" in vars(cls) and any(p.kind is p.VAR_POSITIONAL for p in own):
+            extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
+            found = {**inspect.signature(cls.__base__).parameters, **extra}
+            cls.__signature__ = inspect.Signature(list(found.values()))
 
     def __init__(
         self,
