@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns
+from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.operators.base import DataLinearOperator
@@ -60,19 +60,22 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
-        out: list[Tensor] = []
+        trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)
         total: Tensor | float = 0.0
 
         def step(bound: BatchRisk) -> None:
-            nonlocal total
+            nonlocal trace, total
             gradients = self._samples.capture(bound)
             total = total + bound.terms(gradients.output)
             for u in self._vectors(bound, gradients):
-                norms = [form.squared_norms().sum() for _, form in gradients.backward(u)]
-                out.append(torch.stack(norms).sum())
+                for _, form in gradients.backward(u):
+                    trace = trace + form.squared_norms().sum()
 
         self._run(step)
-        return torch.stack(out).sum().to(self.torch_dtype) * self.risk.scale(total)
+        trace = trace.to(self.torch_dtype) * self.risk.scale(total)
+        number = ParameterSpace.flat(1, trace.dtype, trace.device)
+        self._check_finite({"": trace.reshape(1, 1)}, number)
+        return trace
 
     def _columns(self) -> Columns:
         """Return the diagonal as one column."""
