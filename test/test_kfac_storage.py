@@ -130,6 +130,20 @@ def test_states_do_not_change(cls: type):
 
 
 @both
+def test_loaded_states_are_copies(cls: type):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p)
+    state = copy.deepcopy(operator.state_dict())
+    loaded = build(cls, p)
+    loaded.load_state_dict(state)
+    for tensor in state.values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    assert_equal_states(loaded.state_dict(), operator.state_dict())
+    assert error(matrix(loaded), matrix(operator)) <= 1e-14
+
+
+@both
 def test_mismatches(cls: type, tmp_path):
     p = problems.make("mlp-ce-mean")
     state, ones = build(cls, p).state_dict(), torch.ones(3).double()

@@ -214,7 +214,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
-        They are sums, so that more data can be added after loading.
+        They are sums, so that more data can be added after loading. Do not write to them: like a
+        module's, they are the operator's own.
         """
         return storage.pack(self._computed(), self._fingerprint())
 
@@ -261,8 +262,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
         if self._structure is None:
-            factors = self._factors()
-            blocks = assemble(factors, self.space, self._builder())
+            blocks = assemble(self._factors(), self.space, self._builder())
             self._structure = BlockDiagonalLinearOperator(blocks, self.space)
         return self._structure
 
