@@ -135,7 +135,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
         self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
         more.num_batches -= sums.num_batches
-        self._sums = sums.scaled(decay).plus(more, self._passes.plan)
+        self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
