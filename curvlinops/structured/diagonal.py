@@ -25,7 +25,7 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     """
 
     def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
-        self._entries = entries = real(diagonal, "The diagonal", ndim=(1,))
+        entries = real(diagonal, "The diagonal", ndim=(1,))
         if space is None:
             space = ParameterSpace.flat(len(entries), entries.dtype, entries.device)
         elif space.dim != len(entries):
