@@ -75,14 +75,14 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     def _added(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
         if not isinstance(other, DiagonalLinearOperator):
             return None
-        return self._named(other)._with(self._entries + other._entries)
+        return self._with_names(other)._with(self._entries + other._entries)
 
     def _multiplied(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
         if not isinstance(other, DiagonalLinearOperator):
             return None
-        return self._named(other)._with(self._entries * other._entries)
+        return self._with_names(other)._with(self._entries * other._entries)
 
-    def _named(self, other: "DiagonalLinearOperator") -> "DiagonalLinearOperator":
+    def _with_names(self, other: "DiagonalLinearOperator") -> "DiagonalLinearOperator":
         """Return the one of two that has parameter structure."""
         return other if self.domain.is_flat else self
 
