@@ -1,5 +1,6 @@
 """Arguments that are numbers or choices: of all kinds, and refused in words."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,31 @@ def test_choices():
 def test_errors(use: Callable, match: str):
     with pytest.raises(ValueError, match=match):
         use()
+
+
+SHARED = set(inspect.signature(c.HessianLinearOperator).parameters)
+FACTORED = {
+    "fisher_type": "mc",
+    "mc_samples": 1,
+    "kfac_approx": "expand",
+    "num_per_example_loss_terms": None,
+    "separate_weight_and_bias": True,
+    "seed": 2147483647,
+    "fallback": "error",
+    "exact": False,
+    "max_factor_size": 16384,
+}
+OPTIONS = {
+    c.FisherMCLinearOperator: {"mc_samples": 1, "seed": 2147483647},
+    c.GGNLinearOperator: {"mc_samples": 0, "seed": 2147483647},
+    c.EFLinearOperator: {"terms": "term"},
+    c.KFACLinearOperator: FACTORED,
+    c.EKFACLinearOperator: FACTORED,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_signatures_show_inherited_options(kind: type):
+    found = inspect.signature(kind).parameters
+    assert len(SHARED) == 13 and found.keys() >= SHARED
+    assert {n: p.default for n, p in found.items() if n not in SHARED} == OPTIONS[kind]

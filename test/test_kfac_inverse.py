@@ -403,11 +403,24 @@ def test_factors_that_overflow():
         operator.inverse(damping=0.1)
 
 
+@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("options", [{}, {"use_heuristic_damping": True}])
-def test_biases_share_the_inverses_of_their_weights(options: dict, monkeypatch):
+def test_biases_share_the_inverses_of_their_weights(options: dict, order: int, monkeypatch):
     inverted = []
     invert = factors.inverse
     monkeypatch.setattr(factors, "inverse", lambda *args: inverted.append(args) or invert(*args))
-    operator = build("mlp-ce-mean")
-    operator.inverse(0.1, **options)
+    p = problems.make("mlp-ce-mean")
+    operator = KFACLinearOperator(p.model, p.loss, p.params[::order], p.data, fisher_type="type-2")
+    inverse = operator.inverse(0.1, **options)
     assert len(inverted) == 2 * len(operator.mapping)
+    for name, A in operator.input_covariances.items():
+        B = operator.gradient_covariances[name]
+        ratio = (A.diagonal().mean() / B.diagonal().mean()).sqrt() if options else 1.0
+        a, b = (0.1**0.5 * ratio, 0.1**0.5 / ratio) if options else (0.1, 0.1)
+        expected = damped(A, B, float(a), float(b))
+        where = operator.space.slice(f"{name}.weight")
+        found = matrix(inverse)[where, where]
+        assert error(found, expected) <= 1e-10
+        where = operator.space.slice(f"{name}.bias")
+        expected = (B + b * torch.eye(len(B), dtype=B.dtype)).inverse()
+        assert error(matrix(inverse)[where, where], expected) <= 1e-10

@@ -119,14 +119,40 @@ def test_saving(cls: type, name: str, tmp_path):
     assert error(matrix(restored), matrix(operator)) <= 1e-12
 
 
+GROWING = {
+    "update": lambda operator, batch: operator.update(batch),
+    "decay": lambda operator, batch: operator.update(batch, decay=0.5),
+    "merge": lambda operator, batch: operator.merge(copy.deepcopy(operator)),
+}
+
+
 @both
-def test_states_do_not_change(cls: type):
-    p = problems.make("mlp-ce-mean")
+@pytest.mark.parametrize("name", ["mlp-ce-mean", "cnn"])
+@pytest.mark.parametrize("how", GROWING)
+def test_states_do_not_change(cls: type, name: str, how: str):
+    p = problems.make(name)
     operator = build(cls, p)
     state = operator.state_dict()
     before = copy.deepcopy(state)
-    operator.update(p.data[0], decay=0.5)
+    for _ in range(2):
+        GROWING[how](operator, p.data[0])
+        if (cls, how) == (EKFACLinearOperator, "merge"):
+            break  # it has no more eigenvalues to add
     assert_equal_states(state, before)
+
+
+@both
+def test_loaded_states_are_copies(cls: type):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p)
+    state = copy.deepcopy(operator.state_dict())
+    loaded = build(cls, p)
+    loaded.load_state_dict(state)
+    for tensor in state.values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    assert_equal_states(loaded.state_dict(), operator.state_dict())
+    assert error(matrix(loaded), matrix(operator)) <= 1e-14
 
 
 @both

@@ -931,6 +931,38 @@ def test_batch_without_samples():
     torch.testing.assert_close(with_empty.trace(), without.diagonal().sum())
 
 
+class Norm(nn.Module):
+    """The norm of a multiple of the input, which has no derivative where that is zero."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.full((2,), scale)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).pow(2).sum(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("quantity", ["diagonal", "trace"])
+def test_diagonals_that_are_no_numbers(quantity: str):
+    X, y = torch.randn(4, 2), torch.randn(4, 1)
+
+    def compute(scale: float, num_samples: int) -> Tensor:
+        model, data = Norm(scale), [(X[:num_samples], y[:num_samples])]
+        params = list(model.parameters())
+        operator = GGNDiagonalLinearOperator(
+            model, nn.MSELoss(reduction="sum"), params, data, check_deterministic=False
+        )
+        return getattr(operator, quantity)().sum()
+
+    # of the norm of a x, with equal numbers a, the derivatives are x_i^2 / |x|
+    expected = 2 * (X**2 / X.norm(dim=1, keepdim=True)).square().sum()
+    torch.testing.assert_close(compute(0.5, 4), expected)
+    with pytest.raises(ValueError, match="is not finite"):
+        compute(0.0, 4)
+    with pytest.raises(ValueError, match="The data has no term"):
+        compute(0.5, 0)
+
+
 @pytest.mark.parametrize("indices", [3, "ab", [0.5], [True], [9], [-1], [[0]]])
 def test_refused_indices(indices: Any):
     model = nn.Linear(3, 2)

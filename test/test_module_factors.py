@@ -54,6 +54,19 @@ def test_products_of_factors_are_blocks(layer: nn.Module, shape: tuple[int, ...]
     torch.testing.assert_close(torch.block_diag(*blocks), K @ torch.eye(K.shape[0]).double())
 
 
+def test_models_that_are_a_single_layer():
+    torch.manual_seed(0)
+    model, X, y = nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    options = {"fisher_type": FisherType.EMPIRICAL, "check_deterministic": False}
+    K = KFACLinearOperator(
+        model, nn.MSELoss(reduction="sum"), list(model.parameters()), [(X, y)], **options
+    )
+    g = 2 * (model(X) - y).detach()
+    torch.testing.assert_close(K.input_covariances, {"": X.T @ X / 5})
+    torch.testing.assert_close(K.gradient_covariances, {"": g.T @ g})
+    assert K.mapping == K._mapping == {"": {"weight": 0, "bias": 1}}
+
+
 def test_scaling_what_was_read_leaves_the_operator():
     K = _operator(*PLAIN["linear"])
     expected = K.trace().clone()

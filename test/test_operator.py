@@ -9,7 +9,12 @@ import torch
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 
-from curvlinops import IdentityLinearOperator, ParameterSpace, TorchLinearOperator
+from curvlinops import (
+    IdentityLinearOperator,
+    ParameterSpace,
+    SubmatrixLinearOperator,
+    TorchLinearOperator,
+)
 
 SHAPES = {"weight": (2, 3), "bias": (2,), "scale": ()}
 DOUBLE = torch.float64
@@ -54,8 +59,13 @@ def tall(seed: int = 0) -> Matrix:
     return NoNumpy(torch.randn(4, 9, generator=generator, dtype=DOUBLE), space(), outputs)
 
 
-A, B, J = square(0), square(1), tall()
-a, b, j = A.matrix, B.matrix, J.matrix
+def across(seed: int = 2) -> Matrix:
+    """From parameters to as many plain numbers, as a Jacobian may be."""
+    return NoNumpy(square(seed).matrix, space(), ParameterSpace.flat(9, DOUBLE, "cpu"))
+
+
+A, B, J, F = square(0), square(1), tall(), across()
+a, b, j, f = A.matrix, B.matrix, J.matrix, F.matrix
 eye = torch.eye(9, dtype=DOUBLE)
 
 EXPRESSIONS = {
@@ -84,6 +94,9 @@ EXPRESSIONS = {
     "adjoint of a power": ((A**3).T, (a @ a @ a).T),
     "damped": (A + 0.1 * IdentityLinearOperator(A.space), a + 0.1 * eye),
     "plain and named spaces": (J.T @ J + A, j.T @ j + a),
+    "square between two spaces": (F**2, f @ f),
+    "power zero between two spaces": (F**0, eye),
+    "adjoint of a power between two spaces": ((F**3).T, (f @ f @ f).T),
     "nested": ((A + B) @ (A - 3 * B) / 2 - B**2, (a + b) @ (a - 3 * b) / 2 - b @ b),
 }
 
@@ -244,6 +257,7 @@ def test_copies():
         (lambda: A + J, ValueError, r"shapes \(9, 9\) and \(4, 9\) cannot be added"),
         (lambda: A @ J, ValueError, "cannot be multiplied"),
         (lambda: J**2, ValueError, "square operator"),
+        (lambda: renamed_rows("bias", "weight", "scale") ** 2, ValueError, "another order"),
         (lambda: A**0.5, ValueError, "integer >= 0"),
         (lambda: A**-1, ValueError, "integer >= 0"),
         (lambda: 2j * A, TypeError, "complex"),
@@ -269,9 +283,21 @@ def renamed(*names: str) -> Matrix:
     return Matrix(a, other, other)
 
 
+def renamed_rows(*names: str) -> Matrix:
+    return Matrix(a, space(), renamed(*names).domain)
+
+
 def reshaped() -> Matrix:
     other = ParameterSpace({"weight": (3, 2), "bias": (2,), "scale": ()}, DOUBLE)
     return Matrix(a, other, other)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3])
+def test_parts_of_powers_between_two_spaces(exponent: int):
+    S = SubmatrixLinearOperator(F**exponent, [7, 2], ["bias", "scale"])
+    expected = torch.linalg.matrix_power(f, exponent)[[7, 2]][:, [6, 7, 8]]
+    torch.testing.assert_close(S @ torch.eye(3, dtype=DOUBLE), expected)
+    torch.testing.assert_close(S.T @ torch.eye(2, dtype=DOUBLE), expected.T)
 
 
 def test_space():

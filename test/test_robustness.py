@@ -5,6 +5,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.func import functional_call
 
 from curvlinops import (
     EFLinearOperator,
+    FisherMCLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
@@ -233,7 +235,46 @@ def by_closure(model: nn.Module):
     return lambda X: model(X)
 
 
-@pytest.mark.parametrize("wrap", [by_method, by_partial, by_closure])
+class Trainer:
+    """Has more modules than those that it predicts with."""
+
+    def __init__(self, model: nn.Module):
+        self.net, self.average = model, nn.BatchNorm1d(4)
+        self.optimizer = torch.optim.Adam(model.parameters())
+
+    def predict(self, X: Tensor) -> Tensor:
+        return self.net(X)
+
+    @property
+    def current(self) -> nn.Module:
+        return self.net
+
+
+def by_object(model: nn.Module):
+    trainer = Trainer(model)
+    return lambda X: trainer.net(X)
+
+
+def by_method_of_an_object(model: nn.Module):
+    trainer = Trainer(model)
+    return lambda X: trainer.predict(X)
+
+
+def by_property(model: nn.Module):
+    trainer = Trainer(model)
+    return lambda X: trainer.current(X)
+
+
+def by_namespaces(model: nn.Module):
+    outer = SimpleNamespace(inner=SimpleNamespace(layers={"all": [model]}))
+    return lambda X: outer.inner.layers["all"][0](X)
+
+
+WRAPS = [by_method, by_partial, by_closure, by_object, by_method_of_an_object, by_property]
+WRAPS += [by_namespaces]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_modules_behind_closures_are_protected(wrap):
     model = mlp(nn.BatchNorm1d(4))
     params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
@@ -247,18 +288,59 @@ def test_modules_behind_closures_are_protected(wrap):
         EFLinearOperator(wrap(model), CE, params, batches(4))
 
 
-def test_modules_behind_functions_are_protected():
+@pytest.mark.parametrize("owner", [None, Trainer])
+def test_modules_behind_functions_are_protected(owner: type | None):
     model = mlp(nn.BatchNorm1d(4))
     before = copy.deepcopy(model.state_dict())
     params = {name: param.detach() for name, param in model.named_parameters()}
+    trainer = owner and owner(model)
+    functions = {
+        None: lambda values, X: functional_call(model, values, (X,)),
+        Trainer: lambda values, X: functional_call(trainer.net, values, (X,)),
+    }
     with pytest.warns(UserWarning, match="the result depends on how"):
-        dense(
-            GGNLinearOperator,
-            lambda values, X: functional_call(model, values, (X,)),
-            params,
-            batches(4),
-        )
+        dense(GGNLinearOperator, functions[owner], params, batches(4))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Unregistered(nn.Module):
+    """Uses one of two layers that it keeps in plain lists."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.used, self.unused = (
+            [nn.BatchNorm1d(3, affine=False, dtype=torch.float64)] for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(self.linear(x))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return self.used[0](x)
+
+
+def test_modules_that_are_not_registered_are_protected():
+    model = Unregistered()
+    before = copy.deepcopy(model.used[0].state_dict())
+    params = list(model.parameters())
+    with pytest.warns(UserWarning, match="the result depends on how"):
+        H = HessianLinearOperator(model, CE, params, batches(4))
+    H @ torch.ones(H.shape[1], 3, dtype=torch.float64)
+    assert all(torch.equal(x, before[name]) for name, x in model.used[0].state_dict().items())
+    with pytest.raises(ValueError, match="BatchNorm in train mode couples"):
+        EFLinearOperator(model, CE, params, batches(4))
+    model.used[0].eval()
+    EFLinearOperator(model, CE, params, batches(4))  # what is not used does not matter
+
+
+@pytest.mark.parametrize("wrap", [by_object, by_method_of_an_object, by_property])
+def test_modules_that_are_not_used_do_not_count(wrap):
+    model = mlp(nn.BatchNorm1d(4)).eval()
+    arguments = CE, list(model.parameters()), batches(4)
+    found, expected = (dense(EFLinearOperator, own, *arguments[1:]) for own in (wrap(model), model))
+    assert error(found, expected) <= 1e-12
 
 
 # --- changes after construction
@@ -337,6 +419,68 @@ def test_threads_and_gradients_that_are_computed_late(kind: type, monkeypatch: p
         thread.join()
     assert len(found) == len(threads) > 0
     assert all(torch.equal(one, product) for one in found)
+
+
+class Meeting:
+    """One thread stops at a point, at most half a second, for another to get into its way."""
+
+    def __init__(self):
+        self.reached, self.other = threading.Event(), threading.Event()
+        self.expected = self.met = False
+
+    def stop(self) -> None:
+        if self.expected and not self.reached.is_set():
+            self.reached.set()
+            self.met = self.other.wait(0.5)
+
+
+class Stopping(nn.Linear):
+    def __init__(self, meeting: Meeting):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.meeting = meeting
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meeting.stop()
+        return super().forward(x)
+
+
+class Watched:
+    """A loss that tells when it is looked at while a product has stopped."""
+
+    def __init__(self, meeting: Meeting):
+        self.meeting = meeting
+
+    @property
+    def reduction(self) -> str:
+        if self.meeting.reached.is_set():
+            self.meeting.other.set()
+        return "mean"
+
+    def __call__(self, z: Tensor, y: Tensor) -> Tensor:
+        return CE(z, y)
+
+
+@pytest.mark.parametrize("method", ["gradient_and_loss", "clear_cache"])
+def test_threads_change_nothing_inside_of_products(method: str):
+    meeting = Meeting()
+    model = Stopping(meeting)
+    operator = HessianLinearOperator(
+        model, Watched(meeting), list(model.parameters()), batches(4), cache="none"
+    )
+    v = torch.arange(operator.shape[1], dtype=torch.float64)
+    expected = operator @ v
+
+    def other() -> None:
+        meeting.reached.wait()
+        getattr(operator, method)()
+        meeting.other.set()
+
+    meeting.expected = True
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(other)
+        assert torch.equal(operator @ v, expected)
+        done.result()
+    assert meeting.other.is_set() and not meeting.met
 
 
 # --- data
@@ -457,6 +601,17 @@ def test_losses_that_only_look_known(kind: type, make):
     factor = 9 if kind is EFLinearOperator else 3
     expected = factor * dense(kind, model, params, data)
     assert error(dense(kind, model, params, data, loss=make()), expected) <= 1e-12
+
+
+def test_losses_that_are_not_known_any_more():
+    """A hook makes it another loss, whose labels nobody knows how to sample."""
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    operator = FisherMCLinearOperator(model, loss, list(model.parameters()), batches(4))
+    v = torch.ones(operator.shape[1])
+    operator @ v
+    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
+    with pytest.raises(NotImplementedError, match="not known as a negative log-likelihood"):
+        operator @ v
 
 
 class Detached(torch.autograd.Function):

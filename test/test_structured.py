@@ -356,6 +356,32 @@ def test_sums_of_equal_structure(name: str):
     torch.testing.assert_close((first - second).to_dense(), M - N)
 
 
+NAMED = ParameterSpace({"weight": (2, 4), "bias": (4,)}, DOUBLE)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("flat", [Kron(B, A), Diag(positive(12)), IdentityLinearOperator(12, 3.0)])
+def test_sums_with_the_identity_keep_its_names(flat: StructuredLinearOperator, order: int):
+    matrix = flat.to_dense().double() + 0.1 * eye(12)
+    first, second = [flat, 0.1 * IdentityLinearOperator(NAMED)][::order]
+    total = pickle.loads(pickle.dumps(first + second))
+    assert isinstance(total, StructuredLinearOperator)
+    assert total.domain.names == total.codomain.names == NAMED.names
+    x = {name: randn(*shape) for name, shape in NAMED.shapes.items()}
+    columns = torch.cat([value.flatten() for value in x.values()])
+    for operator, expected in (
+        (total, matrix),
+        (total.inverse(), matrix.inverse()),
+        (first + second + total, 2 * matrix),
+    ):
+        found = operator @ x
+        assert [value.shape for value in found.values()] == [value.shape for value in x.values()]
+        product = torch.cat([value.flatten() for value in found.values()])
+        torch.testing.assert_close(product, expected @ columns)
+    torch.testing.assert_close(total.logdet(), matrix.logdet())
+    torch.testing.assert_close(total.diagonal(), matrix.diagonal())
+
+
 def test_sums_of_blocks():
     first = Blocks({"a": Kron(A), "b": Diag(b)})
     second = Blocks({"a": Kron(A2), "b": 2 * IdentityLinearOperator(3)})

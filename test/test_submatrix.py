@@ -5,7 +5,7 @@ import numpy as np
 import problems
 import pytest
 import torch
-from contract import CASES, EXACT, dense, error, matrix, vectors
+from contract import ALL, CASES, EXACT, dense, error, matrix, vectors
 from scipy.sparse.linalg import aslinearoperator, eigsh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -245,6 +245,18 @@ def test_blocks_that_are_not_asked_for_are_not_multiplied():
     S = SubmatrixLinearOperator(K, ["b"], ["b", "a"])
     assert torch.equal(matrix(S), torch.eye(4, 7) * torch.arange(1.0, 8))
     assert not matrix(SubmatrixLinearOperator(K, ["b"], ["a"])).any()
+
+
+@pytest.mark.parametrize("case", ["kfac", "ekfac"])
+def test_blocks_of_approximations_are_multiplied_alone(case: str):
+    A = ALL[case].build(problems.make(PROBLEM))
+    first, last = A.space.names[0], A.space.names[-1]
+    K, full = matrix(A), flops(A)
+    for names in ([first], [last], [last, first]):
+        S = SubmatrixLinearOperator(A, names, names)
+        places = positions(A, names)
+        assert error(matrix(S), K[places][:, places]) <= 1e-12
+        assert flops(S) == flops(SubmatrixLinearOperator(A.structure, names, names)) < full
 
 
 def test_errors():

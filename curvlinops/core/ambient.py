@@ -1,6 +1,7 @@
-"""PyTorch's ambient modes, on which no number of this package depends."""
+"""PyTorch's ambient modes and other threads, on which no number of this package depends."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
@@ -11,6 +12,10 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from curvlinops.core.functions import in_transform
+from curvlinops.core.seeds import preserved_rng
+
+#: Products use the module and the generators of random numbers, of which there is but one.
+_LOCK = threading.RLock()
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -34,6 +39,13 @@ def _hooked() -> bool:
             return False
     except RuntimeError:
         return True
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Let no other thread of this package evaluate models, and nothing around change numbers."""
+    with _LOCK, preserved_rng(device), without_modes():
+        yield
 
 
 def without_modes() -> AbstractContextManager:

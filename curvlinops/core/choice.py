@@ -8,9 +8,9 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, Head, Seed, transposed_jacobian
 from curvlinops.core.columns import dot, norm
-from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.model import Model
 from curvlinops.core.modes import Forward, Reverse
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 
 Mode = Reverse | Forward

@@ -1,8 +1,6 @@
 """Is a pass over the data repeatable? If it is not: why?"""
 
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,44 +11,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from curvlinops.core.columns import not_finite
 from curvlinops.core.containers import leaves, strided_parts
 from curvlinops.core.data import Batch
+from curvlinops.core.seeds import seed_everything
 from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
-
-
-@contextmanager
-def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Restore all global random number generators on exit (loaders draw from them, too).
-
-    What it yields tells whether nothing has been drawn from them so far.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    states = _torch_states(devices)
-
-    def untouched() -> bool:
-        return (
-            python_state == random.getstate()
-            and all(map(np.array_equal, numpy_state, np.random.get_state()))
-            and all(map(torch.equal, states, _torch_states(devices)))
-        )
-
-    try:
-        with torch.random.fork_rng(devices):
-            yield untouched
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-def _torch_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all global random number generators; inside ``preserved_rng`` only."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def fingerprint(tree: Any) -> list[float]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
-from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.graph import footprint, operations
 from curvlinops.core.model import Model
+from curvlinops.core.seeds import preserved_rng
 
 
 class Examination:

@@ -111,7 +111,7 @@ class ModuleModel(Model):
         check_modules(module)
         own, self.module = named_parameters(module)
         check_initialized({**own, **dict(module.named_buffers())})
-        self.roots = [self.module]
+        self.roots = find_modules(self.module)
         as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter
         self._targets: dict[str, Tensor] = {}

@@ -31,8 +31,8 @@ from curvlinops.core.autodiff import (
     pull_columns,
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
-from curvlinops.core.determinism import preserved_rng
 from curvlinops.core.scope import Scope
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 
 with warnings.catch_warnings():

@@ -76,8 +76,8 @@ class TorchLinearOperator(LinearMap):
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, TorchLinearOperator):
-            total = self._plus(other)
-            return SumLinearOperator(self, other) if total is None else total
+            found = self._plus(other)
+            return SumLinearOperator(self, other) if found is None else found
         if is_scalar(other) and other == 0:  # Python's sum() starts with it
             return self
         if isinstance(other, np.ndarray | Tensor) or is_scalar(other):
@@ -145,11 +145,8 @@ class SumLinearOperator(TorchLinearOperator):
         codomain = second.codomain if first.codomain.is_flat else first.codomain
         self.terms = (first, second)
         dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
-        super().__init__(
-            domain.widened(dtype),
-            codomain.widened(dtype),
-            first.self_adjoint and second.self_adjoint,
-        )
+        symmetric = first.self_adjoint and second.self_adjoint
+        super().__init__(domain.widened(dtype), codomain.widened(dtype), symmetric)
 
     def _apply(self, columns: Columns) -> Columns:
         outs = [
@@ -234,25 +231,29 @@ class PowerLinearOperator(TorchLinearOperator):
     def __init__(self, operator: TorchLinearOperator, exponent: int):
         if operator.shape[0] != operator.shape[1]:
             raise ValueError(f"Powers need a square operator, got shape {operator.shape}.")
+        operator.domain.check_compatible(operator.codomain)
         self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
+        columns = self.codomain.convert(columns, self.domain)
         for _ in range(self.exponent):
-            columns = self.operator._apply(columns)
+            columns = self.operator._apply(self.domain.convert(columns, self.codomain))
         return columns
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
+        columns = self.domain.convert(columns, self.codomain)
         for _ in range(self.exponent):
-            columns = self.operator._apply_adjoint(columns)
+            columns = self.operator._apply_adjoint(self.codomain.convert(columns, self.domain))
         return columns
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        if self.exponent == 0:
+            return super()._apply_restricted(columns, names)
         for _ in range(self.exponent - 1):
-            columns = self.operator._apply_restricted(columns, self.domain.names)
-        if self.exponent:
-            return self.operator._apply_restricted(columns, names)
-        return super()._apply_restricted(columns, names)
+            columns = self.operator._apply_restricted(columns, self.codomain.names)
+            columns = self.domain.convert(columns, self.codomain)
+        return self.operator._apply_restricted(columns, names)
 
     def _transposed(self) -> TorchLinearOperator:
         return PowerLinearOperator(self.operator.T, self.exponent)

@@ -1,5 +1,6 @@
 """What a Python object refers to, as far as that can be seen from outside."""
 
+import enum
 import functools
 import inspect
 import sys
@@ -11,13 +12,18 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _INSTALLED = tuple(
     str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")
 )
 #: Folders of packages, also those of another environment that this one is built on.
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+_PLAIN = {
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+}
 _SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
 #: By which attributes objects hold others, where these are neither in ``__dict__`` nor in slots.
 _HOLDERS = {
@@ -72,30 +78,58 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
 _PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset, deque, MethodType}
 
 
+def is_plain(part: Any) -> bool:
+    """Return whether something is a value that refers to nothing and never changes."""
+    return type(part) in _PLAIN or isinstance(part, enum.Enum)
+
+
 def has_attributes(part: Any) -> bool:
     """Return whether all that an object holds is in attributes, dictionary or slots."""
     return hasattr(part, "__dict__") or next(_slots(part), None) is not None
 
 
 def find_modules(function: Any) -> list[nn.Module]:
-    """Return the modules that a function refers to, as far as that can be seen.
+    """Return the modules that a function or module uses, as far as that can be seen.
+
+    That is all in containers and callables. Other objects, such as a trainer, may have modules that
+    the function does not use, and so may modules without registering them: of their attributes, and
+    those of their classes, only those count whose names occur in the code that is found.
 
     Args:
-        function: A function, a bound method, a partial, or an object with attributes.
+        function: A function, a bound method, a partial, a module, or an object with attributes. A
+            module comes first.
     """
+    names, known = {"forward", "__call__", "__class__", "__bases__"}, 0
+    while len(names) > known:  # code that was found last may name what was met before
+        known, found = len(names), _find_modules(function, names)
+    return found
+
+
+def _find_modules(function: Any, names: set[str]) -> list[nn.Module]:
+    """Look once, and add the names that occur in the code that is found."""
     found, queue = [], [function]
     seen: dict[int, Any] = {}  # kept alive, so that no two have one id
     while queue:
         part = queue.pop()
-        is_container = isinstance(part, Mapping | list | tuple)
-        if id(part) in seen or not (is_container or callable(part)) or isinstance(part, type):
+        if id(part) in seen or isinstance(part, Tensor | ModuleType):
             continue
-        seen[id(part)] = part
         if isinstance(part, nn.Module):
             found.append(part)
-        else:
-            queue += [value for _, value in references(part)]
+        for each in part.modules() if isinstance(part, nn.Module) else (part,):
+            seen[id(each)] = each
+            if isinstance(each, FunctionType) and not _is_installed(each.__module__):
+                names.update(_names(each.__code__))
+            whole = _holds(each)
+            held = (value for name, value in references(each) if whole or name in names)
+            queue += [value for value in held if not is_plain(value)]
     return found
+
+
+def _holds(part: Any) -> bool:
+    """Return whether an object is there for the sake of what it refers to."""
+    if isinstance(part, nn.Module | type):
+        return False
+    return isinstance(part, (Mapping, *_SEQUENCES)) or type(part) in _HOLDERS or callable(part)
 
 
 def _slots(part: Any) -> Iterator[tuple[str, Any]]:

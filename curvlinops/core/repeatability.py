@@ -13,11 +13,10 @@ from curvlinops.core.determinism import (
     explain_data,
     explain_model,
     fingerprint,
-    preserved_rng,
-    seed_everything,
 )
 from curvlinops.core.independence import COUPLED, couples_samples
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+from curvlinops.core.seeds import preserved_rng, seed_everything
 
 
 def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:

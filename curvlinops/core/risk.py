@@ -1,6 +1,5 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -10,21 +9,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops.core import autodiff
-from curvlinops.core.ambient import without_modes
+from curvlinops.core.ambient import alone
 from curvlinops.core.autodiff import Evaluation, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_names
-from curvlinops.core.determinism import check_finite, preserved_rng
+from curvlinops.core.determinism import check_finite
 from curvlinops.core.examination import Examination
 from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
-
-#: Products use the module and the generators of random numbers, of which there is but one.
-_LOCK = threading.RLock()
 
 
 class LossLike(Protocol):
@@ -210,19 +207,13 @@ class EmpiricalRisk:
             label = f"{self.name}.{description} on {device}"
             return tqdm(data, desc=label) if self.progressbar else data
 
-        with self.alone():
+        with alone(device):
             self.model.check_shapes()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             start()
             for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
                 with self.examination.around(risk, purpose):
                     step(risk)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let no other thread evaluate models, and nothing around change numbers."""
-        with _LOCK, preserved_rng(self.space.device), without_modes():
-            yield
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""
@@ -273,8 +264,11 @@ class EmpiricalRisk:
             )
         return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
 
-    def gradient_and_loss(self) -> tuple[Columns, Tensor]:
+    def gradient_and_loss(self, start: Callable[[], None] = lambda: None) -> tuple[Columns, Tensor]:
         """Return gradient (one column) and value of ``L`` over all data.
+
+        Args:
+            start: Called first, see ``run``.
 
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
@@ -288,7 +282,7 @@ class EmpiricalRisk:
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 
-        self.run(step, "gradient_and_loss")
+        self.run(step, "gradient_and_loss", start)
         scale = self.scale(total)
         return {name: column * scale for name, column in gradient.items()}, loss * scale
 

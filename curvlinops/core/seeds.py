@@ -1,7 +1,12 @@
-"""Seeded generators of random numbers."""
+"""Generators of random numbers: seeded ones, and the global ones, which are lent out."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from curvlinops.core.arguments import check_count
 
@@ -51,3 +56,39 @@ def read_generator(
     source = torch.device("cpu") if generator is None else generator.device
     drawn = torch.randint(2**62, (), generator=generator, device=source)
     return seeded(device, int(drawn))
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore all global random number generators on exit (loaders draw from them, too).
+
+    What it yields tells whether nothing has been drawn from them so far.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    states = _torch_states(devices)
+
+    def untouched() -> bool:
+        return (
+            python_state == random.getstate()
+            and all(map(np.array_equal, numpy_state, np.random.get_state()))
+            and all(map(torch.equal, states, _torch_states(devices)))
+        )
+
+    try:
+        with torch.random.fork_rng(devices):
+            yield untouched
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _torch_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all global random number generators; inside ``preserved_rng`` only."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.walk import END, UNKNOWN, contents_of, is_plain, walk
+from curvlinops.core.references import is_plain
+from curvlinops.core.walk import END, UNKNOWN, contents_of, walk
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -2,7 +2,6 @@
 
 import array
 import contextvars
-import enum
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -14,12 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.references import has_attributes, references
+from curvlinops.core.references import has_attributes, is_plain, references
 
-_PLAIN = {
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-}
 #: The state of objects that change, but have no attributes.
 _STATES = {
     bytearray: bytes,
@@ -129,11 +124,6 @@ def _identity(part: Any) -> Any:
     if isinstance(part, Mapping | list | tuple | weakref.ref) or has_attributes(part):
         return type(part)
     return part  # opaque, made by installed code
-
-
-def is_plain(part: Any) -> bool:
-    """Return whether something is a value that refers to nothing and never changes."""
-    return type(part) in _PLAIN or isinstance(part, enum.Enum)
 
 
 def value_of(part: Any) -> Any:

@@ -37,7 +37,7 @@ class AdditiveLoss(Loss):
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
         self._roots = find_modules(module)
-        self._sample: tuple[Tensor, Tensor] | None = None
+        self._earlier: tuple[Tensor, Tensor] | None = None
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises what it does not accept."""
@@ -73,12 +73,12 @@ class AdditiveLoss(Loss):
         """Compare the loss of the first sample and one of the batch before with those of each."""
         if not isinstance(target, Tensor) or target.shape[:1] != output.shape[:1]:
             return
-        before, self._sample = self._sample, (output[:1].clone(), target.detach()[:1].clone())
+        before, self._earlier = self._earlier, (output[:1].clone(), target.detach()[:1].clone())
         if before is None or any(
-            a.shape != b.shape for a, b in zip(before, self._sample, strict=True)
+            a.shape != b.shape for a, b in zip(before, self._earlier, strict=True)
         ):
             return
-        pair = [torch.cat([a.to(b), b]) for a, b in zip(before, self._sample, strict=True)]
+        pair = [torch.cat([a.to(b), b]) for a, b in zip(before, self._earlier, strict=True)]
         try:
             singles = [self._value(*(part[n : n + 1] for part in pair)) for n in range(2)]
             total = self.sum(*pair)

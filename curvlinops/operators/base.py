@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.ambient import alone
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
@@ -77,10 +78,10 @@ class DataLinearOperator(TorchLinearOperator):
         """Let signatures show the shared arguments, which are written once."""
         super().__init_subclass__(**kwargs)
         own = inspect.signature(cls.__init__).parameters.values()
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
-            shared = inspect.signature(DataLinearOperator.__init__).parameters.values()
-            extra = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-            cls.__signature__ = inspect.Signature([*shared, *extra][1:])
+        if "__init__" in vars(cls) and any(p.kind is p.VAR_POSITIONAL for p in own):
+            extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
+            found = {**inspect.signature(cls.__base__).parameters, **extra}
+            cls.__signature__ = inspect.Signature(list(found.values()))
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class DataLinearOperator(TorchLinearOperator):
         autodiff: str = "auto",
     ):
         cache = check_cache(cache, autodiff)
-        check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
+        self.autodiff = check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         model = wrap_model(model_func, params)
         self._loss_arguments = (loss_func, reduction)
@@ -108,7 +109,6 @@ class DataLinearOperator(TorchLinearOperator):
         batches = Batches(data, batch_size_fn, num_data)
         self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
         self._blocks = split_blocks(self.risk.space.names, block_sizes)
-        self.autodiff = autodiff
         self._chunk_size = chunk_size
         # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
@@ -150,8 +150,6 @@ class DataLinearOperator(TorchLinearOperator):
         return self._sum(columns, self.space)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        if type(self)._apply is not DataLinearOperator._apply:  # it has products of its own
-            return super()._apply_restricted(columns, names)
         return self._sum(columns, self.space.restricted(names))
 
     def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
@@ -185,8 +183,9 @@ class DataLinearOperator(TorchLinearOperator):
         mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # the other one has no graph
             return self._linearize(bound, mode)
-        own = self.risk.model.substitutable  # a closure may have a part of the graph from outside
-        mode = replace(mode, once=num_products == 1 and not keeps and own)
+        # a part of a closure's graph may be from outside
+        once = num_products == 1 and not keeps and self.risk.model.substitutable
+        mode = replace(mode, once=once)
         return self._keep(bound, lambda own: self._linearize(own, mode))
 
     def _are_many(self, num_products: int) -> bool:
@@ -247,7 +246,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
-        self._kept.clear()
+        with alone(self.device):
+            self._kept.clear()
 
     # --- beyond products
 
@@ -259,8 +259,7 @@ class DataLinearOperator(TorchLinearOperator):
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
-        self._reconsider()
-        columns, loss = self.risk.gradient_and_loss()
+        columns, loss = self.risk.gradient_and_loss(self._reconsider)
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
@@ -278,8 +277,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _check_model(self) -> None:
         """Check, for each combination of train flags that is met, what no product would notice."""
-        modules = (module for root in self.risk.model.roots for module in root.modules())
-        flags = tuple(module.training for module in modules)
+        flags = tuple(m.training for root in self.risk.model.roots for m in root.modules())
         if flags in self._checked:
             return
         names = uses_batch_statistics(self.risk.model.roots)
@@ -291,8 +289,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)
-        name = not_finite(out, () if together is None else [together])
-        if name is None:
+        if (name := not_finite(out, () if together is None else [together])) is None:
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns
+from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.operators.base import DataLinearOperator
@@ -51,8 +51,11 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         self._samples = SampleBackward(type(self).__name__, self._trusting)
 
     def _apply(self, columns: Columns) -> Columns:
+        return self._apply_restricted(columns, self.space.names)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         diagonal = self._columns()
-        return {name: column * diagonal[name] for name, column in columns.items()}
+        return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
@@ -60,19 +63,22 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
-        out: list[Tensor] = []
+        trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)
         total: Tensor | float = 0.0
 
         def step(bound: BatchRisk) -> None:
-            nonlocal total
+            nonlocal trace, total
             gradients = self._samples.capture(bound)
             total = total + bound.terms(gradients.output)
             for u in self._vectors(bound, gradients):
-                norms = [form.squared_norms().sum() for _, form in gradients.backward(u)]
-                out.append(torch.stack(norms).sum())
+                for _, form in gradients.backward(u):
+                    trace = trace + form.squared_norms().sum()
 
         self._run(step)
-        return torch.stack(out).sum().to(self.torch_dtype) * self.risk.scale(total)
+        trace = trace.to(self.torch_dtype) * self.risk.scale(total)
+        number = ParameterSpace.flat(1, trace.dtype, trace.device)
+        self._check_finite({"": trace.reshape(1, 1)}, number)
+        return trace
 
     def _columns(self) -> Columns:
         """Return the diagonal as one column."""

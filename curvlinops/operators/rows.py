@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
+from curvlinops.core.ambient import alone
 from curvlinops.core.choice import Mode
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
@@ -160,7 +161,7 @@ class RowsLinearOperator(DataLinearOperator):
                 their numbers, ``[V, N]``.
         """
         rows = torch.cat([places.flatten() for _, places in batches])
-        with self.risk.alone():  # some gradients take backward passes
+        with alone(self.device):  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found

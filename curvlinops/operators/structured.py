@@ -42,6 +42,9 @@ class StructuredDataLinearOperator(DataLinearOperator):
     def _apply(self, columns: Columns) -> Columns:
         return self.structure._apply(columns)
 
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self.structure._apply_restricted(columns, names)
+
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.structure.trace()

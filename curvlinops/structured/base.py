@@ -175,9 +175,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         other = other._structured()
         self.domain.check_compatible(other.domain)
         pair = self._promoted(other)
-        for one, two in (pair, pair[::-1]):
+        # of two spaces that agree, keep the one that has parameter structure
+        for one, two in sorted((pair, pair[::-1]), key=lambda both: both[0].domain.is_flat):
             if two._multiple is not None:
-                return one._shifted(two._multiple)
+                return two._named(one)._shifted(two._multiple)
         total = pair[0]._added(pair[1])
         return pair[1]._added(pair[0]) if total is None else total
 
@@ -207,6 +208,10 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     #: The number c if the operator is c times the identity.
     _multiple: float | None = None
+
+    def _named(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator":
+        """Return another operator with the names of this one, a multiple of the identity."""
+        raise self._lacks("names to give")
 
     def _scaled(self, scalar: float) -> "StructuredLinearOperator":
         """Return ``scalar A``."""

@@ -25,7 +25,7 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     """
 
     def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
-        self._entries = entries = real(diagonal, "The diagonal", ndim=(1,))
+        entries = real(diagonal, "The diagonal", ndim=(1,))
         if space is None:
             space = ParameterSpace.flat(len(entries), entries.dtype, entries.device)
         elif space.dim != len(entries):
@@ -75,14 +75,14 @@ class DiagonalLinearOperator(StructuredLinearOperator):
     def _added(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
         if not isinstance(other, DiagonalLinearOperator):
             return None
-        return self._named(other)._with(self._entries + other._entries)
+        return self._with_names(other)._with(self._entries + other._entries)
 
     def _multiplied(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
         if not isinstance(other, DiagonalLinearOperator):
             return None
-        return self._named(other)._with(self._entries * other._entries)
+        return self._with_names(other)._with(self._entries * other._entries)
 
-    def _named(self, other: "DiagonalLinearOperator") -> "DiagonalLinearOperator":
+    def _with_names(self, other: "DiagonalLinearOperator") -> "DiagonalLinearOperator":
         """Return the one of two that has parameter structure."""
         return other if self.domain.is_flat else self
 

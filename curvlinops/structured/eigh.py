@@ -31,7 +31,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
     def __init__(self, eigenvalues: Tensor, eigenvectors: Tensor | StructuredLinearOperator):
         values = real(eigenvalues, "The vector of eigenvalues", ndim=(1,))
         if not isinstance(eigenvectors, StructuredLinearOperator):
-            eigenvectors = OrthogonalMatrix(eigenvectors)
+            eigenvectors = DenseMatrix(eigenvectors)
         if eigenvectors.shape != (len(values), len(values)):
             raise ValueError(
                 f"{len(values)} eigenvalues need eigenvectors of shape "
@@ -63,13 +63,13 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
     def _multiply(self, columns: Columns, values: Tensor) -> Columns:
         """Multiply by the matrix with the same eigenvectors and other eigenvalues."""
-        return self._to_eigenbasis(self.eigenvectors._apply_adjoint(columns), values)
+        return self._from_eigenbasis(self.eigenvectors._apply_adjoint(columns), values)
 
     def _multiply_root(self, columns: Columns) -> Columns:
         """Multiply by a matrix R with ``R R^T`` equal to the operator."""
-        return self._to_eigenbasis(columns, powers(self.eigenvalues, 0.5))
+        return self._from_eigenbasis(columns, powers(self.eigenvalues, 0.5))
 
-    def _to_eigenbasis(self, columns: Columns, values: Tensor) -> Columns:
+    def _from_eigenbasis(self, columns: Columns, values: Tensor) -> Columns:
         scale = self.domain.split(values.unsqueeze(0))
         scaled = {name: column * scale[name] for name, column in columns.items()}
         return self.eigenvectors._apply(scaled)
@@ -224,8 +224,8 @@ class Origin:
         return self.operator._wide_eigh()._changed(self.scale, self.shift)
 
 
-class OrthogonalMatrix(StructuredLinearOperator):
-    """Eigenvectors as a dense matrix: products only.
+class DenseMatrix(StructuredLinearOperator):
+    """Eigenvectors, or the squares of their entries, as a dense matrix: products only.
 
     Args:
         matrix: The matrix, ``[D, D]``.
@@ -244,11 +244,11 @@ class OrthogonalMatrix(StructuredLinearOperator):
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return {"": columns[""] @ self.matrix}
 
-    def _transposed(self) -> "OrthogonalMatrix":
-        return OrthogonalMatrix(self.matrix.T)
+    def _transposed(self) -> "DenseMatrix":
+        return DenseMatrix(self.matrix.T)
 
-    def _squared_entries(self) -> "OrthogonalMatrix":
-        return OrthogonalMatrix(self.matrix**2)
+    def _squared_entries(self) -> "DenseMatrix":
+        return DenseMatrix(self.matrix**2)
 
-    def _to(self, device: torch.device, dtype: torch.dtype) -> "OrthogonalMatrix":
-        return OrthogonalMatrix(self.matrix.to(device, dtype))
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "DenseMatrix":
+        return DenseMatrix(self.matrix.to(device, dtype))

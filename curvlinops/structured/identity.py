@@ -10,6 +10,7 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.rearranged import InOrder, RearrangedLinearOperator
 
 
 class IdentityLinearOperator(StructuredLinearOperator):
@@ -78,6 +79,11 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     def _shifted(self, scalar: float) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar + scalar)
+
+    def _named(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
+        if self.domain.is_flat or not other.domain.is_flat:
+            return other
+        return RearrangedLinearOperator(other, self.domain, InOrder.of(self.domain))
 
     def _squared_entries(self) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar**2)

@@ -234,7 +234,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return KroneckerProductLinearOperator(*(f.to(device, dtype) for f in self._factors))
 
     def _names(self) -> list[str]:
-        return [f"Factor {i} of the Kronecker product" for i in range(len(self._factors))]
+        return [name_of_factor(i) for i in range(len(self._factors))]
 
     def _need_square_factors(self, what: str) -> None:
         shapes = [(factor.rows, factor.columns) for factor in self._factors]
@@ -252,7 +252,7 @@ def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> lis
         return [identity if factor.scalar == 1 else identity.scaled(factor.scalar)]
     if isinstance(factor, DiagonalLinearOperator):
         return [Diagonal(factor.diagonal().unsqueeze(0))]
-    name = f"Factor {index} of the Kronecker product"
+    name = name_of_factor(index)
     if isinstance(factor, KroneckerProductLinearOperator):
         if factor._groups > 1:
             raise ValueError(f"{name} has groups. Pass its factors instead.")
@@ -277,6 +277,11 @@ def _in_one_place(factors: list[Factor]) -> list[Factor]:
         factor if tensor.dtype == dtype else factor.to(tensor.device, dtype)
         for factor, tensor in zip(factors, tensors, strict=True)
     ]
+
+
+def name_of_factor(index: int) -> str:
+    """Return how messages call a factor."""
+    return f"Factor {index} of the Kronecker product"
 
 
 def tensor_of(factor: Factor) -> Tensor:

@@ -45,6 +45,30 @@ class Transposes:
         return {"": flat.unflatten(1, (groups, columns, rows)).mT.flatten(1)}
 
 
+@dataclass(frozen=True)
+class InOrder:
+    """Reads a plain vector as the entries of parameters, one after the other.
+
+    Attributes:
+        shapes: Names and shapes of the parameters.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, space: ParameterSpace) -> "InOrder":
+        """Return the placement for the parameters of a space."""
+        return cls(tuple(space.shapes.items()))
+
+    def gather(self, columns: Columns) -> Tensor:
+        """Turn vectors ``{name: [K, *shape]}`` into ``[K, n]``."""
+        return ParameterSpace(dict(self.shapes)).join(columns)
+
+    def scatter(self, flat: Tensor) -> Columns:
+        """Turn vectors ``[K, n]`` into ``{name: [K, *shape]}``."""
+        return ParameterSpace(dict(self.shapes)).split(flat)
+
+
 class RearrangedLinearOperator(StructuredLinearOperator):
     """A structured operator on plain vectors, applied to parameters: ``P^T A P``.
 

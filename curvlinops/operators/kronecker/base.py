@@ -135,7 +135,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
         self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
         more.num_batches -= sums.num_batches
-        self._sums = sums.scaled(decay).plus(more, self._passes.plan)
+        self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -214,7 +214,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
-        They are sums, so that more data can be added after loading.
+        They are sums, so that more data can be added after loading. Do not write to them: like a
+        module's, they are the operator's own.
         """
         return storage.pack(self._computed(), self._fingerprint())
 
@@ -261,8 +262,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
         if self._structure is None:
-            factors = self._factors()
-            blocks = assemble(factors, self.space, self._builder())
+            blocks = assemble(self._factors(), self.space, self._builder())
             self._structure = BlockDiagonalLinearOperator(blocks, self.space)
         return self._structure
 

@@ -9,11 +9,17 @@ from torch import Tensor
 
 from curvlinops.core.arguments import check_number, without_graph
 from curvlinops.core.space import ParameterSpace
-from curvlinops.operators.kronecker.blocks import BlockFactors, Product, operator_of, summed
+from curvlinops.operators.kronecker.blocks import (
+    BlockFactors,
+    Product,
+    factors_of,
+    operator_of,
+    summed,
+)
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factors import Factor
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
 
 
 @dataclass(frozen=True)
@@ -82,20 +88,23 @@ class Damping:
             factors: The block.
             space: All parameters.
             weight: For a bias: the product of its weight.
-            inverses: Of the gradient factors of weights so far, which biases share.
+            inverses: Damped inverses of factors by factor, which blocks share: a bias and its
+                weight add the same to a gradient factor that they have in common.
         """
-        damping, retry = self.values[1], self.retry_double_precision
-        whole = self.exact or not factors.products
-        if whole:
-            return operator_of(factors, space).inverse(damping, retry_double_precision=retry)
-        first = factors.products[0]
-        if first.inputs is None and first.gradients in inverses:
-            return KroneckerProductLinearOperator(inverses[first.gradients])
-        damped = summed([self._damped(product, weight) for product in factors.products])
-        inverse = damped.inverse(retry_double_precision=retry)._to(space.device, space.dtype)
-        if len(factors.products) == 1:
-            inverses[first.gradients] = inverse._factors[0]
-        return inverse
+        retry = self.retry_double_precision
+        if self.exact or not factors.products:
+            whole = operator_of(factors, space)
+            return whole.inverse(self.values[1], retry_double_precision=retry)
+        damped = [self._damped(product, weight) for product in factors.products]
+        if len(damped) > 1:
+            inverse = summed(damped).inverse(retry_double_precision=retry)
+            return inverse._to(space.device, space.dtype)
+        own = factors_of(factors.products[0])
+        for number, (factor, shifted) in enumerate(zip(own, factors_of(damped[0]), strict=True)):
+            if factor not in inverses:
+                inverse = shifted.inverse(name_of_factor(number), retry)
+                inverses[factor] = inverse.to(space.device, space.dtype)
+        return KroneckerProductLinearOperator(*(inverses[factor] for factor in own))
 
     def _damped(self, product: Product, weight: Product | None) -> Product:
         """Add damping to both factors."""

@@ -89,23 +89,21 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
     }
     weights = {name: product for name, product in single.items() if product.inputs is not None}
     owners = [name.rpartition(".")[0] for name in weights]
+    places = {name: place for place, name in enumerate(names)}
     found = {}
     for name, product in weights.items():
         module, _, own = name.rpartition(".")
+        key, positions = name, {"weight": places[name]}
         if own == "weight" and owners.count(module) == 1:
-            prefix = f"{module}." if module else ""
-            bias = f"{prefix}bias"
-            positions = {"weight": list(names).index(name)}
-            if bias in names:
-                positions["bias"] = list(names).index(bias)
-            key = module
-        else:
-            key, positions = name, {"weight": list(names).index(name)}
+            key, bias = module, name.removesuffix(own) + "bias"
+            if bias in places:
+                positions["bias"] = places[bias]
         found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
     for name, product in single.items():
         module, _, own = name.rpartition(".")
-        if product.inputs is None and own == "bias" and f"{module}.weight" not in names:
-            positions = {"bias": list(names).index(name)}
+        weight = name.removesuffix(own) + "weight"
+        if product.inputs is None and own == "bias" and weight not in places:
+            positions = {"bias": places[name]}
             found[module] = ModuleFactors(None, _single(product.gradients), positions)
     return found
 

@@ -137,7 +137,7 @@ def take(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Remove an entry of a saved state, and return it.
+    """Remove an entry of a saved state, and return a copy.
 
     Args:
         tensors: The entries.
@@ -159,13 +159,13 @@ def take(
         )
     if not bool(found.isfinite().all()):
         raise ValueError(f"{subject} contains NaN or infinite values.")
-    return found
+    return found.clone()
 
 
 def take_squares(
     tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, matrix: bool
 ) -> Tensor:
-    """Take and copy an entry of sums of squares, or of outer products if it is a matrix."""
+    """Take an entry of sums of squares, or of outer products if it is a matrix."""
     found = take(tensors, name, shape, dtype)
     squares = found.diagonal(dim1=-2, dim2=-1) if matrix else found
     if bool((squares < 0).any()):
@@ -173,7 +173,7 @@ def take_squares(
             f"The entry '{name}' of the saved state has negative values where there should be sums "
             "of squares."
         )
-    return found.clone()
+    return found
 
 
 def _structural(found: dict[str, Any]) -> str:

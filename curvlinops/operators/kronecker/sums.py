@@ -47,11 +47,6 @@ class Factors:
     count: Tensor
     gradients: Tensor | None
 
-    @property
-    def shapes(self) -> list[list[int]]:
-        """The shapes of the matrices."""
-        return [list(x.shape) for x in (self.inputs, self.gradients) if x is not None]
-
 
 @dataclass
 class Sums:
@@ -88,20 +83,22 @@ class Sums:
         terms = self.terms.double() if isinstance(self.terms, Tensor) else self.terms
         return replace(self, products=products, matrices=matrices, terms=factor * terms)
 
-    def plus(self, other: "Sums", plan: Callable[[Uses], list[Block]]) -> "Sums":
+    def plus(
+        self, other: "Sums", plan: Callable[[Uses], list[Block]], decay: float = 1.0
+    ) -> "Sums":
         """Return the sums over this and other data.
 
         Args:
             other: The other sums.
             plan: Chooses blocks for what both show.
+            decay: By what these sums are multiplied first.
 
         Raises:
             ChangedError: If both show ways to use a parameter that do not go together.
-            ValueError: If of a matrix only the diagonal is known in one of them.
         """
         uses = self.uses.union(other.uses)
         blocks = plan(uses)
-        total, added = replace(self), replace(other)
+        total, added = self.scaled(decay), replace(other)
         for sums in (total, added):
             sums.adopt(uses, blocks)
         for key, factors in added.products.items():
@@ -159,30 +156,22 @@ class Sums:
         self.uses, self.blocks, self.products = uses, blocks, products
 
     def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
-        """Add to the sums of one Kronecker product.
-
-        Raises:
-            ValueError: If of one a diagonal is known, and of the other the whole matrix.
-        """
+        """Add to the sums of one Kronecker product, in place."""
         if key not in self.products:
             self.products[key] = replace(factors)
             return
         own = self.products[key]
-        if own.shapes != factors.shapes:
-            raise ValueError(
-                f"The factors of '{self.blocks[key[0]].names[0]}' have shapes {own.shapes}, those "
-                f"to be added {factors.shapes}: they were computed with another max_factor_size."
-            )
-        self.products[key] = Factors(
-            own.inputs + factors.inputs,
-            own.count + factors.count,
-            None if own.gradients is None else own.gradients + factors.gradients,
-        )
+        own.inputs += factors.inputs
+        own.count += factors.count
+        if own.gradients is not None:
+            own.gradients += factors.gradients
 
     def add_matrix(self, number: int, matrix: Tensor) -> None:
-        """Add to the sum of a block that is no Kronecker product."""
-        own = self.matrices.get(number)
-        self.matrices[number] = matrix if own is None else own + matrix
+        """Add to the sum of a block that is no Kronecker product, in place."""
+        if number in self.matrices:
+            self.matrices[number] += matrix
+        else:
+            self.matrices[number] = matrix
 
     def to(self, device: torch.device | str) -> None:
         """Move all sums."""
