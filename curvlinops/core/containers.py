@@ -204,6 +204,8 @@ def leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested mappings, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):
         return [tree]
+    if tree is None or isinstance(tree, int | float | str):  # abstract classes take longer
+        return []
     if isinstance(tree, Mapping):
         return [leaf for value in tree.values() for leaf in leaves(value)]
     if isinstance(tree, list | tuple):
