@@ -96,6 +96,11 @@ class Lookup(Form):
         self.shape = tuple(shape)
         self.num_rows = prod(shape) // max(g.shape[-1], 1)
 
+    @property
+    def num_multiplications(self) -> int:
+        """One for each entry that is looked up."""
+        return self.num_positions * self.g.shape[-1]
+
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]

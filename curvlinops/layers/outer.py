@@ -77,6 +77,11 @@ class Outer(Form):
         """Equal for forms whose entries mean the same."""
         return self.arrangement, self.shape, *self.x.shape[2:]
 
+    @property
+    def num_multiplications(self) -> int:
+        """One for each entry at each position."""
+        return self.num_positions * self.num_entries
+
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         g = self.g[:, samples]
