@@ -5,10 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import error, matrix
+from contract import error, matrix, vectors
 from torch import Tensor, nn
 
-from curvlinops import EFLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+    TorchLinearOperator,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +49,7 @@ def _parts(w: Tensor, X: Tensor) -> Tensor:
     return (first * second + third).sum(1)
 
 
-#: Weight, shape, and data; and what the empirical Fisher keeps: gradients, or what they are made of.
+#: Weight, shape, and data; and what is kept: gradients, or what they are made of.
 FISHERS: dict[str, tuple[Callable, tuple[int, ...], Callable, str]] = {
     "few positions": (lambda w, X: F.linear(X[:, :2], w).sum(1), (4, 6), _rows, ""),
     "many positions": (lambda w, X: F.linear(X, w).sin().sum(1), (4, 6), _rows, "rows"),
@@ -66,3 +74,71 @@ def test_what_empirical_fishers_keep(name: str):
     kept, fresh = (EFLinearOperator(model, loss, params, data, cache=c) for c in ("graph", "none"))
     assert error(matrix(kept), matrix(fresh)) <= 1e-12
     assert {kind for kind, _ in kept._kept._entries} == {expected}
+
+
+# --- what operators compare with
+
+
+def _net() -> tuple[nn.Module, nn.Module, list[Tensor], list]:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (3, 2)]
+    return net, nn.MSELoss(), list(net.parameters()), data
+
+
+def _jacobian() -> JacobianLinearOperator:
+    net, _, params, data = _net()
+    return JacobianLinearOperator(net, params, data)
+
+
+#: What computes something, and whether a kept product would be found by the next one.
+COMPARED: dict[str, tuple[Callable, bool]] = {
+    "KFAC": (lambda: _used(KFACLinearOperator(*_net()), lambda A: A.trace()), False),
+    "EKFAC": (lambda: _used(EKFACLinearOperator(*_net()), lambda A: A.trace()), False),
+    "tangent kernel": (lambda: _used(_jacobian(), lambda A: A.gram()), False),
+    "norms of gradients": (
+        lambda: _used(PerSampleGradientLinearOperator(*_net()), lambda A: A.norms()),
+        False,
+    ),
+    "product": (lambda: _used(GGNLinearOperator(*_net()), lambda A: A @ vectors(A)), True),
+    "product without a cache": (
+        lambda: _used(GGNLinearOperator(*_net(), cache="none"), lambda A: A @ vectors(A)),
+        False,
+    ),
+    "product without room": (
+        lambda: _used(GGNLinearOperator(*_net(), cache=0), lambda A: A @ vectors(A)),
+        False,
+    ),
+}
+
+
+def _used(operator: TorchLinearOperator, use: Callable) -> TorchLinearOperator:
+    use(operator)
+    use(operator)
+    return operator
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_are_copied_only_if_something_is_kept(name: str):
+    build, expected = COMPARED[name]
+    operator = build()
+    known = operator._kept._snapshot._tensors
+    assert len(known) >= 4
+    own = [
+        x.copy.untyped_storage().data_ptr() != x.tensor.untyped_storage().data_ptr() for x in known
+    ]
+    assert own == [expected] * len(known)
+
+
+@pytest.mark.parametrize("cache", ["auto", "graph"])
+def test_products_between_quantities_that_keep_nothing(cache: str):
+    net, _, params, data = _net()
+    kept, fresh = (JacobianLinearOperator(net, params, data, cache=c) for c in (cache, "none"))
+    v = vectors(kept)
+    for action in "kppkpcpkcpppckcppk":
+        if action == "k":
+            kept.gram()
+        elif action == "c":
+            params[0].data.mul_(1.1)
+        else:
+            assert error(kept @ v, fresh @ v) <= 1e-12
+    assert len(kept._kept._entries) == len(data)
