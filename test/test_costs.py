@@ -1,6 +1,8 @@
 """What is not needed is neither computed, nor copied, nor kept: evaluations and numbers counted."""
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from curvlinops import (
     EFLinearOperator,
     EKFACLinearOperator,
     GGNLinearOperator,
+    HessianLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
@@ -142,3 +145,83 @@ def test_products_between_quantities_that_keep_nothing(cache: str):
         else:
             assert error(kept @ v, fresh @ v) <= 1e-12
     assert len(kept._kept._entries) == len(data)
+
+
+# --- evaluations
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
+def test_losses_in_closed_form_are_not_asked_for_their_graph(loss: nn.Module, monkeypatch):
+    net, _, params, data = _net()
+    data = [(X, y.sigmoid()) for X, y in data]
+    for cls in (HessianLinearOperator, GGNLinearOperator):
+        operator = cls(net, loss, params, data, check_deterministic=False)
+        kind, calls = type(operator.risk.loss), []
+        sum_of = kind.sum
+
+        def counted(self, *args, sum_of=sum_of, calls=calls):
+            calls.append(self)
+            return sum_of(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "sum", counted)
+            for choice in (1, 0):  # the mode is chosen, and the first batch compared with its part
+                operator.risk.examination.forget()
+                calls.clear()
+                operator @ vectors(operator)
+                assert len(calls) <= 1 + choice
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+class Counting(nn.Module):
+    """Counts copies, and passes in which parameters require gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+        self.counts = SimpleNamespace(copies=0, recorded=0, passes=0)
+
+    def __deepcopy__(self, memo: dict):
+        self.counts.copies += 1
+        twin = Counting()
+        twin.layer = copy.deepcopy(self.layer, memo)
+        return twin
+
+    def forward(self, X: Tensor) -> Tensor:
+        self.counts.passes += 1
+        self.counts.recorded += self.layer.weight.requires_grad
+        return Square.apply(self.layer(X))
+
+
+def test_copies_in_double_precision():
+    net = Counting()
+    data = [(torch.randn(3, 2).double(), torch.randn(3, 1).double())]
+    H = HessianLinearOperator(net, nn.MSELoss(), list(net.parameters()), data)
+    H @ vectors(H)
+    assert net.counts.copies == 5  # four gradients, and the product
+
+
+def test_samples_are_counted_without_a_graph():
+    net = Counting()
+    data = [(torch.randn(n, 2).double(), torch.randn(n, 1).double()) for n in (3, 2)]
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return (output - y).square().sum() + len(y) * net.layer.weight.square().sum()
+
+    options = {"reduction": "sum", "check_deterministic": False, "cache": "none"}
+    P = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data, **options)
+    net.counts.recorded = net.counts.passes = 0
+    P.norms()
+    assert net.counts.recorded >= 5
+    assert net.counts.passes - net.counts.recorded == len(data)
