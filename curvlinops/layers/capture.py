@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core.autodiff import pull
+from curvlinops.core.autodiff import pull_several
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
@@ -223,14 +223,11 @@ def _unwrapped(func: Callable) -> Callable:
 def gradients_at(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
     """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
     vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
-    if len(vectors) == 1:
-        found = pull({"": output}, {"": vectors[0]}, edges)
-        found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
-    else:
-        found = pull({"": output}, u, edges, batched=True)
+    found = pull_several({"": output}, u, edges)
+    shapes = {key: (len(vectors), *recorded.shape) for key, recorded in uses.items()}
     return {
-        key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
-        if found.get(key) is None
-        else found[key].detach().reshape(len(vectors), *recorded.shape)
-        for key, recorded in uses.items()
+        key: vectors.new_zeros(shapes[key], dtype=uses[key].dtype)
+        if g is None
+        else g.reshape(shapes[key])
+        for key, g in found.items()
     }
