@@ -20,6 +20,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
     TorchLinearOperator,
 )
+from curvlinops.layers.convolution import Patches
 
 
 @pytest.fixture(autouse=True)
@@ -225,3 +226,73 @@ def test_samples_are_counted_without_a_graph():
     P.norms()
     assert net.counts.recorded >= 5
     assert net.counts.passes - net.counts.recorded == len(data)
+
+
+# --- patches of convolutions
+
+
+class Twice(nn.Module):
+    """One convolution on two images, of different sizes."""
+
+    def __init__(self, groups: int, filters: int):
+        super().__init__()
+        self.layer = nn.Conv2d(4, filters, 3, padding=1, groups=groups).double()
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.layer(X).sin().sum((2, 3)) + self.layer(X[..., ::2, 1:]).tanh().sum((2, 3))
+
+
+QUANTITIES: dict[str, Callable] = {
+    "rows": lambda P: P.dense(),
+    "norms": lambda P: P.norms(),
+    "gram": lambda P: P.gram(),
+    "moment": lambda P: P.second_moment(),
+}
+
+
+@pytest.mark.parametrize("groups, filters, made", [(1, 4, 0), (2, 4, 0), (1, 64, 2)])
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_patches_of_a_convolution_that_is_used_twice(
+    quantity: str, groups: int, filters: int, made: int, monkeypatch
+):
+    net = Twice(groups, filters)
+    X, y = torch.randn(6, 4, 8, 8).double(), torch.randn(6, filters).double()
+    loss, params = nn.MSELoss(), list(net.parameters())
+    alone = []
+    for n in (4, 1, 5, 2, 0):
+        grads = torch.autograd.grad(loss(net(X[n : n + 1]), y[n : n + 1]), params)
+        alone.append(torch.cat([g.flatten() for g in grads]))
+    rows = torch.stack(alone)
+    expected = {
+        "rows": rows,
+        "norms": rows.norm(dim=1),
+        "gram": rows @ rows.T,
+        "moment": rows.square().mean(0),
+    }
+    P = PerSampleGradientLinearOperator(net, loss, params, [(X, y)], subsampling=[4, 1, 5, 2, 0])
+    P.norms()  # what is checked on the first batch makes patches, too
+    sizes, make = [], Patches.__getitem__
+
+    def counted(self: Patches, samples: slice | Tensor) -> Tensor:
+        sizes.append(len(out := make(self, samples)))
+        return out
+
+    monkeypatch.setattr(Patches, "__getitem__", counted)
+    assert error(QUANTITIES[quantity](P), expected[quantity]) <= 1e-12
+    assert len(sizes) <= made
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_with_gradients_of_a_convolution_that_is_used_twice(groups: int, monkeypatch):
+    net = Twice(groups, 64)
+    data = [(torch.randn(n, 4, 1, 2).double(), torch.randint(64, (n,))) for n in (3, 2)]
+    params, loss = list(net.parameters()), nn.CrossEntropyLoss()
+    kept, fresh = (EFLinearOperator(net, loss, params, data, cache=c) for c in ("graph", "none"))
+    v, V = vectors(kept), vectors(kept, 3)
+    kept @ v
+    for product, expected in ((kept @ v, fresh @ v), (kept @ V, fresh @ V)):
+        assert error(product, expected) <= 1e-12
+    assert {kind for kind, _ in kept._kept._entries} == {""}
+    kept._kept._entries.clear()
+    monkeypatch.setattr(Patches, "__getitem__", None)  # no product makes any
+    assert error(kept @ v, fresh @ v) <= 1e-12
