@@ -58,6 +58,14 @@ class Shortcut(ABC):
     def maps(self) -> InputMaps:
         """Return the products with matrices, and their adjoint."""
 
+    @abstractmethod
+    def second_moment(self) -> Tensor:
+        """Return the sum of all outer products of inputs with themselves, ``[G, I, I]``."""
+
+    @abstractmethod
+    def totals(self) -> Tensor:
+        """Return the sum of each sample's inputs, ``[N, G, I]``."""
+
 
 class Selected:
     """Inputs of some samples, in the given order."""
@@ -113,6 +121,14 @@ class SideBySide(Shortcut):
             return sum(function(own) for function, own in each)
 
         return lambda matrices: torch.cat([f(matrices) for f in times], dim=2), combine
+
+    def second_moment(self) -> Tensor:
+        """Return the sum of the uses' second moments."""
+        return sum(x.second_moment() for x in self._uses)
+
+    def totals(self) -> Tensor:
+        """Return the sum of each sample's inputs, of all uses."""
+        return sum(x.totals() for x in self._uses)
 
 
 def side_by_side(uses: Sequence[Inputs]) -> Inputs:
