@@ -256,6 +256,18 @@ class Within(Form):
         return Within(self.form.select(samples), self.place, self.shape)
 
 
+def innermost(form: Form) -> tuple[Place | None, Form, bool]:
+    """Return what a layer uses of a parameter.
+
+    Returns:
+        The part of the parameter, ``None`` for all; the gradients with respect to what the layer
+        uses; and whether that is a function of the parameter.
+    """
+    place = form.place if isinstance(form, Within) else None
+    mapped = isinstance(form, Mapped)
+    return place, form.form if mapped or place is not None else form, mapped
+
+
 def squared_sum(vectors: Tensor) -> Tensor:
     """Return the sum of squares along the first axis of ``[n, m]``, with little memory."""
     at_once = _CACHED // max(vectors.shape[1], 1)
