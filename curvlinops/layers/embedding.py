@@ -74,9 +74,7 @@ _CALLS = (
     (torch.masked_select, Tensor.masked_select),
 )
 for _same in _CALLS:
-    handles(*_same)(_lookup(_same[0]))
-#: These may read the same for all samples, as layers with a bias for each distance do.
-READING = {call for same in _CALLS for call in same}
+    handles(*_same, reads=True)(_lookup(_same[0]))
 
 
 class Lookup(Form):
