@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from curvlinops.core.columns import add, in_chunks
+from curvlinops.core.data import Batch
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -48,10 +49,14 @@ class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
+    batch: Batch
     num_samples: int
     graph_bytes: int
 
-    def first_samples(self) -> "BoundModel | None":
+    def on(self, batch: Batch) -> "BoundModel":
+        """Return the same on another batch."""
+
+    def first_samples(self, at_least: int = 2) -> "BoundModel | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
 
     def leaves(self) -> dict[str, Tensor]:
