@@ -25,6 +25,7 @@ from curvlinops import (
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.outer import Outer
+from curvlinops.layers.uses import RULES, broadcast, handles
 
 Data = list[tuple[Any, Tensor]]
 
@@ -581,6 +582,40 @@ def test_einsum(equation: str, form: str):
 
 def _numbers(axes: str) -> list:
     return [Ellipsis if axis == "." else ord(axis) - ord("a") for axis in axes.replace("...", ".")]
+
+
+def _seen(function: Callable) -> Callable:
+    """Let those who watch calls see a function of one's own."""
+
+    def own(*args: Any) -> Tensor:
+        if torch.overrides.has_torch_function(args):
+            return torch.overrides.handle_torch_function(own, args, *args)
+        with torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return own
+
+
+_copies = _seen(lambda token, count: token.expand(count, *token.shape))
+_times = _seen(lambda x, scale: x.mul_(scale))
+
+
+@pytest.fixture
+def rules_of_ones_own():
+    handles(_copies, repeats=True)(lambda t, n: {"t": broadcast(t.shape, (n, *t.shape))})
+    handles(_times, in_place=True)(lambda x, w: {"w": broadcast(w.shape, x.shape, lambda: x)})
+    yield
+    del RULES[_copies], RULES[_times]
+
+
+@pytest.mark.parametrize("trait", ["repeats", "in_place"])
+def test_traits_of_rules(trait: str, rules_of_ones_own: None):
+    torch.manual_seed(0)
+    functions = {
+        "repeats": lambda x, token: x * _copies(token, len(x)),
+        "in_place": lambda x, scale: _times(2 * x, scale) + x,
+    }
+    check(Call(functions[trait], (4,)), vectors())
 
 
 class Bare(nn.Module):

@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from curvlinops.core.columns import add, in_chunks
+from curvlinops.core.data import Batch
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -25,6 +26,9 @@ Head = Callable[[Tensor], tuple[Any, Tensor]]
 Seed = tuple[Tensor, Tensor | None]
 
 Tensors = Mapping[str, Tensor]
+
+#: What an input of a graph goes by.
+Name = TypeVar("Name")
 
 
 class Evaluation(NamedTuple):
@@ -45,10 +49,14 @@ class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
+    batch: Batch
     num_samples: int
     graph_bytes: int
 
-    def first_samples(self) -> "BoundModel | None":
+    def on(self, batch: Batch) -> "BoundModel":
+        """Return the same on another batch."""
+
+    def first_samples(self, at_least: int = 2) -> "BoundModel | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
 
     def leaves(self) -> dict[str, Tensor]:
@@ -116,11 +124,10 @@ def transposed_jacobian(
 def pull(
     outputs: Mapping[str, Tensor | None],
     cotangents: Mapping[str, Tensor | None],
-    inputs: Tensors,
+    inputs: Mapping[Name, Tensor | GradientEdge],
     create_graph: bool = False,
     retain: bool = True,
-    batched: bool = False,
-) -> dict[str, Tensor | None]:
+) -> dict[Name, Tensor | None]:
     """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
     names = [
         name
@@ -130,35 +137,53 @@ def pull(
     ]
     if not names or not inputs:
         return dict.fromkeys(inputs)
-    leaves = tuple(inputs.values())
-
-    def run(*weights: Tensor) -> tuple[Tensor | None, ...]:
-        # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
-        return _engine_run_backward(
-            tuple(outputs[name] for name in names),
-            weights,
-            retain or create_graph,
-            create_graph,
-            leaves,
-            allow_unreachable=True,
-            accumulate_grad=False,
-        )
-
-    weights = [
+    weights = (
         torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
         for name in names
-    ]
-    if not batched:
-        return dict(zip(inputs, run(*weights), strict=True))
+    )
+    # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
+    grads = _engine_run_backward(
+        tuple(outputs[name] for name in names),
+        tuple(weights),
+        retain or create_graph,
+        create_graph,
+        tuple(inputs.values()),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return dict(zip(inputs, grads, strict=True))
 
-    def run_batched(*columns: Tensor) -> dict[str, Tensor]:
-        grads = zip(inputs, run(*columns), strict=True)
-        return {name: grad for name, grad in grads if grad is not None}
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        grads = torch.func.vmap(run_batched)(*weights)
-    return {name: grads.get(name) for name in inputs}
+def pull_several(
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Columns,
+    inputs: Mapping[Name, Tensor | GradientEdge],
+    retain: bool = True,
+) -> dict[Name, Tensor | None]:
+    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
+
+    Args:
+        outputs: Each has a cotangent; see ``pull``.
+        cotangents: ``[K, *output]``.
+        inputs: Tensors of the graph, or places in it.
+        retain: Whether the graph is used again.
+
+    Returns:
+        ``[K, *input]`` for each input; ``None`` where no output depends on it.
+    """
+
+    def product(columns: Tensors) -> dict[Name, Tensor]:
+        grads = pull(outputs, columns, inputs, retain=retain)
+        return {name: grad.detach() for name, grad in grads.items() if grad is not None}
+
+    if len(next(iter(cotangents.values()))) == 1:
+        found = product({name: cotangent[0] for name, cotangent in cotangents.items()})
+        found = {name: grad.unsqueeze(0) for name, grad in found.items()}
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            found = torch.func.vmap(product)(cotangents)
+    return {name: found.get(name) for name in inputs}
 
 
 def pull_columns(
@@ -167,27 +192,10 @@ def pull_columns(
     inputs: Tensors,
     retain: bool = True,
 ) -> Columns:
-    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
-
-    Args:
-        outputs: Each has a cotangent; see ``pull``.
-        cotangents: ``[K, *output]``.
-        inputs: Tensors of the graph.
-        retain: Whether the graph is used again.
-
-    Returns:
-        ``[K, *input]`` for each input; zeros where no output depends on it.
-    """
-    num_columns = next(iter(cotangents.values())).shape[0]
-    if num_columns == 1:
-        single = {name: cotangent[0] for name, cotangent in cotangents.items()}
-        grads = pull(outputs, single, inputs, retain=retain)
-        grads = {n: None if g is None else g.unsqueeze(0) for n, g in grads.items()}
-    else:
-        grads = pull(outputs, cotangents, inputs, retain=retain, batched=True)
+    """Multiply like ``pull_several``; zeros where no output depends on an input."""
+    num_columns = len(next(iter(cotangents.values())))
+    found = pull_several(outputs, cotangents, inputs, retain)
     return {
-        name: inputs[name].new_zeros(num_columns, *inputs[name].shape)
-        if grad is None
-        else grad.detach()
-        for name, grad in grads.items()
+        name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
+        for name, grad in found.items()
     }

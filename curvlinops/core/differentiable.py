@@ -25,10 +25,10 @@ def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
     if adjoint:
         domain, codomain = codomain, domain
     if isinstance(x, Tensor):
-        return _Product.apply(operator, adjoint, adopt(x, domain))
+        return _Product.apply(operator, adjoint, False, adopt(x, domain))
     values = by_name(x, domain).values()
     # casts are recorded, so that gradients return in the vectors' own dtype
-    out = list(_Product.apply(operator, adjoint, *(adopt(value, domain) for value in values), True))
+    out = list(_Product.apply(operator, adjoint, True, *(adopt(value, domain) for value in values)))
     if not isinstance(x, MAPPINGS):
         return out
     if not codomain.is_flat:
@@ -38,18 +38,20 @@ def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``."""
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``.
+
+    Vectors are tensors of an operator's structure, or one tensor, not ``structured``.
+    """
 
     @staticmethod
-    def forward(operator: Multiplies, adjoint: bool, *vectors: Any) -> Any:
-        if vectors[-1] is not True:
+    def forward(operator: Multiplies, adjoint: bool, structured: bool, *vectors: Tensor) -> Any:
+        if not structured:
             return _own(operator._product(*vectors, adjoint))
-        return tuple(_own(out) for out in operator._product(list(vectors[:-1]), adjoint))
+        return tuple(_own(out) for out in operator._product(list(vectors), adjoint))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.operator, ctx.adjoint, *vectors = inputs
-        ctx.structured = vectors[-1] is True
+        ctx.operator, ctx.adjoint, ctx.structured, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
@@ -60,19 +62,25 @@ class _Product(torch.autograd.Function):
             raise NotImplementedError(
                 f"The gradient of a product is a product with the adjoint. {error}"
             ) from error
-        return None, None, *((*out, None) if ctx.structured else (out,))
+        return None, None, None, *(out if ctx.structured else (out,))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, operator: Multiplies, adjoint: bool, *vectors: Any) -> Any:
-        structured = vectors[-1] is True
+    def vmap(
+        info: Any,
+        in_dims: tuple,
+        operator: Multiplies,
+        adjoint: bool,
+        structured: bool,
+        *vectors: Tensor,
+    ) -> Any:
         space = operator.codomain if adjoint else operator.domain
         ranks = [len(shape) for shape in space.shapes.values()] if structured else [1]
-        parts = zip(vectors, in_dims[2:], strict=True)
-        columns = [_as_columns(x, dim, info.batch_size) for x, dim in parts if x is not True]
+        parts = zip(vectors, in_dims[3:], strict=True)
+        columns = [_as_columns(x, dim, info.batch_size) for x, dim in parts]
         several = any(x.ndim > 1 + rank for x, rank in zip(columns, ranks, strict=True))
         if several:  # of them for each of the batch
             columns = [x.flatten(-2) for x in columns]
-        out = _Product.apply(operator, adjoint, *columns, *vectors[len(columns) :])
+        out = _Product.apply(operator, adjoint, structured, *columns)
         outs = list(out) if structured else [out]
         if several:
             outs = [x.unflatten(-1, (-1, info.batch_size)) for x in outs]
@@ -81,8 +89,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         if not ctx.structured:
-            return _own(ctx.operator._product(tangents[2], ctx.adjoint))
-        out = ctx.operator._product(list(tangents[2:-1]), ctx.adjoint)
+            return _own(ctx.operator._product(tangents[3], ctx.adjoint))
+        out = ctx.operator._product(list(tangents[3:]), ctx.adjoint)
         return tuple(_own(part) for part in out)
 
 

@@ -81,7 +81,8 @@ class Examination:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
                     self.operations, self.purpose = operations(total), purpose
-            if loss is not None and needs_graph(loss, output, y, leaves, self._model.params):
+            unknown = loss is not None and not loss.is_function_of_values
+            if unknown and needs_graph(loss, output, y, leaves, self._model.params):
                 loss.needs_graph = True
                 value = bound.loss_sum(output)[0]
         self._model.differentiates |= watch.differentiates

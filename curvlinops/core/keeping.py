@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import psutil
@@ -24,7 +25,8 @@ class Keeper:
     """Keeps prepared products while nothing changes that they depend on, within a budget.
 
     A product begins with ``start``, and asks ``prepare`` for each batch. Model, parameters, loss
-    and options are compared with a copy at the start, the data batch by batch.
+    and options are compared with a copy at the start, the data batch by batch. Numbers are copied
+    only for products that ask whether something is kept.
 
     Args:
         cache: ``"none"``; ``"graph"`` for all batches; a number of bytes; or ``"auto"``, which
@@ -45,7 +47,8 @@ class Keeper:
         self._snapshot: Snapshot | None = None
         self._entries: dict[Any, _Entry] = {}
         self._too_large: set[Any] = set()
-        self._budget = self._used = 0
+        self._budget: float = 0  # infinity for all batches
+        self._most = self._used = 0
         self.active = False
 
     def start(self, root: Any, device: torch.device) -> bool:
@@ -61,25 +64,30 @@ class Keeper:
         """
         root = [root, _surroundings(device)]
         change = Change.STRUCTURE if self._snapshot is None else self._snapshot.compare(root)
+        if change is Change.NOTHING and self._budget > 0 and not self._snapshot.has_numbers:
+            change = Change.NUMBERS  # as far as is known
         if change is not Change.NOTHING:
             self.clear()
-            self._snapshot = Snapshot(root, numbers=self.cache != "none")
+            self._snapshot = Snapshot(root, numbers=False)
             self._most = _automatic_budget(device)
-            self._budget = self._most if self.cache == "auto" else self.cache
+            limits = {"auto": self._most, "graph": inf, "none": 0}
+            self._budget = limits.get(self.cache, self.cache)
         unchanged = change is Change.NOTHING
-        self.active = self.cache != "none" and (unchanged or self.cache != "auto")
+        self.active = self._budget > 0 and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE
 
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""
+        if self._budget > 0:
+            self._snapshot.copy_numbers()  # with which the next product compares
         return self.active and key not in self._too_large
 
     def has_room(self, key: Any, num_bytes: int) -> bool:
         """Return whether something is kept, or is known to fit."""
         if key in self._entries:
             return True
-        budget = self._budget if isinstance(self._budget, int) else self._most
-        return self._used + num_bytes <= budget
+        limit = self._most if self._budget == inf else self._budget
+        return self._used + num_bytes <= limit
 
     def prepare(self, key: Any, batch: Batch, build: Callable[[Batch], Callable]) -> Callable:
         """Return a prepared product, kept or newly built.
@@ -106,7 +114,7 @@ class Keeper:
             return build(batch)
         product = build(batch)
         num_bytes = footprint(product)
-        fits = self.cache == "graph" or self._used + num_bytes <= self._budget
+        fits = self._used + num_bytes <= self._budget
         if fits:
             snapshot = Snapshot([batch.X, batch.y], copied=True)
             self._entries[key] = _Entry(product, snapshot, num_bytes)
@@ -121,7 +129,7 @@ class Keeper:
             "kept" if fits else "not kept",
             len(self._entries),
             self._used / 2**20,
-            "" if self.cache == "graph" else f" of at most {self._budget / 2**20:.1f} MiB",
+            "" if self._budget == inf else f" of at most {self._budget / 2**20:.1f} MiB",
         )
         return product
 

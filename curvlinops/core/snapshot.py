@@ -32,11 +32,14 @@ class Snapshot:
         root: Whatever the computation depends on, e.g. a list of a module and tensors.
         copied: Whether ``root`` itself is a private copy. If it is not, its tensors must stay in
             place, too: the computation may use their memory.
-        numbers: Whether tensors and arrays are copied and compared, too.
+        numbers: Whether tensors and arrays are copied now; see ``copy_numbers``.
+
+    Attributes:
+        has_numbers: Whether tensors and arrays are compared, too.
     """
 
     def __init__(self, root: Any, copied: bool = False, numbers: bool = True):
-        self._root, self._numbers = root, numbers
+        self._root, self.has_numbers = root, copied
         self._tokens: list[Any] = []
         self._tensors: list[_TensorCopy] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
@@ -45,12 +48,21 @@ class Snapshot:
         self._empty: list[Any] = []
         for token in walk(root, self._contents, self._empty):
             if isinstance(token, Tensor):
-                token = _TensorCopy(token, copied or not numbers)
+                token = _TensorCopy(token, copied)
                 self._tensors.append(token)
             elif isinstance(token, np.ndarray):
-                self._arrays.append((token, token if copied or not numbers else token.copy()))
-                token = self._arrays[-1][1]
+                token = _ArrayCopy(token)
+                self._arrays.append(token)
             self._tokens.append(token)
+        if numbers:
+            self.copy_numbers()
+
+    def copy_numbers(self) -> None:
+        """Copy tensors and arrays, too, and compare them from now on."""
+        if not self.has_numbers:
+            for own in (*self._tensors, *self._arrays):
+                own.make()
+            self.has_numbers = True
 
     def matches(self, root: Any) -> bool:
         """Return whether the object's tensors and values are those of the snapshot."""
@@ -60,7 +72,7 @@ class Snapshot:
         """Return what is different from the snapshot."""
         if self._refers_to_the_same(root):
             pairs = [(copy.tensor, copy) for copy in self._tensors]
-            arrays = self._arrays
+            arrays = [(copy.array, copy) for copy in self._arrays]
         else:
             pairs, arrays = [], []
             tokens = iter(self._tokens)
@@ -71,16 +83,16 @@ class Snapshot:
                         return Change.STRUCTURE
                     pairs.append((token, known))
                 elif isinstance(token, np.ndarray):
-                    if not isinstance(known, np.ndarray):
+                    if not isinstance(known, _ArrayCopy):
                         return Change.STRUCTURE
                     arrays.append((token, known))
                 elif not _same(token, known):
                     return Change.STRUCTURE
             if next(tokens, END) is not END:
                 return Change.STRUCTURE
-        if not self._numbers:
+        if not self.has_numbers:
             return Change.NOTHING
-        same = all(_same_array(array, copy) for array, copy in arrays) and _equal(pairs)
+        same = not any(copy.differs(array) for array, copy in arrays) and _equal(pairs)
         return Change.NOTHING if same else Change.NUMBERS
 
     def _refers_to_the_same(self, root: Any) -> bool:
@@ -96,15 +108,40 @@ class Snapshot:
         )
 
 
+class _ArrayCopy:
+    """An array, and a copy of it once it is made."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = self._copy = array
+
+    def make(self) -> None:
+        """Copy it."""
+        self._copy = self.array.copy()
+
+    def differs(self, array: np.ndarray) -> bool:
+        """Return whether an array is another one."""
+        return (
+            (array.dtype, array.shape) != (self._copy.dtype, self._copy.shape)
+            or array.dtype.hasobject
+            or array.tobytes() != self._copy.tobytes()
+        )
+
+
 class _TensorCopy:
-    """A tensor, and a copy of it, as its bits."""
+    """A tensor, and a copy of it, as its bits, once it is made."""
 
     def __init__(self, tensor: Tensor, copied: bool):
         self.tensor = tensor
-        self.copy = tensor.detach() if copied else tensor.detach().clone()
         self._place = None if copied else _place(tensor)
         self._kind = self._kind_of(tensor)
-        self._bits = _bits(self.copy, tensor.is_contiguous())
+        self._hold(tensor.detach())
+
+    def make(self) -> None:
+        """Copy it."""
+        self._hold(self.tensor.detach().clone())
+
+    def _hold(self, copy: Tensor) -> None:
+        self.copy, self._bits = copy, _bits(copy, self.tensor.is_contiguous())
 
     @staticmethod
     def _kind_of(tensor: Tensor) -> tuple:
@@ -149,15 +186,6 @@ def _same(token: Any, known: Any) -> bool:
         return bool(token == known)
     except (RuntimeError, ValueError, TypeError):  # an object that cannot be compared
         return False
-
-
-def _same_array(array: np.ndarray, known: Any) -> bool:
-    return (
-        isinstance(known, np.ndarray)
-        and (array.dtype, array.shape) == (known.dtype, known.shape)
-        and not array.dtype.hasobject
-        and array.tobytes() == known.tobytes()
-    )
 
 
 def _place(tensor: Tensor) -> tuple:

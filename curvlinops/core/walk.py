@@ -71,20 +71,7 @@ def walk(root: Any, contents: list | None = None, empty: list | None = None) -> 
         elif isinstance(part, np.ndarray):
             yield part
         else:
-            plain: list[Any] = [_identity(part)]
-            values = []
-            is_module = isinstance(part, nn.Module)
-            for name, value in references(part):
-                if is_module and type(value) in _DICTS and not value:
-                    # most of a module's attributes are empty dictionaries of hooks
-                    if empty is not None:
-                        empty.append(value)
-                    continue
-                plain.append(name)
-                if is_plain(value):
-                    plain += (type(value), value_of(value))
-                else:
-                    values.append(value)
+            plain, values = _divided(part, empty)
             if contents is not None:
                 contents.append((part, contents_of(part)))
             yield plain
@@ -92,6 +79,24 @@ def walk(root: Any, contents: list | None = None, empty: list | None = None) -> 
 
 
 _DICTS = (dict, OrderedDict)
+
+
+def _divided(part: Any, empty: list | None) -> tuple[list, list]:
+    """Return what identifies an object and the plain values of it, and all else it refers to."""
+    plain, values = [_identity(part)], []
+    is_module = isinstance(part, nn.Module)
+    for name, value in references(part):
+        if is_module and type(value) in _DICTS and not value:
+            # most of a module's attributes are empty dictionaries of hooks
+            if empty is not None:
+                empty.append(value)
+            continue
+        plain.append(name)
+        if is_plain(value):
+            plain += (type(value), value_of(value))
+        else:
+            values.append(value)
+    return plain, values
 
 
 def contents_of(part: Any) -> tuple:

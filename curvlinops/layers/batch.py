@@ -12,7 +12,7 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
-from curvlinops.layers.check import by_samples, disagreeing, probe, weighted
+from curvlinops.layers.check import disagreeing, probe, weighted
 from curvlinops.layers.detection import (
     TOLERANCES,
     Detection,
@@ -22,7 +22,7 @@ from curvlinops.layers.detection import (
     weights,
 )
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.layout import Along, Layout, Scattered
+from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, add
 from curvlinops.layers.parts import Key, Part

@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core.autodiff import pull
+from curvlinops.core.autodiff import pull_several
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns
 from curvlinops.layers.composed import COMPOSED
-from curvlinops.layers.elementwise import IN_PLACE, REPEATING
-from curvlinops.layers.embedding import READING
 from curvlinops.layers.parts import Key
-from curvlinops.layers.uses import RULES, Use
+from curvlinops.layers.uses import RULES, Rule, Use
 
 #: A function, and how often it was called before with something tracked.
 Call = tuple[Callable, int]
@@ -113,47 +111,45 @@ class Capture(TorchFunctionMode):
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or in_transform():
             return func(*args, **kwargs)
-        alone = len(tracked) == len(tensors) and func not in REPEATING
+        rule = RULES.get(func)
+        alone = len(tracked) == len(tensors) and not (rule and rule.repeats)
         if alone or (func is Tensor.__getitem__ and _selects(args[1])):
             return self._follow(func(*args, **kwargs))
-        if func in RULES:
-            return self._record(func, args, kwargs)
+        if rule is not None:
+            return self._record(func, rule, args, kwargs)
         inner = COMPOSED.get(func) or _unwrapped(func)
         if inner is not func:
             with self:
                 return inner(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _record(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _record(self, func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         index = func, self._calls[func]
         self._calls[func] += 1
         change = self._changes.get(index)
-        if change is Change.FOLLOW or (change and (func in READING or func in REPEATING)):
+        if change is Change.FOLLOW or (change and (rule.reads or rule.repeats)):
             out = func(*args, **kwargs)
             # what other parameters enter by uses of their own would be lost
             return out if self._meets_others(args, kwargs) else self._follow(out)
         if change is Change.ENLARGE:
             args, kwargs = self._enlarge(args, kwargs)
-        in_place = func in IN_PLACE
         constant = {}
 
         def freeze(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if id(x) not in constant:
-                constant[id(x)] = x.detach().clone() if in_place else x.detach()
+                constant[id(x)] = x.detach().clone() if rule.in_place else x.detach()
             return constant[id(x)]
 
-        known = RULES[func](
-            tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()}
-        )
+        known = rule(tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()})
         places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         recorded = {key: places[key] for key in known if id(places[key]) in self._tracked}
-        if (in_place and 0 in recorded) or not recorded:
+        if (rule.in_place and 0 in recorded) or not recorded:
             return func(*args, **kwargs)
-        leaves = {key: x.detach().requires_grad_() for key, x in recorded.items()}
-        args = tuple(leaves.get(place, x) for place, x in enumerate(args))
-        kwargs = {key: leaves.get(key, x) for key, x in kwargs.items()}
+        copies = {key: x.detach().requires_grad_() for key, x in recorded.items()}
+        args = tuple(copies.get(place, x) for place, x in enumerate(args))
+        kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
         for key, tensor in recorded.items():
             self.uses[index, key] = Recorded(known[key], func, tensor, out, constant.values())
@@ -223,14 +219,11 @@ def _unwrapped(func: Callable) -> Callable:
 def gradients_at(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
     """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
     vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
-    if len(vectors) == 1:
-        found = pull({"": output}, {"": vectors[0]}, edges)
-        found = {key: None if g is None else g.unsqueeze(0) for key, g in found.items()}
-    else:
-        found = pull({"": output}, u, edges, batched=True)
+    found = pull_several({"": output}, u, edges)
+    shapes = {key: (len(vectors), *recorded.shape) for key, recorded in uses.items()}
     return {
-        key: vectors.new_zeros(len(vectors), *recorded.shape, dtype=recorded.dtype)
-        if found.get(key) is None
-        else found[key].detach().reshape(len(vectors), *recorded.shape)
-        for key, recorded in uses.items()
+        key: vectors.new_zeros(shapes[key], dtype=uses[key].dtype)
+        if g is None
+        else g.reshape(shapes[key])
+        for key, g in found.items()
     }

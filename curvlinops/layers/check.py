@@ -12,6 +12,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.norms import double_norm
 from curvlinops.layers.detection import weights
+from curvlinops.layers.layout import by_samples
 
 Tensors = Mapping[str, Tensor]
 
@@ -27,39 +28,6 @@ def probe(output: Tensor) -> Tensor:
 def weighted(u: Tensor, r: Tensor) -> Tensor:
     """Return what is backpropagated, times weights ``[N]`` of the samples."""
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
-
-
-def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
-    """Give samples an axis of their own in front of their rows; ``None`` if each row is one.
-
-    Raises:
-        ValueError: If samples have unequal numbers of rows.
-    """
-    if num_samples is None:
-        return output
-    if len(output) == 0:
-        return output.unsqueeze(1)
-    if num_samples == 0 or len(output) % num_samples:
-        raise ValueError(
-            f"The model's output has {len(output)} rows for {num_samples} samples; those of an "
-            "earlier batch had as many rows each. Give samples an axis in front of their rows, or "
-            "say with batch_size_fn how many a batch has."
-        )
-    return output.unflatten(0, (num_samples, -1))
-
-
-def samples_in(bound: BoundModel, output: Tensor) -> int:
-    """Return the number of samples in a batch; that of the output's rows if it is not evident."""
-    try:
-        return bound.num_samples
-    except ValueError:
-        return len(output)
-
-
-def has_parts(bound: BoundModel, output: Tensor) -> bool:
-    """Return whether a batch has fewer samples than its output has rows, as many for each."""
-    num_samples = samples_in(bound, output)
-    return 0 < num_samples < len(output) and len(output) % num_samples == 0
 
 
 def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tensor]:

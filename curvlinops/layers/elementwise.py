@@ -87,8 +87,6 @@ _ELEMENTWISE = {
     torch.logaddexp: "logaddexp",
     torch.logaddexp2: "logaddexp2",
 }
-#: Those that write to their first argument.
-IN_PLACE: set[Callable] = set()
 
 
 def _register(function: Callable, name: str) -> None:
@@ -97,9 +95,8 @@ def _register(function: Callable, name: str) -> None:
         for known in (name, f"{name}_"):
             call = getattr(owner, known, None)
             if call is not None:
-                handles(call)(_elementwise(function))
-                if known != name or name.startswith("__i"):
-                    IN_PLACE.add(call)
+                in_place = known != name or name.startswith("__i")
+                handles(call, in_place=in_place)(_elementwise(function))
 
 
 for _function, _names in _ELEMENTWISE.items():
@@ -109,26 +106,20 @@ for _function, _names in _ELEMENTWISE.items():
 handles(torch.where)(_elementwise(torch.where))
 handles(Tensor.where)(_elementwise(Tensor.where))
 
-#: With a parameter alone these make one of more entries, e.g. a token for each sample.
-REPEATING = {
-    *(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to),
-    *(Tensor.repeat, Tensor.tile, torch.tile),
-}
 
-
-@handles(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to)
+@handles(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, repeats=True)
 def expand(input: Tensor, *size: Any) -> dict[str, Use]:
     """A parameter for each sample, such as a class token."""
     return {"input": broadcast(input.shape, input.expand(*size).shape)}
 
 
-@handles(Tensor.expand_as)
+@handles(Tensor.expand_as, repeats=True)
 def expand_as(input: Tensor, other: Tensor) -> dict[str, Use]:
     """The same, with the shape of another tensor."""
     return {"input": broadcast(input.shape, other.shape)}
 
 
-@handles(Tensor.repeat, Tensor.tile, torch.tile)
+@handles(Tensor.repeat, Tensor.tile, torch.tile, repeats=True)
 def repeat(input: Tensor, *sizes: Any, **options: Any) -> dict[str, Use]:
     """The same, with copies side by side along any axis."""
     counts = sizes or tuple(options.values())

@@ -74,9 +74,7 @@ _CALLS = (
     (torch.masked_select, Tensor.masked_select),
 )
 for _same in _CALLS:
-    handles(*_same)(_lookup(_same[0]))
-#: These may read the same for all samples, as layers with a bias for each distance do.
-READING = {call for same in _CALLS for call in same}
+    handles(*_same, reads=True)(_lookup(_same[0]))
 
 
 class Lookup(Form):
@@ -95,6 +93,11 @@ class Lookup(Form):
         self.num_vectors, self.num_samples = g.shape[:2]
         self.shape = tuple(shape)
         self.num_rows = prod(shape) // max(g.shape[-1], 1)
+
+    @property
+    def num_multiplications(self) -> int:
+        """One for each entry that is looked up."""
+        return self.num_positions * self.g.shape[-1]
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""

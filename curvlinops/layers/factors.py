@@ -14,9 +14,9 @@ from functools import reduce as fold
 import torch
 from torch import Tensor
 
-from curvlinops.layers.convolution import Patches
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
+from curvlinops.layers.inputs import Shortcut
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
 from curvlinops.layers.symmetric import second_moment
@@ -146,7 +146,7 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
         counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    if isinstance(form.x, Patches) and not diagonal:
+    if isinstance(form.x, Shortcut) and not diagonal:
         found = form.x.second_moment()
     else:
         some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
@@ -188,7 +188,7 @@ def _reduced_inputs(
 
 def _totals(form: Outer) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
-    if isinstance(form.x, Patches):
+    if isinstance(form.x, Shortcut):
         return form.x.totals()
     return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
 

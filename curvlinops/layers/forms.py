@@ -31,13 +31,16 @@ class Form(ABC):
     num_vectors: int
     num_samples: int
     shape: tuple[int, ...]
-    #: At how many positions of a sample the parameter is used.
-    num_positions: int = 1
 
     @property
     def num_entries(self) -> int:
         """The number of the parameter's entries."""
         return prod(self.shape)
+
+    @property
+    def num_multiplications(self) -> int:
+        """How many a layer needs to multiply with one vector for each sample."""
+        return self.num_entries
 
     @abstractmethod
     def rows(self, samples: slice) -> Tensor:
@@ -148,6 +151,11 @@ class Total(Form):
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
         self.shape = forms[0].shape
 
+    @property
+    def num_multiplications(self) -> int:
+        """Those of all uses."""
+        return sum(form.num_multiplications for form in self._forms)
+
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
@@ -179,6 +187,11 @@ class Mapped(Form):
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
+    @property
+    def num_multiplications(self) -> int:
+        """Those of the layer, which uses the function's value."""
+        return self.form.num_multiplications
+
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         return self._pull(self.form.rows(samples))
@@ -201,6 +214,11 @@ class Within(Form):
         self.form, self.place = form, place
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
+
+    @property
+    def num_multiplications(self) -> int:
+        """Those of the layer, which uses the part."""
+        return self.form.num_multiplications
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
@@ -236,6 +254,18 @@ class Within(Form):
     def select(self, samples: Tensor) -> "Within":
         """Return the gradients of some samples only."""
         return Within(self.form.select(samples), self.place, self.shape)
+
+
+def innermost(form: Form) -> tuple[Place | None, Form, bool]:
+    """Return what a layer uses of a parameter.
+
+    Returns:
+        The part of the parameter, ``None`` for all; the gradients with respect to what the layer
+        uses; and whether that is a function of the parameter.
+    """
+    place = form.place if isinstance(form, Within) else None
+    mapped = isinstance(form, Mapped)
+    return place, form.form if mapped or place is not None else form, mapped
 
 
 def squared_sum(vectors: Tensor) -> Tensor:

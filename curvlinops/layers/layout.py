@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from curvlinops.core.autodiff import BoundModel
+
 
 class Layout(Protocol):
     """Sorts rows by samples."""
@@ -137,3 +139,36 @@ def assignment(layout: Layout, lead: tuple[int, ...], num_samples: int) -> Tenso
     out = torch.empty(prod(lead), dtype=torch.int64, device="cpu")
     out[rows.flatten()] = torch.arange(num_samples, device="cpu").repeat_interleave(rows.shape[1])
     return out
+
+
+def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
+    """Give samples an axis of their own in front of their rows; ``None`` if each row is one.
+
+    Raises:
+        ValueError: If samples have unequal numbers of rows.
+    """
+    if num_samples is None:
+        return output
+    if len(output) == 0:
+        return output.unsqueeze(1)
+    if num_samples == 0 or len(output) % num_samples:
+        raise ValueError(
+            f"The model's output has {len(output)} rows for {num_samples} samples; those of an "
+            "earlier batch had as many rows each. Give samples an axis in front of their rows, or "
+            "say with batch_size_fn how many a batch has."
+        )
+    return output.unflatten(0, (num_samples, -1))
+
+
+def samples_in(bound: BoundModel, output: Tensor) -> int:
+    """Return the number of samples in a batch; that of the output's rows if it is not evident."""
+    try:
+        return bound.num_samples
+    except ValueError:
+        return len(output)
+
+
+def has_parts(bound: BoundModel, output: Tensor) -> bool:
+    """Return whether a batch has fewer samples than its output has rows, as many for each."""
+    num_samples = samples_in(bound, output)
+    return 0 < num_samples < len(output) and len(output) % num_samples == 0

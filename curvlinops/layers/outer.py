@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total, squared_sum
-from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of
+from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of, side_by_side
 from curvlinops.layers.products import Products, in_parts
 
 
@@ -76,6 +76,11 @@ class Outer(Form):
     def kind(self) -> Hashable:
         """Equal for forms whose entries mean the same."""
         return self.arrangement, self.shape, *self.x.shape[2:]
+
+    @property
+    def num_multiplications(self) -> int:
+        """One for each entry at each position."""
+        return self.num_positions * self.num_entries
 
     def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
@@ -224,7 +229,7 @@ class Outer(Form):
     @staticmethod
     def merge(forms: list["Outer"]) -> "Outer":
         """Return the sum of forms of one kind: their positions side by side."""
-        x = torch.cat([form.x[:] for form in forms], dim=1)
+        x = side_by_side([form.x for form in forms])
         g = torch.cat([form.g for form in forms], dim=2)
         return Outer(x, g, forms[0].shape, forms[0].arrangement)
 

@@ -11,9 +11,9 @@ from curvlinops.core.independence import check_first_sample
 from curvlinops.core.space import Columns
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, has_parts, samples_in
+from curvlinops.layers.check import autograd_sums
 from curvlinops.layers.groups import Group, one_by_one
-from curvlinops.layers.layout import Along
+from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
 from curvlinops.layers.twice import blind, sample_twice

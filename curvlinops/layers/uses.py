@@ -59,10 +59,19 @@ class Rule:
 
     Args:
         uses: Takes the function's arguments, returns uses by name or position of an argument.
+        reads: See ``handles``.
+        repeats: See ``handles``.
+        in_place: See ``handles``.
     """
 
-    def __init__(self, uses: Callable[..., Mapping[str | int, Use | None]]):
-        self._uses = uses
+    def __init__(
+        self,
+        uses: Callable[..., Mapping[str | int, Use | None]],
+        reads: bool = False,
+        repeats: bool = False,
+        in_place: bool = False,
+    ):
+        self._uses, self.reads, self.repeats, self.in_place = uses, reads, repeats, in_place
         self._signature = inspect.signature(uses)
         self._names = list(self._signature.parameters)
         by_position = [
@@ -90,11 +99,22 @@ class Rule:
 RULES: dict[Callable, Rule] = {}
 
 
-def handles(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register a function that knows the uses of the arguments of some PyTorch functions."""
+def handles(
+    *functions: Callable, reads: bool = False, repeats: bool = False, in_place: bool = False
+) -> Callable[[Callable], Callable]:
+    """Register a function that knows the uses of the arguments of some PyTorch functions.
+
+    Args:
+        *functions: The PyTorch functions.
+        reads: Whether they read entries of a tensor, which may be the same for all samples, as
+            layers with a bias for each distance do.
+        repeats: Whether with a parameter alone they make one of more entries, e.g. a token for
+            each sample.
+        in_place: Whether they write to their first argument.
+    """
 
     def register(uses: Callable) -> Callable:
-        RULES.update(dict.fromkeys(functions, Rule(uses)))
+        RULES.update(dict.fromkeys(functions, Rule(uses, reads, repeats, in_place)))
         return uses
 
     return register

@@ -85,7 +85,7 @@ class EFLinearOperator(DataLinearOperator):
         if self._samples.fallbacks or (self.terms == "term" and num_terms != len(output)):
             return []
         groups = gradients.backward(self._gradient(bound, output))
-        operations = sum(4 * form.num_positions * form.num_entries for _, form in groups)
+        operations = sum(4 * form.num_multiplications for _, form in groups)
         pairs = [] if any(form.products() is None for _, form in groups) else ["pairs"]
         return ["rows", *pairs] if operations > 16 * self.space.dim else pairs
 

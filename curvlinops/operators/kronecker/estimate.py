@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
-from curvlinops.layers.forms import Form, Within
+from curvlinops.layers.forms import Form, innermost
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import add
 from curvlinops.layers.parts import Part
@@ -15,7 +15,7 @@ from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block, plan
 from curvlinops.operators.kronecker.sums import Factors, Sums
-from curvlinops.operators.kronecker.usage import Uses, kind_of, place_of
+from curvlinops.operators.kronecker.usage import Uses, kind_of
 
 #: Why there may be no factors in the reduce setting.
 _OPEN = (
@@ -143,9 +143,8 @@ def by_block(blocks: Sequence[Block], parts: Iterable[Part]) -> dict[int, list[P
     }
     found: dict[int, list[Part]] = {}
     for part in parts:
-        number = numbers.get((part.name, place_of(part)))
+        place, form, _ = innermost(part.form)
+        number = numbers.get((part.name, place))
         if number is not None:
-            within = isinstance(part.form, Within)
-            own = part._replace(form=part.form.form) if within else part
-            found.setdefault(number, []).append(own)
+            found.setdefault(number, []).append(part._replace(form=form))
     return found

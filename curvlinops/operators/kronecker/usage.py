@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from curvlinops.layers.factors import Kind
-from curvlinops.layers.forms import Form, Mapped, Within
+from curvlinops.layers.forms import innermost
 from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place
 
@@ -81,9 +81,9 @@ def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
     found: dict[str, set[Usage]] = {}
     for part in parts:
         partners = biases if part.shift is None else weights
-        partner, mapped = partners.get(_call(part)), isinstance(part.form, Mapped)
-        product = Kind.of(_innermost(part.form), part.shift is not None) is not None
-        usage = Usage(place_of(part), kind_of(part), partner, mapped, product)
+        place, form, mapped = innermost(part.form)
+        product = Kind.of(form, part.shift is not None) is not None
+        usage = Usage(place, kind_of(part), partners.get(_call(part)), mapped, product)
         found.setdefault(part.name, set()).add(usage)
     return {name: frozenset(own) for name, own in found.items()}
 
@@ -95,15 +95,10 @@ def _call(part: Part) -> tuple[Callable, int]:
 
 def place_of(part: Part) -> Place | None:
     """Return which part of its parameter a layer uses, ``None`` if all."""
-    return part.form.place if isinstance(part.form, Within) else None
+    return innermost(part.form)[0]
 
 
 def kind_of(part: Part) -> Kind | None:
     """Return the kind of the Kronecker product that a use makes."""
-    form = part.form.form if isinstance(part.form, Within) else part.form
-    return Kind.of(form, part.shift is not None)
-
-
-def _innermost(form: Form) -> Form:
-    """Return the gradients with respect to what the layer uses."""
-    return form.form if isinstance(form, Mapped | Within) else form
+    _, form, mapped = innermost(part.form)
+    return None if mapped else Kind.of(form, part.shift is not None)

@@ -1,0 +1,298 @@
+"""What is not needed is neither computed, nor copied, nor kept: evaluations and numbers counted."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import error, matrix, vectors
+from torch import Tensor, nn
+
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+    TorchLinearOperator,
+)
+from curvlinops.layers.convolution import Patches
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Weight(nn.Module):
+    """One weight, which a function uses."""
+
+    def __init__(self, forward: Callable, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(*shape, dtype=torch.float64))
+        self._forward = forward
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self._forward(self.weight, X)
+
+
+def _rows() -> Tensor:
+    return torch.randn(4, 32, 6, dtype=torch.float64)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(40, (4, 32))
+
+
+def _parts(w: Tensor, X: Tensor) -> Tensor:
+    first, second, third = (F.linear(X, part) for part in w.chunk(3))
+    return (first * second + third).sum(1)
+
+
+#: Weight, shape, and data; and what is kept: gradients, or what they are made of.
+FISHERS: dict[str, tuple[Callable, tuple[int, ...], Callable, str]] = {
+    "few positions": (lambda w, X: F.linear(X[:, :2], w).sum(1), (4, 6), _rows, ""),
+    "many positions": (lambda w, X: F.linear(X, w).sin().sum(1), (4, 6), _rows, "rows"),
+    "a table": (lambda w, X: F.embedding(X, w).sin().sum(1), (40, 6), _tokens, ""),
+    "parts": (_parts, (12, 6), _rows, "rows"),
+    "a function": (lambda w, X: F.linear(X, w / w.norm()).sin().sum(1), (4, 6), _rows, "rows"),
+    "tied": (
+        lambda w, X: F.linear(F.embedding(X, w).sin(), w).sin().sum(1),
+        (40, 6),
+        _tokens,
+        "rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FISHERS)
+def test_what_empirical_fishers_keep(name: str):
+    function, shape, inputs, expected = FISHERS[name]
+    model = Weight(function, *shape)
+    data = [(inputs(), torch.randint(4, (4,)))]
+    params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+    kept, fresh = (EFLinearOperator(model, loss, params, data, cache=c) for c in ("graph", "none"))
+    assert error(matrix(kept), matrix(fresh)) <= 1e-12
+    assert {kind for kind, _ in kept._kept._entries} == {expected}
+
+
+# --- what operators compare with
+
+
+def _net() -> tuple[nn.Module, nn.Module, list[Tensor], list]:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (3, 2)]
+    return net, nn.MSELoss(), list(net.parameters()), data
+
+
+def _jacobian() -> JacobianLinearOperator:
+    net, _, params, data = _net()
+    return JacobianLinearOperator(net, params, data)
+
+
+#: What computes something, and whether a kept product would be found by the next one.
+COMPARED: dict[str, tuple[Callable, bool]] = {
+    "KFAC": (lambda: _used(KFACLinearOperator(*_net()), lambda A: A.trace()), False),
+    "EKFAC": (lambda: _used(EKFACLinearOperator(*_net()), lambda A: A.trace()), False),
+    "tangent kernel": (lambda: _used(_jacobian(), lambda A: A.gram()), False),
+    "norms of gradients": (
+        lambda: _used(PerSampleGradientLinearOperator(*_net()), lambda A: A.norms()),
+        False,
+    ),
+    "product": (lambda: _used(GGNLinearOperator(*_net()), lambda A: A @ vectors(A)), True),
+    "product without a cache": (
+        lambda: _used(GGNLinearOperator(*_net(), cache="none"), lambda A: A @ vectors(A)),
+        False,
+    ),
+    "product without room": (
+        lambda: _used(GGNLinearOperator(*_net(), cache=0), lambda A: A @ vectors(A)),
+        False,
+    ),
+}
+
+
+def _used(operator: TorchLinearOperator, use: Callable) -> TorchLinearOperator:
+    use(operator)
+    use(operator)
+    return operator
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_are_copied_only_if_something_is_kept(name: str):
+    build, expected = COMPARED[name]
+    operator = build()
+    known = operator._kept._snapshot._tensors
+    assert len(known) >= 4
+    own = [
+        x.copy.untyped_storage().data_ptr() != x.tensor.untyped_storage().data_ptr() for x in known
+    ]
+    assert own == [expected] * len(known)
+
+
+@pytest.mark.parametrize("cache", ["auto", "graph"])
+def test_products_between_quantities_that_keep_nothing(cache: str):
+    net, _, params, data = _net()
+    kept, fresh = (JacobianLinearOperator(net, params, data, cache=c) for c in (cache, "none"))
+    v = vectors(kept)
+    for action in "kppkpcpkcpppckcppk":
+        if action == "k":
+            kept.gram()
+        elif action == "c":
+            params[0].data.mul_(1.1)
+        else:
+            assert error(kept @ v, fresh @ v) <= 1e-12
+    assert len(kept._kept._entries) == len(data)
+
+
+# --- evaluations
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
+def test_losses_in_closed_form_are_not_asked_for_their_graph(loss: nn.Module, monkeypatch):
+    net, _, params, data = _net()
+    data = [(X, y.sigmoid()) for X, y in data]
+    for cls in (HessianLinearOperator, GGNLinearOperator):
+        operator = cls(net, loss, params, data, check_deterministic=False)
+        kind, calls = type(operator.risk.loss), []
+        sum_of = kind.sum
+
+        def counted(self, *args, sum_of=sum_of, calls=calls):
+            calls.append(self)
+            return sum_of(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "sum", counted)
+            for choice in (1, 0):  # the mode is chosen, and the first batch compared with its part
+                operator.risk.examination.forget()
+                calls.clear()
+                operator @ vectors(operator)
+                assert len(calls) <= 1 + choice
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+class Counting(nn.Module):
+    """Counts copies, and passes in which parameters require gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1).double()
+        self.counts = SimpleNamespace(copies=0, recorded=0, passes=0)
+
+    def __deepcopy__(self, memo: dict):
+        self.counts.copies += 1
+        twin = Counting()
+        twin.layer = copy.deepcopy(self.layer, memo)
+        return twin
+
+    def forward(self, X: Tensor) -> Tensor:
+        self.counts.passes += 1
+        self.counts.recorded += self.layer.weight.requires_grad
+        return Square.apply(self.layer(X))
+
+
+def test_copies_in_double_precision():
+    net = Counting()
+    data = [(torch.randn(3, 2).double(), torch.randn(3, 1).double())]
+    H = HessianLinearOperator(net, nn.MSELoss(), list(net.parameters()), data)
+    H @ vectors(H)
+    assert net.counts.copies == 5  # four gradients, and the product
+
+
+def test_samples_are_counted_without_a_graph():
+    net = Counting()
+    data = [(torch.randn(n, 2).double(), torch.randn(n, 1).double()) for n in (3, 2)]
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return (output - y).square().sum() + len(y) * net.layer.weight.square().sum()
+
+    options = {"reduction": "sum", "check_deterministic": False, "cache": "none"}
+    P = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data, **options)
+    net.counts.recorded = net.counts.passes = 0
+    P.norms()
+    assert net.counts.recorded >= 5
+    assert net.counts.passes - net.counts.recorded == len(data)
+
+
+# --- patches of convolutions
+
+
+class Twice(nn.Module):
+    """One convolution on two images, of different sizes."""
+
+    def __init__(self, groups: int, filters: int):
+        super().__init__()
+        self.layer = nn.Conv2d(4, filters, 3, padding=1, groups=groups).double()
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.layer(X).sin().sum((2, 3)) + self.layer(X[..., ::2, 1:]).tanh().sum((2, 3))
+
+
+QUANTITIES: dict[str, Callable] = {
+    "rows": lambda P: P.dense(),
+    "norms": lambda P: P.norms(),
+    "gram": lambda P: P.gram(),
+    "moment": lambda P: P.second_moment(),
+}
+
+
+@pytest.mark.parametrize("groups, filters, made", [(1, 4, 0), (2, 4, 0), (1, 64, 2)])
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_patches_of_a_convolution_that_is_used_twice(
+    quantity: str, groups: int, filters: int, made: int, monkeypatch
+):
+    net = Twice(groups, filters)
+    X, y = torch.randn(6, 4, 8, 8).double(), torch.randn(6, filters).double()
+    loss, params = nn.MSELoss(), list(net.parameters())
+    alone = []
+    for n in (4, 1, 5, 2, 0):
+        grads = torch.autograd.grad(loss(net(X[n : n + 1]), y[n : n + 1]), params)
+        alone.append(torch.cat([g.flatten() for g in grads]))
+    rows = torch.stack(alone)
+    expected = {
+        "rows": rows,
+        "norms": rows.norm(dim=1),
+        "gram": rows @ rows.T,
+        "moment": rows.square().mean(0),
+    }
+    P = PerSampleGradientLinearOperator(net, loss, params, [(X, y)], subsampling=[4, 1, 5, 2, 0])
+    P.norms()  # what is checked on the first batch makes patches, too
+    sizes, make = [], Patches.__getitem__
+
+    def counted(self: Patches, samples: slice | Tensor) -> Tensor:
+        sizes.append(len(out := make(self, samples)))
+        return out
+
+    monkeypatch.setattr(Patches, "__getitem__", counted)
+    assert error(QUANTITIES[quantity](P), expected[quantity]) <= 1e-12
+    assert len(sizes) <= made
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_with_gradients_of_a_convolution_that_is_used_twice(groups: int, monkeypatch):
+    net = Twice(groups, 64)
+    data = [(torch.randn(n, 4, 1, 2).double(), torch.randint(64, (n,))) for n in (3, 2)]
+    params, loss = list(net.parameters()), nn.CrossEntropyLoss()
+    kept, fresh = (EFLinearOperator(net, loss, params, data, cache=c) for c in ("graph", "none"))
+    v, V = vectors(kept), vectors(kept, 3)
+    kept @ v
+    for product, expected in ((kept @ v, fresh @ v), (kept @ V, fresh @ V)):
+        assert error(product, expected) <= 1e-12
+    assert {kind for kind, _ in kept._kept._entries} == {""}
+    kept._kept._entries.clear()
+    monkeypatch.setattr(Patches, "__getitem__", None)  # no product makes any
+    assert error(kept @ v, fresh @ v) <= 1e-12
