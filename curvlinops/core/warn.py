@@ -26,3 +26,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or what it is if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

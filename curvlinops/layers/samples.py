@@ -9,6 +9,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.core.independence import check_first_sample
 from curvlinops.core.space import Columns
+from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums
@@ -120,8 +121,7 @@ class SampleBackward:
                 self._changes.clear()  # it was possible on an earlier batch
                 return self._run(bound, names, num_samples)
             autograd_sums(bound, num_samples)  # raises what the model does without being recorded
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._refuse(names, f"the model cannot be recorded: {cause}")
+            self._refuse(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
     def _recorded(self, bound: BoundModel, names: list[str]) -> RecordedBatch:
@@ -226,8 +226,8 @@ class SampleBackward:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a combination of arguments that nobody thought of
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._refuse(batch.names, f"a rule for layers fails on this model: {cause}")
+            reason = f"a rule for layers fails on this model: {first_line(error)}"
+            self._refuse(batch.names, reason)
             return False
         return True
 
