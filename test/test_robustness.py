@@ -850,3 +850,21 @@ def test_parameters_with_one_gradient_tensor(kind: type):
     v = torch.arange(18, dtype=torch.float64).cos()
     single = kind(sum_of_both, CE, weights, data) @ v
     assert error(single, block.repeat(2, 2) @ v) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", SQUARE)
+def test_parameters_with_the_negative_bit(kind: type, dtype: torch.dtype):
+    values = {"weight": torch.randn(3, 3, dtype=dtype)}
+    lazy = {"weight": (-values["weight"])._neg_view()}
+    assert lazy["weight"].is_neg()
+    data = [(X.to(dtype), y) for X, y in batches(4, 2)]
+
+    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+        return X @ params["weight"]
+
+    operator = kind(model, CE, lazy, data)
+    assert error(matrix(operator), dense(kind, model, values, data)) <= 1e-6
+    lazy["weight"].mul_(2)
+    values["weight"].mul_(2)
+    assert error(matrix(operator), dense(kind, model, values, data)) <= 1e-6

@@ -210,7 +210,7 @@ def _equal(pairs: list[tuple[Tensor, _TensorCopy]]) -> bool:
 
 def _bits(tensor: Tensor, flat: bool) -> Tensor:
     """Return the tensor's bits as integers: a NaN equals itself, and -0.0 is not 0.0."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     size = tensor.element_size()
     if not flat:
