@@ -18,10 +18,13 @@ from torch.func import functional_call
 
 from curvlinops import (
     EFLinearOperator,
+    EKFACLinearOperator,
     FisherMCLinearOperator,
+    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 from curvlinops.losses import wrap_loss
@@ -868,3 +871,42 @@ def test_parameters_with_the_negative_bit(kind: type, dtype: torch.dtype):
     lazy["weight"].mul_(2)
     values["weight"].mul_(2)
     assert error(matrix(operator), dense(kind, model, values, data)) <= 1e-6
+
+
+# --- nothing to do
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(5, 3), nn.LSTM(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(self.table(x.T))[0].sum(0))
+
+
+def one_logit(name: str) -> tuple[nn.Module, Tensor]:
+    """Return a model with one logit, whose layers have all forms of gradients, and its input."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "sequences":
+        return Sequences(), torch.randint(5, (4, 3), generator=generator)
+    if name == "vectors":
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)]
+        return nn.Sequential(*layers), torch.randn(4, 3, generator=generator)
+    layers = [nn.Conv2d(2, 4, 3, groups=2), nn.PReLU(4), nn.Flatten(), nn.Linear(16, 1)]
+    return nn.Sequential(*layers), torch.randn(4, 2, 4, 4, generator=generator)
+
+
+@pytest.mark.parametrize("options", [{"fisher_type": "type-2"}, {}])
+@pytest.mark.parametrize("name", ["vectors", "images", "sequences"])
+def test_cross_entropy_of_one_class(name: str, options: dict):
+    """It is constant: zero curvature, of which the square root has no columns."""
+    model, X = one_logit(name)
+    arguments = model, CE, list(model.parameters()), [(X, torch.zeros(4, dtype=torch.long))]
+    diagonal = GGNDiagonalLinearOperator(*arguments, mc_samples=0 if options else 1)
+    assert diagonal.trace() == 0 and not matrix(diagonal).any()
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        found = kind(*arguments, **options)
+        assert not found.structure.diagonal().gt(1e-12).any()
+        inverse = found.inverse(0.1, use_exact_damping=True)
+        assert error(matrix(inverse), 10 * torch.eye(found.shape[0])) <= 1e-5

@@ -181,7 +181,7 @@ class Outer(Form):
         """Return the sum of squares, as one matrix product if there is one position."""
         if self.x.shape[1] != 1:
             return super().sum_of_squares()
-        g = squared_sum(self.g.flatten(1)).reshape(self.g[0, :, 0].shape)
+        g = squared_sum(self.g.flatten(1)).reshape(self.g.shape[1], *self.g.shape[3:])
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self._arranged(squares[None, None])[0, 0]
 

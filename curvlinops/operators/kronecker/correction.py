@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -79,10 +80,11 @@ class Basis:
     def _of_rows(self, form: Form, arrangement: Arrangement) -> Tensor:
         """Square and add gradients that are written down and then rotated."""
         total: Tensor | float = 0.0
+        matrix = self.kind.groups, self.kind.outputs
+        matrix = (*matrix, form.num_entries // prod(matrix))
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)
-            rows = arrangement.undo(rows, 1)
-            rows = rows.reshape(len(rows), self.kind.groups, self.kind.outputs, -1)
+            rows = arrangement.undo(rows, 1).reshape(len(rows), *matrix)
             rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
             rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
             total = total + squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
