@@ -910,3 +910,47 @@ def test_cross_entropy_of_one_class(name: str, options: dict):
         assert not found.structure.diagonal().gt(1e-12).any()
         inverse = found.inverse(0.1, use_exact_damping=True)
         assert error(matrix(inverse), 10 * torch.eye(found.shape[0])) <= 1e-5
+
+
+class Beside(nn.Module):
+    """A model with something that has no entries."""
+
+    def __init__(self, empty: nn.Module):
+        super().__init__()
+        self.empty, self.own = empty, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.empty, nn.ParameterList):
+            return self.own(x) + self.empty[0].sum()
+        return self.own(x) + self.empty(x[:, : self.empty.in_features]).sum(1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(), (0, 2), (3, 0)])
+@pytest.mark.parametrize(
+    "kind, options",
+    [(kind, {}) for kind in (*SQUARE, PerSampleGradientLinearOperator, GGNDiagonalLinearOperator)]
+    + [
+        (kind, {"separate_weight_and_bias": apart, "fisher_type": fisher})
+        for kind in (KFACLinearOperator, EKFACLinearOperator)
+        for apart in (True, False)
+        for fisher in ("mc", "type-2")
+    ],
+)
+def test_parameters_without_elements(kind: type, options: dict, sizes: tuple[int, ...]):
+    torch.manual_seed(0)
+    empty = nn.Linear(*sizes) if sizes else nn.ParameterList([nn.Parameter(torch.empty(0, 3))])
+    model, data = Beside(empty), [(torch.randn(4, 3), torch.randn(4, 2))]
+    every = list(model.parameters())
+    found, expected = (
+        kind(model, nn.MSELoss(), params, data, **options)
+        for params in (every, [p for p in every if p.numel()])
+    )
+    assert error(matrix(found), matrix(expected)) <= 1e-6
+    if kind is PerSampleGradientLinearOperator:
+        rows = [row.flatten(1) for row in found.gradients()]
+        assert [len(row) for row in rows] == [4] * len(every)
+        assert error(torch.cat(rows, 1), matrix(expected)) <= 1e-6
+    for damping in [{}, {"use_heuristic_damping": kind is KFACLinearOperator}] if options else []:
+        inverses = [A.inverse(0.1, **damping) for A in (found, expected)]
+        assert error(*map(matrix, inverses)) <= 1e-5

@@ -76,7 +76,8 @@ def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     sizes = [prod(space.shapes[name]) for name in names]
     parts = rows.reshape(rows.shape[0], sum(sizes)).split(sizes, dim=1)
     return {
-        name: part.reshape(-1, *space.shapes[name]) for name, part in zip(names, parts, strict=True)
+        name: part.reshape(len(rows), *space.shapes[name])
+        for name, part in zip(names, parts, strict=True)
     }
 
 

@@ -104,7 +104,7 @@ class Outer(Form):
             super().write(samples, out)
             return
         x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
-        out = out.unflatten(1, (-1, inputs))
+        out = out.unflatten(1, (g.shape[-1], inputs))
         if x.shape[1] == 1:
             torch.mul(g.transpose(1, 2), x, out=out)
         else:

@@ -66,7 +66,10 @@ def plan(
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    used = {name: own for name, own in used.items() if name not in unknown}
+    # without entries, whatever uses it: the output does not depend on it
+    filled = {name for name, shape in space.shapes.items() if prod(shape)}
+    unknown = {name: reason for name, reason in unknown.items() if name in filled}
+    used = {name: own for name, own in used.items() if name in filled and name not in unknown}
     pairs = _pairs(used, space)
     joined = pairs if options.joint else {}
     for weight, bias in joined.items():
