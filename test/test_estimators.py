@@ -109,6 +109,14 @@ def test_honest_errors_of_vectors_that_nearly_span_the_space(
     assert 0.85 <= float(errors.square().mean().sqrt() / estimates.std()) <= 1.5
 
 
+@pytest.mark.parametrize("exponent", [1, 2])
+@pytest.mark.parametrize("name", X_FAMILY)
+def test_errors_of_the_fewest_signs_on_diagonal_matrices(name: str, exponent: int):
+    A = (1 / torch.arange(1, 61, dtype=torch.float64) ** exponent).diag()
+    estimates, errors = repeat(name, A, "rademacher", num=3 * ESTIMATORS[name].parts)
+    assert 0.6 <= float((errors.square().mean(0).sum() / estimates.var(0).sum()).sqrt()) <= 1.5
+
+
 def _projection(B: Tensor) -> Tensor:
     Q = torch.linalg.qr(B).Q
     return Q @ Q.T
@@ -366,7 +374,9 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
     ("xdiag", {"num_matvecs": 7}, ValueError, "divisible by 2, got 7"),
     ("trace", {"num_matvecs": 1, "return_error": True}, ValueError, ">= 2, got 1"),
     ("hutchpp", {"num_matvecs": 3, "return_error": True}, ValueError, ">= 6, got 3"),
-    ("xtrace", {"num_matvecs": 2, "return_error": True}, ValueError, ">= 4, got 2"),
+    *((name, {"num_matvecs": 4, "return_error": True}, ValueError, ">= 6, got 4")
+      for name in ("xtrace", "xdiag")),
+    ("xnystrace", {"num_matvecs": 2, "return_error": True}, ValueError, ">= 3, got 2"),
     ("trace", {"distribution": "cauchy"}, ValueError, "distribution must be one of"),
     ("xnystrace", {"distribution": "uniform"}, ValueError, "distribution must be one of"),
     *((name, {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")

@@ -180,7 +180,7 @@ def hutchpp_trace(
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    num = check_split(num_matvecs, 3, matrix.shape[0], goal)
+    num = check_split(num_matvecs, 3, matrix.shape[0], 1 + goal.return_error)
     Q = torch.linalg.qr(probes.multiply(probes.draw(num))).Q
     # contiguous vectors multiply fastest
     inside = (Q * probes.multiply(Q.T.contiguous().T)).sum()

@@ -158,14 +158,14 @@ class Goal:
         return Estimate(*results) if self.return_error else results[0]
 
 
-def check_split(num_matvecs: Any, parts: int, dim: int, goal: Goal) -> int:
+def check_split(num_matvecs: Any, parts: int, dim: int, fewest: int) -> int:
     """Return the number of products in each of ``parts`` equal parts.
 
     Raises:
-        ValueError: If ``num_matvecs`` is not divisible by ``parts``, larger than the matrix, or too
-            small for a standard error that is wanted.
+        ValueError: If ``num_matvecs`` is not divisible by ``parts``, larger than the matrix, or a
+            part has less than the ``fewest`` products that are needed.
     """
-    num = check_count("num_matvecs", num_matvecs, at_least=parts * (1 + goal.return_error))
+    num = check_count("num_matvecs", num_matvecs, at_least=parts * fewest)
     if num % parts:
         raise ValueError(f"num_matvecs must be divisible by {parts}, got {num}.")
     if num > dim:
@@ -216,7 +216,8 @@ def grow(
         goal: When to stop, and what to return.
         estimate: Takes the number of vectors, returns the estimate and its standard error.
     """
-    num = check_split(num_matvecs, parts, probes.dim, goal)
+    # the terms of two signs are equal for every diagonal matrix
+    num = check_split(num_matvecs, parts, probes.dim, 1 + 2 * goal.return_error)
     for count in goal.steps(num):
         mean, error = estimate(count)
         if goal.reached(mean, error, count):
