@@ -117,6 +117,23 @@ def test_errors_of_the_fewest_signs_on_diagonal_matrices(name: str, exponent: in
     assert 0.6 <= float((errors.square().mean(0).sum() / estimates.var(0).sum()).sqrt()) <= 1.5
 
 
+@pytest.mark.parametrize("dim", [4, 5, 7, 12])
+@pytest.mark.parametrize("kind", ["spd", "diagonal"])
+def test_signs_in_few_dimensions(dim: int, kind: str):
+    """Of four vectors of signs in as many dimensions, more than half depend on each other."""
+    B = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    A = B @ B.T if kind == "spd" else B.diagonal().abs().diag()
+    for num in {max(dim // 2, 3), dim - 1, dim}:
+        estimates, errors = repeat("xnystrace", A, "rademacher", num=num)
+        wrong, rounding = (estimates - A.trace()).abs(), 1e-6 * A.trace()
+        bias = abs(estimates.mean() - A.trace())
+        assert bias <= 4 * estimates.std() / len(errors) ** 0.5 + rounding
+        # an error from three vectors is itself uncertain
+        assert (wrong <= 1000 * errors + rounding).all()
+        if num < dim:
+            assert errors.square().mean().sqrt() >= 0.7 * estimates.std()
+
+
 def _projection(B: Tensor) -> Tensor:
     Q = torch.linalg.qr(B).Q
     return Q @ Q.T

@@ -10,6 +10,9 @@ from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, re
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 
+#: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
+_FEW_DIMENSIONS = 32
+
 
 @free_of_modes
 def xnystrace(
@@ -34,7 +37,8 @@ def xnystrace(
         A: See ``hutchinson_trace``, also for the other arguments. Positive semi-definite.
         num_matvecs: The number of products with ``A``, at most D; an upper limit if ``rtol`` is
             given.
-        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
+        distribution: ``"rademacher"`` (in fewer than 32 dimensions, where signs may depend on each
+            other, the same as ``"sphere"``), ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
         return_error: Whether to return the standard error, too: the geometric mean of one that is
             too small and one that is too large where vectors act together. In experiments between
@@ -51,7 +55,10 @@ def xnystrace(
         ValueError: If products show that the matrix is not symmetric, or not positive
             semi-definite.
     """
-    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
+    matrix = Matrix(A, square=True)
+    if distribution == "rademacher" and matrix.shape[0] < _FEW_DIMENSIONS:
+        distribution = "sphere"
+    probes = Probes(matrix, distribution, chunk_size, seed, generator)
     X = AX = probes.draw(0)
 
     def estimate(num: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +155,7 @@ def _factor(probes: Probes, X: Tensor, AX: Tensor, gram: Tensor) -> tuple[Tensor
     scale = float(double_norm(AX)) / probes.dim**0.5 or 1.0
     shift = eps * scale
     while shift <= eps**0.5 * scale:
-        # random signs may depend on each other, which a multiple of the identity makes up for
+        # vectors may all but depend on each other, which a multiple of the identity makes up for
         shifted = (H + H.T) / 2 + shift * (gram + 0.01 * probes.dim * eye)
         L, info = torch.linalg.cholesky_ex(shifted)
         if not bool(info):
