@@ -113,7 +113,7 @@ def test_structure():
     "options, message",
     [
         ({"damping": (0.1, 0.2)}, "no factors to which damping"),
-        ({"damping": 0.1, "use_heuristic_damping": True}, "no factors to which damping"),
+        ({"damping": 0.1, "use_heuristic_damping": True}, "without use_heuristic_damping"),
         ({}, "Block '.*: .*singular"),
     ],
 )

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from curvlinops import (
     EFLinearOperator,
+    EKFACLinearOperator,
     FisherMCLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
@@ -447,6 +448,14 @@ def test_random_closure():
     weight = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="different values for the same batch"):
         build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+def test_random_models_are_no_fault_of_rules(kind: type):
+    """Without the check at construction, too, the message says what is the matter."""
+    model = net(nn.Dropout(0.5))
+    with pytest.raises(NotImplementedError, match="two passes over one batch differ.*Dropout"):
+        multiply(model=model, kind=kind, check_deterministic=False)
 
 
 @pytest.mark.parametrize("name", ["1", "1.0"])

@@ -354,6 +354,13 @@ def test_errors_on_single_samples_have_a_note():
     assert "was evaluated on one sample" in "".join(caught.value.__notes__)
 
 
+def test_weights_of_single_samples_are_named():
+    loss = partial(F.mse_loss, weight=torch.rand(5, 3).double())
+    data = [(X, torch.zeros(5, 3).double()) for X, _ in data_of((5,), [0] * 5)]
+    with pytest.raises(ValueError, match="Batch 0: .*mse_loss was.*such as a weight for each samp"):
+        operator(HessianLinearOperator, loss, data, reduction="mean")
+
+
 @pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
 def test_functions_that_take_things_out_of_batches(kind: type):
     class Model(nn.Linear):

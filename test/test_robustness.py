@@ -26,6 +26,7 @@ from curvlinops import (
     JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
+    TransposedJacobianLinearOperator,
 )
 from curvlinops.losses import wrap_loss
 
@@ -539,6 +540,21 @@ def test_jacobian_that_is_not_finite():
             operator @ torch.ones(operator.shape[1])
 
 
+def test_jacobian_of_data_that_are_not_finite():
+    """Outputs may be infinite, as those of classes that are masked out are."""
+    model = mlp()
+    params, data = list(model.parameters()), batches(4, 2)
+    data[1][0][0] = torch.nan
+    for kind in (JacobianLinearOperator, TransposedJacobianLinearOperator):
+        with pytest.raises(ValueError, match="The model's output on batch 1 has NaN"):
+            kind(model, params, data)
+
+    def masked(X: Tensor) -> Tensor:
+        return model(X).masked_fill(torch.tensor([True, False, False]), -torch.inf)
+
+    assert matrix(JacobianLinearOperator(masked, params, batches(4))).isfinite().all()
+
+
 class Sqrt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -615,6 +631,14 @@ def test_losses_that_are_not_known_any_more():
     loss.register_forward_hook(lambda module, inputs, out: 3 * out)
     with pytest.raises(NotImplementedError, match="not known as a negative log-likelihood"):
         operator @ v
+
+
+@pytest.mark.parametrize("make", [Called, hooked, patched])
+@pytest.mark.parametrize("kind", [GGNDiagonalLinearOperator, FisherMCLinearOperator])
+def test_messages_of_losses_that_only_look_known(kind: type, make):
+    model = mlp()
+    with pytest.raises(NotImplementedError, match="without hooks or a forward of their own"):
+        dense(kind, model, list(model.parameters()), batches(4), loss=make())
 
 
 class Detached(torch.autograd.Function):

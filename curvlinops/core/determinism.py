@@ -133,6 +133,15 @@ def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:
     ]
 
 
+def check_numbers(batch: Batch, output: Tensor) -> None:
+    """Raise an error that names the batch if the output has NaN; masked entries are infinite."""
+    if bool(output.isnan().any()):
+        raise ValueError(
+            f"The model's output on batch {batch.index} has NaN. Check the batch for NaN and "
+            "infinite values, and the parameters for divergence."
+        )
+
+
 def check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
     """Raise an error that names the batch, or the parameter, if loss or gradient is not finite."""
     if not bool(loss.isfinite()):

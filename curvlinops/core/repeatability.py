@@ -10,6 +10,7 @@ from curvlinops.core.columns import norm
 from curvlinops.core.determinism import (
     agree,
     check_finite,
+    check_numbers,
     explain_data,
     explain_model,
     fingerprint,
@@ -79,6 +80,7 @@ def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tenso
     """Return numbers that identify what the model makes of a batch, its output, and the terms."""
     if risk.loss is None:
         output = autodiff.evaluate(bound)
+        check_numbers(bound.batch, output)
         return fingerprint(output), output, bound.terms(output)
     outputs = []
 

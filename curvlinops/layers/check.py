@@ -76,3 +76,24 @@ def disagreeing(
         if not error <= tolerance * size + noise * total + 1e-12:
             wrong.append(name)
     return wrong
+
+
+def explained(
+    wrong: list[str], truth: Tensors, bound: BoundModel, num_samples: int | None
+) -> tuple[list[str], str]:
+    """Return the parameters for which rules and autograd differ, and why.
+
+    Args:
+        wrong: These parameters.
+        truth: Autograd's sums.
+        bound: The model on a batch.
+        num_samples: See ``RecordedBatch``.
+    """
+    again = autograd_sums(bound, num_samples) if wrong else truth
+    # what is random differs by more than any rounding
+    if disagreeing(wrong, again, {}, truth, 1e-2, 0.0):
+        return wrong, (
+            "two passes over one batch differ, as with Dropout in train mode "
+            "(check_deterministic=True names the module)"
+        )
+    return wrong, "its rule does not agree with autograd"

@@ -12,7 +12,7 @@ from curvlinops.core.space import Columns
 from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums
+from curvlinops.layers.check import autograd_sums, explained
 from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key, Part
@@ -98,7 +98,7 @@ class SampleBackward:
             truth = truth or autograd_sums(bound, num_samples)
             self._obeys_rules(
                 batch,
-                lambda: self._refuse(batch.check(truth), "its rule does not agree with autograd"),
+                lambda: self._refuse(*explained(batch.check(truth), truth, bound, num_samples)),
             )
             self._checked |= fresh
         if len(self.fallbacks) > before:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,10 @@ OutputMatrix = Callable[[Tensor], Tensor]
 
 
 #: The losses with a square root and samples, for messages; a test asks the classes.
-_SUPPORTED = "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss."
+_SUPPORTED = (
+    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss, without hooks or a forward of "
+    "their own."
+)
 
 
 class Loss(ABC):
@@ -48,7 +52,8 @@ class Loss(ABC):
     @property
     def name(self) -> str:
         """The user's name of the loss."""
-        return getattr(self.module, "__name__", type(self.module).__name__)
+        function = self.module.func if isinstance(self.module, partial) else self.module
+        return getattr(function, "__name__", type(function).__name__)
 
     def to(self, device: torch.device | str) -> None:
         """Move the loss's tensors (class weights), if it has any, to another device."""

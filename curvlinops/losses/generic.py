@@ -59,10 +59,14 @@ class AdditiveLoss(Loss):
         except Exception as error:
             if self.needs_graph and isinstance(error, RuntimeError):
                 return
-            error.add_note(
+            note = (
                 f"{self.name} was evaluated on one sample, to check that it adds up over samples. "
-                "Tensors in the target were cut whose first axis has the batch's length."
+                "Tensors in the target were cut whose first axis has the batch's length; what the "
+                "loss holds, such as a weight for each sample, belongs to one batch only."
             )
+            if isinstance(error, ValueError):  # whose text is what the risk repeats
+                raise ValueError(f"{error} {note}") from error
+            error.add_note(note)
             raise
         if not singles:
             return

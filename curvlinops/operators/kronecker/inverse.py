@@ -72,7 +72,7 @@ class Damping:
         if self.heuristic or self.values[0] != self.values[1]:
             raise ValueError(
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
-                "one number, which is added to the eigenvalues."
+                "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
 
     def invert(
