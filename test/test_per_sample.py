@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import problems
 import pytest
@@ -126,11 +127,18 @@ def test_subsampling(problem: str, terms: str):
         assert error(operator.T @ u, expected.T @ u) <= p.tolerance
 
 
+@pytest.mark.parametrize("subsampling", [[0.5], [[0, 1]], [True], 3])
+def test_subsampling_that_is_refused(subsampling: Any):
+    with pytest.raises(ValueError, match="subsampling must be a list of indices of rows"):
+        build(problems.NAMES[0], subsampling=subsampling, terms="term")
+
+
 @pytest.mark.parametrize("problem", problems.NAMES)
 def test_tangent_kernel(problem: str):
     p = problems.make(problem)
     J = dense("jacobian", problem)
-    assert error(CASES["jacobian"].build(p).gram(), J @ J.T) <= p.tolerance
+    for case in ("jacobian", "transposed"):
+        assert error(CASES[case].build(p).gram(), J @ J.T) <= p.tolerance
 
 
 def test_tangent_kernel_of_coupled_samples():

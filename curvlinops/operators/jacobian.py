@@ -57,6 +57,30 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
         return tuple(output.shape)
 
+    def gram(self) -> Tensor:
+        """Return the neural tangent kernel, ``J @ J.T`` of the Jacobian J, as ``[N*C, N*C]``.
+
+        (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
+        gradients, without the Jacobian, where that is cheaper.
+        """
+        samples = SampleBackward(type(self).__name__, self._trusting, False)
+        batches: list[tuple[list[Group], Tensor]] = []
+        done = 0
+
+        def step(bound: BatchRisk) -> None:
+            nonlocal done
+            gradients = samples.capture(bound)
+            output = gradients.output
+            size = output.shape[1:].numel()
+            one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
+            u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
+            rows = torch.arange(done, done + output.numel(), device=output.device)
+            batches.append((gradients.backward(u), rows.reshape(-1, size).T))
+            done += output.numel()
+
+        self._run(step)
+        return self._gram(batches)
+
 
 class JacobianLinearOperator(OutputsLinearOperator):
     """The Jacobian of the model's outputs with respect to the parameters.
@@ -84,30 +108,6 @@ class JacobianLinearOperator(OutputsLinearOperator):
 
     def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
         return self._pull(columns, self.codomain, names)
-
-    def gram(self) -> Tensor:
-        """Return the neural tangent kernel ``J @ J.T`` as a matrix, ``[N*C, N*C]``.
-
-        (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
-        gradients, without the Jacobian, where that is cheaper.
-        """
-        samples = SampleBackward(type(self).__name__, self._trusting, False)
-        batches: list[tuple[list[Group], Tensor]] = []
-        done = 0
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal done
-            gradients = samples.capture(bound)
-            output = gradients.output
-            size = output.shape[1:].numel()
-            one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
-            u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-            rows = torch.arange(done, done + output.numel(), device=output.device)
-            batches.append((gradients.backward(u), rows.reshape(-1, size).T))
-            done += output.numel()
-
-        self._run(step)
-        return self._gram(batches)
 
 
 class TransposedJacobianLinearOperator(OutputsLinearOperator):
