@@ -41,7 +41,7 @@ def loss_hessian_matrix_sqrt(
 
     Raises:
         ValueError: If the output is not of shape ``[1, C]``, the target does not fit, or the
-            Hessian is indefinite.
+            Hessian is indefinite or not finite.
         NotImplementedError: If the loss has no closed form.
     """
     output = output_one_datum.detach()
@@ -55,4 +55,7 @@ def loss_hessian_matrix_sqrt(
             raise NotImplementedError(f"No closed form for {loss_func}: {error}") from error
         raise
     loss.check(output, target_one_datum)
-    return loss.hessian_sqrt(output, target_one_datum)[:, 0].T.contiguous().detach()
+    root = loss.hessian_sqrt(output, target_one_datum)[:, 0].T.contiguous().detach()
+    if not bool(root.isfinite().all()):
+        raise ValueError("The square root is not finite. Check output, target and weights for NaN.")
+    return root

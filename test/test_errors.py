@@ -835,6 +835,15 @@ def test_batch_size_fn_is_a_function():
         build(batch_size_fn=5)
 
 
+@pytest.mark.parametrize("size", [None, "3", 2.5, -1, True, torch.ones(2)], ids=str)
+def test_numbers_that_batch_size_fn_returns(size: Any):
+    both(
+        lambda check: multiply(batch_size_fn=lambda X: size, check_deterministic=check),
+        ValueError,
+        r"batch_size_fn\(X\) must be an integer >= 0, got",
+    )
+
+
 # --- vectors
 
 D = sum(p.numel() for p in net().parameters())

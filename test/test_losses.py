@@ -157,6 +157,8 @@ Z1 = logits((1, C))
         (Z1, 2 + bits(Z1), nn.BCEWithLogitsLoss(), ValueError, "outside"),
         (Z1, Z1[0], nn.MSELoss(), ValueError, "output's shape"),
         (Z1, torch.tensor([0]), nn.CrossEntropyLoss(weight=-W), ValueError, "negative"),
+        (Z1 * torch.nan, torch.tensor([0]), nn.CrossEntropyLoss(), ValueError, "not finite"),
+        (Z1 * torch.nan, bits(Z1), nn.BCEWithLogitsLoss(), ValueError, "not finite"),
     ],
 )
 def test_hessian_sqrt_refuses(output, target, loss, error, match):

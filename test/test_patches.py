@@ -84,8 +84,13 @@ def close(actual, expected, tol=1e-12):
 def test_patches(problem):
     x, patches = problem[0], reference(*problem)
     window = Window.of(*problem)
-    close(extract_patches(*problem), patches.mean(2))
-    close(extract_averaged_patches(*problem), patches.mean((1, 2)))
+    means = {extract_patches: patches.mean(2), extract_averaged_patches: patches.mean((1, 2))}
+    for function, expected in means.items():
+        if min(map(min, problem[3])) < 0:
+            with pytest.raises(ValueError, match="padding must be at least 0"):
+                function(*problem)
+        else:
+            close(function(*problem), expected)
     close(make_patches(x, window), patches)
     close(patch_sums(x, window), patches.sum(1))
     images = Patches(x.unsqueeze(1), window)
@@ -216,6 +221,8 @@ ERRORS = {
     "dilation": (((1, 2, 4, 4), 2, 1, 0, (1, 0), 1), "dilation must be at least 1"),
     "axes": (((1, 2, 4, 4), (2, 2, 2), 1, 0, 1, 1), "one for each axis"),
     "padding": (((1, 2, 4, 4), 2, 1, "full", 1, 1), "Unknown padding 'full'"),
+    "crop": (((1, 2, 6, 6), 3, 1, -1, 1, 1), "padding must be at least 0, got -1"),
+    "crop one side": (((1, 2, 6, 6), 3, 1, [(0, 1), (2, -1)], 1, 1), "padding must be at least 0"),
     "same and stride": (((1, 2, 4, 4), 2, 2, "same", 1, 1), "needs stride 1"),
     "no batch": (((3, 4), 2, 1, 0, 1, 1), r"Expected an input \[N, C, \*I\]"),
 }

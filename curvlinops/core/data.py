@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from curvlinops.core.arguments import check_count
 from curvlinops.core.containers import has_length, leaves, map_leaves, move, take
 from curvlinops.core.graph import graph_nodes, leaf_variables
 
@@ -98,7 +99,8 @@ class Batches:
                     "y may be None."
                 )
             batch = Batch(index, *_constant(move(tuple(pair), device), own))
-            num_data += self.size(batch) if self.num_data is not None else 0
+            if self.num_data is not None or self.batch_size_fn is not None:
+                num_data += self.size(batch)
             yield batch
         if index == -1:
             raise ValueError("data is empty: it did not yield a single batch.")
@@ -109,10 +111,11 @@ class Batches:
         """Return the number of samples in a batch.
 
         Raises:
-            ValueError: If it is not evident and ``batch_size_fn`` is not given.
+            ValueError: If it is not evident and ``batch_size_fn`` is not given, or returns no
+                number of samples.
         """
         if self.batch_size_fn is not None:
-            return int(self.batch_size_fn(batch.X))
+            return check_count("batch_size_fn(X)", self.batch_size_fn(batch.X), at_least=0)
         if isinstance(batch.X, PackedSequence):
             return int(batch.X.batch_sizes[0])
         sizes = _first_axes(batch.X)

@@ -50,7 +50,7 @@ def extract_patches(
     Raises:
         ValueError: If there are no such patches: the message says why.
     """
-    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+    window = _padding_window(x, kernel_size, stride, padding, dilation, groups)
     averaged = _mean_over_groups(wide(x), groups)
     return make_patches(averaged, window._replace(groups=1)).squeeze(2)
 
@@ -84,10 +84,25 @@ def extract_averaged_patches(
     Raises:
         ValueError: If there are no such patches: the message says why.
     """
-    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+    window = _padding_window(x, kernel_size, stride, padding, dilation, groups)
     # the average over groups reads the input once, and leaves little to do
     averaged = _mean_over_groups(wide(x), groups)
     return patch_sums(averaged, window._replace(groups=1)).squeeze(1) / prod(window.size)
+
+
+def _padding_window(
+    x: Tensor,
+    kernel_size: Lengths,
+    stride: Lengths,
+    padding: Padding,
+    dilation: Lengths,
+    groups: int,
+) -> Window:
+    """Return the window of a convolution, which crops as little as PyTorch's."""
+    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+    if min(map(min, window.pads)) < 0:
+        raise ValueError(f"padding must be at least 0, got {padding}. Crop the input instead.")
+    return window
 
 
 def patch_sums(x: Tensor, window: Window) -> Tensor:

@@ -43,9 +43,9 @@ class DataLinearOperator(TorchLinearOperator):
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check, by two passes over the data at construction, that
-            data, loss and gradient are the same in each pass; and for gradients of single samples,
-            that the first few ones alone have the same outputs as in a batch, and on each batch
-            which rows of a layer belong to which sample.
+            data, loss and gradient are the same in each pass; on each batch, not only on the first,
+            that losses of no known kind add up; and for gradients of single samples, that the first
+            few alone have the same outputs as in a batch, and which rows of layers are whose.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
