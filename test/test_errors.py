@@ -561,6 +561,26 @@ def test_custom_functions(function: type, dtype: torch.dtype):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_once_differentiable_functions(cache: str):
+    """Gradients of samples need no second derivative, and no tangents."""
+    model, other = net(Apply(Once)).double(), net(Apply(Sine)).double()
+    other.load_state_dict(model.state_dict())
+    data = [(x.double(), y) for x, y in DATA]
+    for kind in (EFLinearOperator, PerSampleGradientLinearOperator):
+        found, expected = (
+            build(model=m, data=data, kind=kind, cache=cache) for m in (model, other)
+        )
+        v = torch.ones(found.shape[1], dtype=torch.float64)
+        for _ in range(3):
+            torch.testing.assert_close(found @ v, expected @ v)
+        torch.testing.assert_close(
+            found @ v[:, None].expand(-1, 2), (expected @ v)[:, None].expand(-1, 2)
+        )
+    with pytest.raises(RuntimeError, match=r"custom autograd.Function.*from PyTorch op"):
+        build(model=model, data=data, kind=GGNLinearOperator) @ v
+
+
 class Sine(Opaque):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:

@@ -24,6 +24,10 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, tor
 DotTest = Callable[[Mode, BoundModel, Head], float]
 
 
+class NoDerivativeError(RuntimeError):
+    """PyTorch lacks a derivative of the model, in all modes."""
+
+
 def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
     """Return the modes that may be used, reverse mode first."""
     if autodiff == "reverse" or (autodiff == "auto" and not model.substitutable):
@@ -40,7 +44,7 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
     """Return the first mode that runs and passes the test.
 
     Raises:
-        RuntimeError: If there is none, with the reasons and what to do.
+        NoDerivativeError: If there is none, with the reasons and what to do.
     """
     dtypes = {leaf.dtype for leaf in bound.leaves().values()}
     tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
@@ -64,7 +68,7 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
         failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
     if len(undefined) == len(modes):
         return undefined[0]  # a derivative does not exist; the product's own check says where
-    raise RuntimeError(_explain(failures, modes)) from cause
+    raise NoDerivativeError(_explain(failures, modes)) from cause
 
 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:

@@ -71,6 +71,13 @@ def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None
                 out[name][part] = rows
 
 
+def written(groups: list[Group], space: ParameterSpace) -> Columns:
+    """Return the gradients of all samples, for the only vector, ``{name: [N, entries]}``."""
+    rows = space.apart(groups[0][1].num_samples)
+    write_rows(groups, space, rows)
+    return {name: x.reshape(len(x), prod(x.shape[1:])) for name, x in rows.items()}
+
+
 def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     """Turn rows of a group, ``[n, *]``, into ``{name: [n, *shape]}``."""
     sizes = [prod(space.shapes[name]) for name in names]

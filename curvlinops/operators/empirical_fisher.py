@@ -1,22 +1,24 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import check_choice
-from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode
+from curvlinops.core.autodiff import Apply, evaluate
+from curvlinops.core.choice import Mode, NoDerivativeError
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.groups import write_rows
+from curvlinops.layers.groups import written
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
+
+#: What products are made of if their model lacks a derivative that those with a graph need.
+_ONLY_ROWS = ["only rows"]
 
 
 class EFLinearOperator(DataLinearOperator):
@@ -34,7 +36,8 @@ class EFLinearOperator(DataLinearOperator):
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
             product. With one gradient per sample, what is kept (see ``cache``) is no graph: the
             gradients, if weights are used at many positions and they fit, which makes products
-            much faster; else the layers' inputs and output gradients, of which they are made.
+            much faster; else the layers' inputs and output gradients, of which they are made. The
+            gradients also serve models that can be differentiated only once.
         **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
@@ -65,12 +68,25 @@ class EFLinearOperator(DataLinearOperator):
         if self._choice is None and self._kept.wants(rows):
             self._choice = self._choose_forms(bound)
         choice = self._choice or []
+        if choice == _ONLY_ROWS:
+            return self._keep(bound, self._from_rows, "rows")
         size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
         if "rows" in choice and self._kept.wants(rows) and self._kept.has_room(rows, size):
             return self._keep(bound, self._from_rows, "rows")
         if "pairs" in choice and self._kept.wants(pairs):
             return self._keep(bound, self._from_pairs)
-        return super()._prepare(bound, num_products)
+        try:
+            return super()._prepare(bound, num_products)
+        except NoDerivativeError:
+            if self.autodiff != "auto" or self._is_finer(bound, evaluate(bound)):
+                raise
+        self._choice = _ONLY_ROWS
+        return self._keep(bound, self._from_rows, "rows")
+
+    def _is_finer(self, bound: BatchRisk, output: Tensor) -> bool:
+        """Return whether there is more than one gradient for each sample."""
+        num_terms = bound.loss.to_terms(output.unsqueeze(0)).shape[1]
+        return self.terms == "term" and num_terms != len(output)
 
     def _choose_forms(self, bound: BatchRisk) -> list[str]:
         """Return what makes products faster than a graph does, the fastest first.
@@ -81,8 +97,7 @@ class EFLinearOperator(DataLinearOperator):
         """
         gradients = self._samples.capture(bound)
         output = gradients.output
-        num_terms = bound.loss.to_terms(output.unsqueeze(0)).shape[1]
-        if self._samples.fallbacks or (self.terms == "term" and num_terms != len(output)):
+        if self._samples.fallbacks or self._is_finer(bound, output):
             return []
         groups = gradients.backward(self._gradient(bound, output))
         operations = sum(4 * form.num_multiplications for _, form in groups)
@@ -97,10 +112,7 @@ class EFLinearOperator(DataLinearOperator):
         gradients = self._samples.capture(bound)
         terms = bound.terms(gradients.output)
         groups = gradients.backward(self._gradient(bound, gradients.output))
-        rows = self.space.apart(gradients.num_samples)
-        write_rows(groups, self.space, rows)
-        flat = {name: x.reshape(len(x), prod(x.shape[1:])) for name, x in rows.items()}
-        return _sum_of_outer_products(flat, terms)
+        return _sum_of_outer_products(written(groups, self.space), terms)
 
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""

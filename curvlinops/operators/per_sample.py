@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import check_choice, row_indices
+from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.groups import Group, in_turns, split, write_rows
+from curvlinops.layers.groups import Group, in_turns, split, write_rows, written
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
 
@@ -30,8 +31,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    Norms, inner products and moments do not form the matrix where the layers are known. A loss that
-    differentiates the output, or uses the parameters, is evaluated sample by sample. For other
+    Norms, inner products and moments do not form the matrix where the layers are known; products
+    do for models that can be differentiated only once. A loss that differentiates the output, or
+    uses the parameters, is evaluated sample by sample. For other
     arguments and errors see ``DataLinearOperator``; there are no blocks.
 
     Args:
@@ -70,6 +72,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _forget(self) -> None:
         self._samples = SampleBackward(type(self).__name__, self._trusting)
         self._alone = SamplesAlone(type(self).__name__)
+        self._lacking: list[int] = []  # batches whose products lack a derivative
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -116,10 +119,21 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return wide(bound.loss.gradient(output, bound.batch.y))
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Push:
-        if not bound.loss.needs_graph:
-            return super()._prepare(bound, num_products)
-        rows = self._keep(bound, self._alone.rows, "rows")
+        if not bound.loss.needs_graph and not self._lacking:
+            try:
+                return super()._prepare(bound, num_products)
+            except NoDerivativeError:  # of second order, and in forward mode
+                if self.autodiff != "auto":
+                    raise
+                self._lacking.append(bound.batch.index)
+        rows = self._keep(bound, self._written, "rows")
         return lambda V: sum(v.flatten(1) @ rows[name].T for name, v in V.items())
+
+    def _written(self, bound: BatchRisk) -> Columns:
+        """Return the rows of a batch, ``{name: [M, entries]}``."""
+        _, count, at = self._turns(bound)
+        rows = [written(at(turn), bound.space) for turn in range(count)]
+        return {n: torch.stack([x[n] for x in rows], 1).flatten(0, 1) for n in rows[0]}
 
     def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
         if not bound.loss.needs_graph:
