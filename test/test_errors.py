@@ -561,24 +561,57 @@ def test_custom_functions(function: type, dtype: torch.dtype):
         torch.testing.assert_close(found, expected)
 
 
+Terms = functools.partial(PerSampleGradientLinearOperator, terms="term")
+
+
 @pytest.mark.parametrize("cache", ["auto", "none"])
 def test_once_differentiable_functions(cache: str):
     """Gradients of samples need no second derivative, and no tangents."""
     model, other = net(Apply(Once)).double(), net(Apply(Sine)).double()
     other.load_state_dict(model.state_dict())
-    data = [(x.double(), y) for x, y in DATA]
-    for kind in (EFLinearOperator, PerSampleGradientLinearOperator):
+    empty = (torch.zeros(0, 3), torch.zeros(0).long())
+    options = {"data": [(x.double(), y) for x, y in (empty, *DATA)], "cache": cache}
+    for kind, terms in [
+        (EFLinearOperator, "term"),
+        (PerSampleGradientLinearOperator, "sample"),
+        (PerSampleGradientLinearOperator, "term"),
+    ]:
         found, expected = (
-            build(model=m, data=data, kind=kind, cache=cache) for m in (model, other)
+            build(model=m, kind=kind, terms=terms, **options) for m in (model, other)
         )
         v = torch.ones(found.shape[1], dtype=torch.float64)
         for _ in range(3):
             torch.testing.assert_close(found @ v, expected @ v)
-        torch.testing.assert_close(
-            found @ v[:, None].expand(-1, 2), (expected @ v)[:, None].expand(-1, 2)
-        )
+        V = torch.stack([v, v.cumsum(0)], 1)
+        torch.testing.assert_close(found @ V, expected @ V)
+    for kind in (GGNLinearOperator, HessianLinearOperator):
+        with pytest.raises(RuntimeError, match=r"custom autograd.Function.*from PyTorch op"):
+            build(model=model, kind=kind, **options) @ v
+
+
+@pytest.mark.parametrize("cut", [1, 5])
+@pytest.mark.parametrize("kind", [GGNLinearOperator, HessianLinearOperator])
+def test_first_samples_without_derivatives_choose_no_mode(kind: type, cut: int):
+    """Where all derivatives vanish, a wrong mode looks like a right one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4, bias=False), Apply(Once), nn.Linear(4, 3, bias=False)]
+    model = nn.Sequential(*layers).double()
+    x, y = X.double() * torch.tensor([0, 0, 0, 1, 1])[:, None], Y
+    data = [(x, y)] if cut == 5 else [(x[:3], y[:3]), (x[3:], y[3:])]
+    operator = build(model=model, data=data, kind=kind, loss=nn.CrossEntropyLoss(reduction="sum"))
     with pytest.raises(RuntimeError, match=r"custom autograd.Function.*from PyTorch op"):
-        build(model=model, data=data, kind=GGNLinearOperator) @ v
+        operator @ torch.ones(operator.shape[1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_that_modes_pass_over_do_not_agree_by_chance(dtype: torch.dtype):
+    for seed in range(40):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 5), Apply(Once), nn.Linear(5, 3)).to(dtype)
+        data = [(torch.randn(3, 4).to(dtype), torch.randint(3, (3,)))]
+        operator = build(model=model, data=data, kind=GGNLinearOperator)
+        with pytest.raises(RuntimeError, match=r"custom autograd.Function"):
+            operator @ torch.ones(operator.shape[1])
 
 
 class Sine(Opaque):

@@ -173,6 +173,62 @@ def test_tangent_kernel_of_unequal_batches(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
 
 
+def test_tangent_kernel_of_large_inputs(monkeypatch: pytest.MonkeyPatch):
+    """All gradients fit the memory, the inputs that they are made of do not."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3).double()
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(X)).mean(1)[:, :2]
+
+    model = Mean()
+    J = JacobianLinearOperator(
+        model, list(model.parameters()), [(torch.randn(6, 40, 8).double(), None)]
+    )
+    dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
+    for module in (products, forms, gram):
+        monkeypatch.setattr(module, "BYTES", 4000)
+    torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
+
+
+def test_no_rows():
+    operator = build("mlp-ce-all-mean", subsampling=[])
+    assert operator.dense().shape == (0, operator.shape[1])
+    assert operator.gram().shape == (0, 0)
+
+
+def test_sequences_of_which_the_first_have_one_token():
+    """Terms are finer than samples on a later batch only."""
+    torch.manual_seed(0)
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(X)).cumsum(1)).transpose(1, 2)
+
+    model, loss = Tagger().double(), nn.CrossEntropyLoss(reduction="sum")
+    params = list(model.parameters())
+    data = [(torch.randn(3, T, 4).double(), torch.randint(3, (3, T))) for T in (1, 4)]
+    terms = [
+        loss(model(X)[n : n + 1, :, t], y[n : n + 1, t])
+        for X, y in data
+        for n in range(3)
+        for t in range(y.shape[1])
+    ]
+    rows = [torch.cat([g.flatten() for g in torch.autograd.grad(z, params)]) for z in terms]
+    v, rows = torch.randn(len(rows[0])).double(), torch.stack(rows)
+    for cache in ("none", "auto", "graph", 2000):
+        operator = EFLinearOperator(model, loss, params, data, cache=cache)
+        for _ in range(3):
+            torch.testing.assert_close(operator @ v, rows.T @ (rows @ v))
+
+
 @pytest.mark.parametrize("problem", MC)
 def test_trace_and_diagonal(problem: str):
     p = problems.make(problem)

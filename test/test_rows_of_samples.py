@@ -203,3 +203,29 @@ def test_digits_tell_samples_apart(dtype: torch.dtype):
     assert int((found > 0).sum()) == 3000
     mixed = [digit + digit.roll(1, 0) for digit in weighted]
     assert Detection(g, 1, num_samples, tolerance).scattered(mixed, r) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_small_next_to_others(dtype: torch.dtype):
+    """A layer sees samples along two axes of equal length; most have only the smaller gradient."""
+    torch.manual_seed(0)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            large = torch.tanh(self.layer(X)) * X[:, :1, :1] * 1e7
+            small = torch.sin(self.layer(X.transpose(0, 1))).transpose(0, 1)
+            return self.head((large + small).mean(1))
+
+    model, loss = Twice().to(dtype), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(4, 4, 3, dtype=dtype), torch.randn(4, 2, dtype=dtype)
+    X[:, :, 0] = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=dtype)[:, None]
+    params = list(model.parameters())
+    found = PerSampleGradientLinearOperator(model, loss, params, [(X, y)]).dense()
+    for n in range(4):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        row = torch.cat([g.flatten() for g in grads])
+        assert float((found[n] - row).norm()) <= 1e-5 * float(row.norm())

@@ -119,7 +119,7 @@ def row_indices(subsampling: Any, num_rows: int, device: torch.device) -> Tensor
         raise ValueError(
             f"subsampling must be a list of indices of rows, got {subsampling!r}."
         ) from error
-    if not len(indices):
+    if indices.ndim == 1 and not len(indices):
         return indices.to(device, torch.int64)
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise ValueError(

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.autodiff import gradient
 from curvlinops.core.choice import Mode
 from curvlinops.core.columns import norm
-from curvlinops.core.graph import graph_nodes
+from curvlinops.core.graph import custom_functions, graph_nodes
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
@@ -57,9 +56,7 @@ def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
         RuntimeError: If the two differ.
     """
     with Hooks() as hooks, risk.recording("gradient") as (_, _, output):
-        nodes = graph_nodes(risk.loss_sum(output)[0])
-    custom = (node.name() for node in nodes if isinstance(node, BackwardCFunction))
-    functions = {name.removesuffix("Backward") for name in custom} | hooks.names
+        functions = custom_functions(graph_nodes(risk.loss_sum(output)[0])) | hooks.names
     if not functions:
         return
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
-from curvlinops.core.graph import footprint, operations
+from curvlinops.core.graph import custom_functions, footprint, graph_nodes, operations
 from curvlinops.core.model import Model
 from curvlinops.core.seeds import preserved_rng
 
@@ -21,6 +21,7 @@ class Examination:
     Attributes:
         graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
         operations: The names of the first batch's operations, the loss's included.
+        has_custom_functions: Whether some of them are the user's own.
         purpose: What the first batch's graph was made for, see ``Scope``.
     """
 
@@ -32,6 +33,7 @@ class Examination:
     def forget(self) -> None:
         """Look at all batches again."""
         self.operations: frozenset[str] = frozenset()
+        self.has_custom_functions = False
         self.purpose = "gradient"
         self._done: set[int] = set()
 
@@ -81,6 +83,7 @@ class Examination:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
                     self.operations, self.purpose = operations(total), purpose
+                    self.has_custom_functions = bool(custom_functions(graph_nodes(total)))
             unknown = loss is not None and not loss.is_function_of_values
             if unknown and needs_graph(loss, output, y, leaves, self._model.params):
                 loss.needs_graph = True

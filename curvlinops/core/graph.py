@@ -6,6 +6,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from curvlinops.core.containers import strided_parts
 
@@ -24,6 +25,17 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
 def operations(output: Tensor) -> frozenset[str]:
     """Return the names of all operations of a graph."""
     return frozenset(node.name() for node in graph_nodes(output))
+
+
+def custom_functions(nodes: Iterable[Any]) -> set[str]:
+    """Return the names of the user's own autograd functions in a graph."""
+    own = __name__.partition(".")[0]
+    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return {
+        node.name().removesuffix("Backward")
+        for node in custom
+        if type(node)._forward_cls.__module__.partition(".")[0] != own
+    }
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:

@@ -177,8 +177,8 @@ class RecordedBatch:
             largest |= {name: max(largest[name], found.size) for name in self.names_of(key)}
         candidates = {}
         for key, found in detections.items():
-            found.compare(max(largest[name] for name in self.names_of(key)))
-            candidates[key] = found.regular(shares.pop(key), r)
+            most = max(largest[name] for name in self.names_of(key))
+            candidates[key] = found.regular(shares.pop(key), r, most)
         self.guessed = {key for key in keys if detections[key].is_blank}
         leads = {key: self.uses[key].use.lead for key in keys}
         found, self.open = settle(candidates, leads, self.guessed)

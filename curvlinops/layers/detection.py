@@ -85,11 +85,7 @@ class Detection:
         self.has_blanks = bool((norms <= self._rounding * self.size).any())
         self.is_blank = self.size == 0.0
 
-    def compare(self, largest: float) -> None:
-        """Take the gradient for zero if it is but rounding, next to the largest of other uses."""
-        self.is_blank = self.size <= self._rounding * largest
-
-    def regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
+    def regular(self, weighted: Tensor, r: Tensor, largest: float = 0.0) -> list[Layout]:
         """Return the regular layouts that explain the gradients.
 
         Several ones differ in rows whose gradient is zero.
@@ -97,16 +93,25 @@ class Detection:
         Args:
             weighted: Gradient of the sum weighted by ``r``.
             r: The weights, ``[N]``.
+            largest: The size of the largest gradient of a use of the same parameter. One that has
+                no layout, and is but rounding next to that, is taken for zero.
         """
         if self._num_samples == 1:
             return [Single()]
+        found = self._regular(weighted, r)
+        if not found and self.size <= self._rounding * largest:
+            self.is_blank = True
+            found = self._regular(weighted, r)
+        return self._different(found)
+
+    def _regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
         found: list[Layout] = []
         for layout in regular(self._lead, self._num_samples):
             if self.is_blank or self._explains(layout, weighted, r):
                 found.append(layout)
                 if not self.has_blanks:
                     break
-        return self._different(found)
+        return found
 
     def scattered(self, weighted: list[Tensor], r: list[Tensor]) -> Scattered | None:
         """Return the layout that explains the gradients, whichever it is, or ``None``.

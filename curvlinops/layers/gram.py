@@ -78,6 +78,8 @@ def _add_products(forms: list[Form], out: Tensor) -> None:
     blocks = list(_blocks(forms, out))
     if len(blocks) == 1:
         rows = _written(blocks[0], out)
+        if len(blocks[0]) > len(forms):  # parts of several vectors lie between each other
+            rows = rows[_places(blocks[0]).argsort()]
         add_second_moment(out.unsqueeze(0), rows.unsqueeze(0))
         return
     for i, first in enumerate(blocks):
@@ -85,7 +87,7 @@ def _add_products(forms: list[Form], out: Tensor) -> None:
         for second in blocks[i:]:
             right = left if second is first else _written(second, out)
             found = left @ right.T
-            rows, columns = (torch.cat([place for *_, place in block]) for block in (first, second))
+            rows, columns = _places(first), _places(second)
             out[rows[:, None], columns] += found
             if second is not first:
                 out[columns[:, None], rows] += found.T
@@ -107,6 +109,11 @@ def _blocks(forms: list[Form], out: Tensor) -> Iterator[Block]:
             block.append((form, part, place))
             size += more
     yield block
+
+
+def _places(block: Block) -> Tensor:
+    """Return which rows of the result a block's are."""
+    return torch.cat([place for *_, place in block])
 
 
 def _written(block: Block, out: Tensor) -> Tensor:

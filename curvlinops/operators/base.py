@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from curvlinops.core.ambient import alone
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode, adjoint_of_jacobian, allowed_modes, choose
+from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import report_batch_statistics, uses_batch_statistics
@@ -113,7 +112,7 @@ class DataLinearOperator(TorchLinearOperator):
         # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
-        self._chosen: dict[bool, Mode] = {}
+        self._chosen = Chosen()
         self._kept = Keeper(cache, type(self).__name__)
         self._checked: set[tuple[bool, ...]] = set()
         self._check_model()
@@ -137,12 +136,13 @@ class DataLinearOperator(TorchLinearOperator):
 
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
         """
+        modes = self._modes if many else self._modes[::-1]
+        thorough = self.risk.examination.has_custom_functions
 
         def only_terms(output: Tensor) -> tuple[None, Tensor]:
             return None, bound.terms(output)
 
-        modes = self._modes if many else self._modes[::-1]
-        return choose(modes, adjoint_of_jacobian, bound, only_terms)
+        return choose(modes, adjoint_of_jacobian, bound, only_terms, thorough)
 
     # --- products
 
@@ -230,14 +230,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
-        if many not in self._chosen:
-            few = bound.first_samples() if bound.batch.index == 0 else None
-            with suppress(Exception):  # if these do not do alone, all show why
-                if few is not None and few.resembles(self.risk.examination):
-                    self._chosen[many] = self._choose(few, many)
-        if many not in self._chosen:
-            self._chosen[many] = self._choose(bound, many)
-        return self._chosen[many]
+        return self._chosen.find(many, bound, self.risk.examination, self._choose)
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""

@@ -110,6 +110,8 @@ class EFLinearOperator(DataLinearOperator):
     def _from_rows(self, bound: BatchRisk) -> Apply:
         """Prepare products with the samples' gradients."""
         gradients = self._samples.capture(bound)
+        if self._is_finer(bound, gradients.output):  # unlike on the first batch
+            return self._linearize(bound, self._mode_for(bound, many=True))
         terms = bound.terms(gradients.output)
         groups = gradients.backward(self._gradient(bound, gradients.output))
         return _sum_of_outer_products(written(groups, self.space), terms)
@@ -117,6 +119,8 @@ class EFLinearOperator(DataLinearOperator):
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""
         gradients = self._samples.capture(bound)
+        if self._is_finer(bound, gradients.output):  # unlike on the first batch
+            return self._linearize(bound, self._mode_for(bound, many=True))
         terms, products = bound.terms(gradients.output), {}
         for names, form in gradients.backward(self._gradient(bound, gradients.output)):
             found = form.products()

@@ -20,7 +20,8 @@ class HessianLinearOperator(DataLinearOperator):
         return mode.hessian(bound, bound.loss_seed)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
-        mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
+        thorough = self.risk.examination.has_custom_functions
+        mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed, thorough)
         if self.autodiff != "reverse":
             check_custom_functions(bound, mode)
         return mode

@@ -283,7 +283,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if self.terms == "sample":
             return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype))
         terms = bound.loss.to_terms(gradient)
-        count = terms.shape[1] // max(len(output), 1)
+        count = max(terms.shape[1] // max(len(output), 1), 1)
 
         def at(turn: int) -> list[Group]:
             alone = torch.zeros_like(terms)

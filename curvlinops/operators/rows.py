@@ -160,6 +160,8 @@ class RowsLinearOperator(DataLinearOperator):
             batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
                 their numbers, ``[V, N]``.
         """
+        if not batches:  # no row is wanted
+            return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
         with alone(self.device):  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
