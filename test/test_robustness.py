@@ -652,6 +652,26 @@ class Detached(torch.autograd.Function):
         return g * ctx.x.cos()
 
 
+@pytest.mark.parametrize("kind", [*SQUARE, PerSampleGradientLinearOperator])
+def test_closures_with_a_graph_from_outside(kind: type):
+    """It is the user's, and stays."""
+    weight, head = mlp()[0].weight, mlp()[2].weight
+    made = torch.tanh(weight)
+    loss, data = nn.MSELoss(), [(X, torch.ones(len(X), 3).double()) for X, _ in batches(4, 2)]
+
+    def model(X: Tensor, made: Tensor | None = made) -> Tensor:
+        return torch.tanh(X @ (torch.tanh(weight) if made is None else made).T) @ head.T
+
+    found = kind(model, loss, [weight, head], data)
+    expected = kind(functools.partial(model, made=None), loss, [weight, head], data)
+    v = torch.ones(found.shape[1], dtype=torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(found @ v, expected @ v)
+    torch.testing.assert_close(found.gradient_and_loss(), expected.gradient_and_loss())
+    made.sum().backward()
+    assert weight.grad is not None
+
+
 def test_custom_functions_in_losses_and_closures():
     model = mlp()
     params = list(model.parameters())

@@ -52,6 +52,7 @@ class BoundModel(Protocol):
     batch: Batch
     num_samples: int
     graph_bytes: int
+    owns_graph: bool
 
     def on(self, batch: Batch) -> "BoundModel":
         """Return the same on another batch."""
@@ -86,7 +87,7 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     with bound.recording("gradient") as (_, leaves, output):
         loss, terms = head(output)
-        grads = pull({"": loss}, {"": None}, leaves, retain=False)
+        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.owns_graph)
     out = bound.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms

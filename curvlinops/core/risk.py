@@ -57,6 +57,11 @@ class BatchRisk:
         return self._risk.examination.graph_bytes
 
     @property
+    def owns_graph(self) -> bool:
+        """Whether nobody else has a part of the graph; a closure may use what was made before."""
+        return self._risk.model.substitutable
+
+    @property
     def num_samples(self) -> int:
         """The number of samples in the batch."""
         return self._risk.batches.size(self.batch)

@@ -40,7 +40,7 @@ def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tenso
     with bound.recording("gradient") as (_, leaves, output):
         output = by_samples(output, num_samples)
         u = weighted(probe(output.detach()), weights(len(output), output.detach()))
-        found = pull({"": output}, {"": u}, leaves, retain=False)
+        found = pull({"": output}, {"": u}, leaves, retain=not bound.owns_graph)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
         for name, leaf in leaves.items()

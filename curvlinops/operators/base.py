@@ -183,9 +183,7 @@ class DataLinearOperator(TorchLinearOperator):
         mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # the other one has no graph
             return self._linearize(bound, mode)
-        # a part of a closure's graph may be from outside
-        once = num_products == 1 and not keeps and self.risk.model.substitutable
-        mode = replace(mode, once=once)
+        mode = replace(mode, once=num_products == 1 and not keeps and bound.owns_graph)
         return self._keep(bound, lambda own: self._linearize(own, mode))
 
     def _are_many(self, num_products: int) -> bool:
