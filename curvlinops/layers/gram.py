@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
-from curvlinops.layers.forms import Form
+from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.groups import Group, side_by_side
 from curvlinops.layers.outer import Outer
 from curvlinops.layers.products import BYTES
@@ -15,6 +15,8 @@ from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_ste
 
 #: How many bytes of gradients are written down at once, of parameters that can be divided.
 _PIECE = BYTES // 2
+#: And of those that may take backward passes, which come again for each pair of blocks.
+_DIRECT = 8 * BYTES
 #: Some samples of batches, and which rows their gradients are.
 Block = list[tuple[Form, slice, Tensor]]
 
@@ -96,6 +98,7 @@ def _add_products(forms: list[Form], out: Tensor) -> None:
 def _blocks(forms: list[Form], out: Tensor) -> Iterator[Block]:
     """Yield samples whose gradients fit the memory at once."""
     block, size, start = [], 0, 0
+    most = _DIRECT if any(isinstance(form, Direct) for form in forms) else BYTES
     for form in forms:
         places = torch.arange(start, start + _num_rows(form), device=out.device)
         places = places.reshape(form.num_vectors, form.num_samples)
@@ -103,7 +106,7 @@ def _blocks(forms: list[Form], out: Tensor) -> Iterator[Block]:
         for part in form.parts():
             place = places[:, part].flatten()
             more = len(place) * form.num_entries * 4
-            if block and size + more > BYTES:
+            if block and size + more > most:
                 yield block
                 block, size = [], 0
             block.append((form, part, place))
