@@ -48,9 +48,10 @@ def extract_patches(
         Patches ``[N, prod(O), C/G * prod(K)]``, in float32 for inputs in half precision.
 
     Raises:
-        ValueError: If there are no such patches: the message says why.
+        ValueError: If there are no such patches, or padding is negative: the message says why.
     """
-    window = _padding_window(x, kernel_size, stride, padding, dilation, groups)
+    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+    window = _uncropped(window, padding)
     averaged = _mean_over_groups(wide(x), groups)
     return make_patches(averaged, window._replace(groups=1)).squeeze(2)
 
@@ -82,24 +83,17 @@ def extract_averaged_patches(
         Averages ``[N, C/G * prod(K)]``, in float32 for inputs in half precision.
 
     Raises:
-        ValueError: If there are no such patches: the message says why.
+        ValueError: If there are no such patches, or padding is negative: the message says why.
     """
-    window = _padding_window(x, kernel_size, stride, padding, dilation, groups)
+    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+    window = _uncropped(window, padding)
     # the average over groups reads the input once, and leaves little to do
     averaged = _mean_over_groups(wide(x), groups)
     return patch_sums(averaged, window._replace(groups=1)).squeeze(1) / prod(window.size)
 
 
-def _padding_window(
-    x: Tensor,
-    kernel_size: Lengths,
-    stride: Lengths,
-    padding: Padding,
-    dilation: Lengths,
-    groups: int,
-) -> Window:
-    """Return the window of a convolution, which crops as little as PyTorch's."""
-    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
+def _uncropped(window: Window, padding: Padding) -> Window:
+    """Return the window, unless it crops the input, which PyTorch's convolutions refuse."""
     if min(map(min, window.pads)) < 0:
         raise ValueError(f"padding must be at least 0, got {padding}. Crop the input instead.")
     return window
