@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
+from curvlinops.core.findings import Findings
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -45,11 +46,28 @@ class Evaluation(NamedTuple):
     output: Tensor
 
 
+class LossLike(Protocol):
+    """What the risk needs to know of a loss (see ``curvlinops.losses.base``)."""
+
+    reduction: str
+    needs_graph: bool
+    is_function_of_values: bool
+
+    def to(self, device: torch.device | str) -> None: ...
+    def check(self, output: Tensor, target: Any) -> None: ...
+    def check_values(self, output: Tensor, target: Any) -> None: ...
+    def sum(self, output: Tensor, target: Any) -> Tensor: ...
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor: ...
+    def denominator(self, output: Tensor, target: Any) -> Tensor: ...
+    def term_size(self, output: Tensor) -> int | None: ...
+
+
 class BoundModel(Protocol):
     """A model on one batch, as a function of its parameters."""
 
     space: ParameterSpace
     batch: Batch
+    findings: Findings
     num_samples: int
     graph_bytes: int
     owns_graph: bool

@@ -103,15 +103,11 @@ class Chosen:
     def __init__(self) -> None:
         self._modes: dict[bool, Mode] = {}
 
-    def clear(self) -> None:
-        """Choose anew from now on."""
-        self._modes.clear()
-
     def find(
         self,
         many: bool,
         bound: Any,
-        examination: Any,
+        seen: Any,
         choose: Callable[[Any, bool], Mode],
     ) -> Mode:
         """Return the mode that was chosen before, or choose it.
@@ -119,14 +115,14 @@ class Chosen:
         Args:
             many: Whether it is for many products.
             bound: A ``BatchRisk``.
-            examination: What is known of the first batch.
+            seen: What the first batch has shown.
             choose: Chooses a mode on a batch, for many products or not.
         """
         if many in self._modes:
             return self._modes[many]
         few = bound.first_samples() if bound.batch.index == 0 else None
         with suppress(Exception):  # if these do not do alone, all show why
-            if few is not None and few.resembles(examination):
+            if few is not None and few.resembles(seen):
                 return self._modes.setdefault(many, choose(few, many))
         try:
             return self._modes.setdefault(many, choose(bound, many))

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from curvlinops.core.autodiff import Evaluation
@@ -12,6 +13,29 @@ from curvlinops.core.model import Model
 from curvlinops.core.seeds import preserved_rng
 
 
+@dataclass
+class Seen:
+    """What the first batch has shown.
+
+    Attributes:
+        graph_bytes: The memory of its graph, in bytes.
+        operations: The names of its operations, the loss's included.
+        has_custom_functions: Whether some of them are the user's own.
+        purpose: What its graph was made for, see ``Scope``.
+        differentiates: See ``Model``.
+        needs_graph: See ``Loss``.
+        is_complete: Whether that is all that is to be seen.
+    """
+
+    graph_bytes: int = 0
+    operations: frozenset[str] = frozenset()
+    has_custom_functions: bool = False
+    purpose: str = "gradient"
+    differentiates: bool = False
+    needs_graph: bool = False
+    is_complete: bool = False
+
+
 class Examination:
     """Looks at one forward pass of each batch, and at its graph.
 
@@ -19,22 +43,16 @@ class Examination:
         model: The model.
 
     Attributes:
-        graph_bytes: The memory of the graph of the first batch, in bytes; 0 before a pass.
-        operations: The names of the first batch's operations, the loss's included.
-        has_custom_functions: Whether some of them are the user's own.
-        purpose: What the first batch's graph was made for, see ``Scope``.
+        seen: What the first batch has shown.
     """
 
     def __init__(self, model: Model):
         self._model = model
-        self.graph_bytes = 0
         self.forget()
 
     def forget(self) -> None:
         """Look at all batches again."""
-        self.operations: frozenset[str] = frozenset()
-        self.has_custom_functions = False
-        self.purpose = "gradient"
+        self.seen = Seen()
         self._done: set[int] = set()
 
     @contextmanager
@@ -49,6 +67,8 @@ class Examination:
         Raises:
             ValueError: If output or loss cannot be differentiated with respect to the parameters.
         """
+        if bound.batch.index not in self._done and self._is_known(bound):
+            self._done.add(bound.batch.index)
         if bound.batch.index in self._done:
             yield
             return
@@ -68,6 +88,18 @@ class Examination:
             raise
         self._finish(bound, purpose, kept)
         self._done.add(bound.batch.index)
+        self.seen.is_complete = True
+
+    def _is_known(self, bound: Any) -> bool:
+        """Return whether the first batch is like one at which others have looked."""
+        if self._done or bound.findings is None:
+            return False
+        self.seen = bound.findings.get(Seen)
+        if self.seen.is_complete:
+            self._model.differentiates |= self.seen.differentiates
+            if bound.loss is not None:
+                bound.loss.needs_graph |= self.seen.needs_graph
+        return self.seen.is_complete
 
     def _finish(self, bound: Any, purpose: str | None, kept: list[weakref.ref]) -> None:
         bound.offer(None)
@@ -82,16 +114,18 @@ class Examination:
             if not self._done:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
-                    self.operations, self.purpose = operations(total), purpose
-                    self.has_custom_functions = bool(custom_functions(graph_nodes(total)))
+                    self.seen.operations, self.seen.purpose = operations(total), purpose
+                    custom = custom_functions(graph_nodes(total))
+                    self.seen.has_custom_functions = bool(custom)
             unknown = loss is not None and not loss.is_function_of_values
             if unknown and needs_graph(loss, output, y, leaves, self._model.params):
-                loss.needs_graph = True
+                loss.needs_graph = self.seen.needs_graph = True
                 value = bound.loss_sum(output)[0]
         self._model.differentiates |= watch.differentiates
+        self.seen.differentiates = self._model.differentiates
         check_graph(value, self._model, leaves)
         if not self._done:
-            self.graph_bytes = footprint(value)
+            self.seen.graph_bytes = footprint(value)
         return Evaluation(scope, leaves, output)
 
     def _look_again(self, bound: Any, kept: list[weakref.ref]) -> None:

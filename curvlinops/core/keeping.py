@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from curvlinops.core.arguments import as_integer
 from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch
+from curvlinops.core.findings import Structure
 from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Change, Snapshot
 
@@ -75,6 +76,11 @@ class Keeper:
         unchanged = change is Change.NOTHING
         self.active = self._budget > 0 and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE
+
+    @property
+    def structure(self) -> Structure:
+        """What the product that began last depends on, numbers aside."""
+        return self._snapshot.structure
 
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""

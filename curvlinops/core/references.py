@@ -24,7 +24,8 @@ _PLAIN = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
-_SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
+#: Containers whose items are what they refer to.
+SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
 #: By which attributes objects hold others, where these are neither in ``__dict__`` nor in slots.
 _HOLDERS = {
     functools.partial: ("func", "args", "keywords"),
@@ -52,7 +53,7 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
     """
     if isinstance(part, Mapping):
         yield from part.items()
-    elif isinstance(part, _SEQUENCES):
+    elif isinstance(part, SEQUENCES):
         yield from enumerate(part)
     elif isinstance(part, weakref.ref):
         yield "referent", part()
@@ -129,7 +130,7 @@ def _holds(part: Any) -> bool:
     """Return whether an object is there for the sake of what it refers to."""
     if isinstance(part, nn.Module | type):
         return False
-    return isinstance(part, (Mapping, *_SEQUENCES)) or type(part) in _HOLDERS or callable(part)
+    return isinstance(part, (Mapping, *SEQUENCES)) or type(part) in _HOLDERS or callable(part)
 
 
 def _slots(part: Any) -> Iterator[tuple[str, Any]]:

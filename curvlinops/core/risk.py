@@ -1,8 +1,8 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,34 +10,22 @@ from tqdm import tqdm
 
 from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone
-from curvlinops.core.autodiff import Evaluation, Seed
+from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_names
 from curvlinops.core.determinism import check_finite
-from curvlinops.core.examination import Examination
+from curvlinops.core.examination import Examination, Seen
+from curvlinops.core.findings import Findings, Structure, recall, whole
 from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
 
-
-class LossLike(Protocol):
-    """What the risk needs to know of a loss (see ``curvlinops.losses.base``)."""
-
-    reduction: str
-    needs_graph: bool
-    is_function_of_values: bool
-
-    def to(self, device: torch.device | str) -> None: ...
-    def check(self, output: Tensor, target: Any) -> None: ...
-    def check_values(self, output: Tensor, target: Any) -> None: ...
-    def sum(self, output: Tensor, target: Any) -> Tensor: ...
-    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor: ...
-    def denominator(self, output: Tensor, target: Any) -> Tensor: ...
-    def term_size(self, output: Tensor) -> int | None: ...
+#: Called before a pass; returns a function that says what all steps depend on, data apart.
+Start = Callable[[], Callable[[], Structure] | None]
 
 
 class BatchRisk:
@@ -52,9 +40,14 @@ class BatchRisk:
         self._offered: Evaluation | None = None
 
     @property
+    def findings(self) -> Findings:
+        """What is known of the model."""
+        return self._risk.findings
+
+    @property
     def graph_bytes(self) -> int:
         """The memory of the graph of the first batch, in bytes."""
-        return self._risk.examination.graph_bytes
+        return self._risk.examination.seen.graph_bytes
 
     @property
     def owns_graph(self) -> bool:
@@ -83,15 +76,15 @@ class BatchRisk:
                 return BatchRisk(twin, batch)
         return None
 
-    def resembles(self, examination: Examination) -> bool:
+    def resembles(self, seen: Seen) -> bool:
         """Return whether this has the same operations as a first batch, the loss's included."""
         with preserved_rng(self.space.device) as untouched:
-            with self.recording(examination.purpose) as found:
+            with self.recording(seen.purpose) as found:
                 output = found.output
                 value = output if self.loss is None else self.loss.sum(output, self.batch.y)
             if untouched():
                 self.offer(found)
-        return operations(value) == examination.operations
+        return operations(value) == seen.operations
 
     def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
         """Return the same on a copy of the model in float64, at other parameter values."""
@@ -172,6 +165,7 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         examination: What is known of each batch's graph.
+        findings: What is known of the model; that of other risks if all has the same structure.
     """
 
     def __init__(
@@ -188,12 +182,13 @@ class EmpiricalRisk:
         self._term_size: int | None = None
         self.values_checked = loss is None
         self.examination = Examination(model)
+        self.findings: Findings | None = None
 
     def run(
         self,
         step: Callable[[BatchRisk], None],
         description: str,
-        start: Callable[[], None] = lambda: None,
+        start: Start = lambda: None,
         batches: Batches | None = None,
         purpose: str | None = None,
     ) -> None:
@@ -202,22 +197,22 @@ class EmpiricalRisk:
         Args:
             step: What is done with a batch.
             description: What it is done for, in the progress bar.
-            start: Called first.
+            start: Called first; returns what the steps depend on, if they use findings.
             batches: Other data than the risk's own.
             purpose: For which backward passes a step first evaluates the model, if it does.
         """
         batches, device = batches or self.batches, self.space.device
-
-        def wrap(data: Iterable) -> Iterable:
-            label = f"{self.name}.{description} on {device}"
-            return tqdm(data, desc=label) if self.progressbar else data
-
+        label = f"{self.name}.{description} on {device}"
+        wrap = partial(tqdm, desc=label, disable=not self.progressbar)
         with alone(device):
             self.model.check_shapes()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
-            start()
+            structure = start()
             for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
-                with self.examination.around(risk, purpose):
+                if structure is not None and self.findings is None:
+                    kind = Structure.of([risk.batch.X, risk.batch.y, batches.batch_size_fn])
+                    self.findings = recall(self.model, [structure(), kind])
+                with self.examination.around(risk, purpose), whole(self.findings):
                     step(risk)
 
     def reconsider(self, loss: LossLike | None) -> None:
@@ -225,6 +220,7 @@ class EmpiricalRisk:
         self.loss = loss
         self.values_checked = loss is None
         self.examination.forget()
+        self.findings = None
         self._term_size = None
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
@@ -269,7 +265,7 @@ class EmpiricalRisk:
             )
         return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
 
-    def gradient_and_loss(self, start: Callable[[], None] = lambda: None) -> tuple[Columns, Tensor]:
+    def gradient_and_loss(self, start: Start = lambda: None) -> tuple[Columns, Tensor]:
         """Return gradient (one column) and value of ``L`` over all data.
 
         Args:

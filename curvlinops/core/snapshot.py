@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.core.findings import Structure
 from curvlinops.core.references import is_plain
 from curvlinops.core.walk import END, UNKNOWN, contents_of, walk
 
@@ -64,6 +65,12 @@ class Snapshot:
                 own.make()
             self.has_numbers = True
 
+    @property
+    def structure(self) -> Structure:
+        """What the objects are made of, numbers aside."""
+        copies = _TensorCopy | _ArrayCopy
+        return Structure([t.original if isinstance(t, copies) else t for t in self._tokens])
+
     def matches(self, root: Any) -> bool:
         """Return whether the object's tensors and values are those of the snapshot."""
         return self.compare(root) is Change.NOTHING
@@ -71,8 +78,8 @@ class Snapshot:
     def compare(self, root: Any) -> "Change":
         """Return what is different from the snapshot."""
         if self._refers_to_the_same(root):
-            pairs = [(copy.tensor, copy) for copy in self._tensors]
-            arrays = [(copy.array, copy) for copy in self._arrays]
+            pairs = [(copy.original, copy) for copy in self._tensors]
+            arrays = [(copy.original, copy) for copy in self._arrays]
         else:
             pairs, arrays = [], []
             tokens = iter(self._tokens)
@@ -112,11 +119,11 @@ class _ArrayCopy:
     """An array, and a copy of it once it is made."""
 
     def __init__(self, array: np.ndarray):
-        self.array = self._copy = array
+        self.original = self._copy = array
 
     def make(self) -> None:
         """Copy it."""
-        self._copy = self.array.copy()
+        self._copy = self.original.copy()
 
     def differs(self, array: np.ndarray) -> bool:
         """Return whether an array is another one."""
@@ -131,17 +138,17 @@ class _TensorCopy:
     """A tensor, and a copy of it, as its bits, once it is made."""
 
     def __init__(self, tensor: Tensor, copied: bool):
-        self.tensor = tensor
+        self.original = tensor
         self._place = None if copied else _place(tensor)
         self._kind = self._kind_of(tensor)
         self._hold(tensor.detach())
 
     def make(self) -> None:
         """Copy it."""
-        self._hold(self.tensor.detach().clone())
+        self._hold(self.original.detach().clone())
 
     def _hold(self, copy: Tensor) -> None:
-        self.copy, self._bits = copy, _bits(copy, self.tensor.is_contiguous())
+        self.copy, self._bits = copy, _bits(copy, self.original.is_contiguous())
 
     @staticmethod
     def _kind_of(tensor: Tensor) -> tuple:

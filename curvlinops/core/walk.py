@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.references import has_attributes, is_plain, references
+from curvlinops.core.references import SEQUENCES, has_attributes, is_plain, references
 
 #: The state of objects that change, but have no attributes.
 _STATES = {
@@ -126,7 +126,7 @@ def _identity(part: Any) -> Any:
     # not of any other object: its own __getattr__ may do anything
     if isinstance(part, FunctionType | MethodType):
         return part.__code__
-    if isinstance(part, Mapping | list | tuple | weakref.ref) or has_attributes(part):
+    if isinstance(part, (Mapping, *SEQUENCES, weakref.ref)) or has_attributes(part):
         return type(part)
     return part  # opaque, made by installed code
 

@@ -63,7 +63,7 @@ class SampleBackward:
         few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:
             self._checked = self._rehearsed(few)
-        return SampleGradients(bound, self._record(bound))
+        return SampleGradients(bound, self._record(bound), self.fallbacks)
 
     def _rehearsed(self, few: BoundModel) -> set[Key]:
         """Return the uses whose rules agree with autograd on a few samples."""
@@ -250,10 +250,11 @@ class SampleGradients:
     Attributes:
         output: The model's output.
         num_samples: N; each sample has as many neighboring rows of the output, normally one.
+        fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(self, bound: BoundModel, batch: RecordedBatch | None):
-        self._bound, self._batch = bound, batch
+    def __init__(self, bound: BoundModel, batch: RecordedBatch | None, fallbacks: dict[str, str]):
+        self._bound, self._batch, self.fallbacks = bound, batch, dict(fallbacks)
         names = [] if batch is None else batch.names
         self._rest = [name for name in bound.leaves() if name not in names]
         if self._rest:

@@ -15,6 +15,7 @@ from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_mo
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
 from curvlinops.core.determinism import report_batch_statistics, uses_batch_statistics
+from curvlinops.core.findings import Structure
 from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
@@ -59,7 +60,8 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
             as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
-            and passes a dot-test on the first batch, or its first samples.
+            and passes a dot-test on the first batch, or its first samples; what that finds also
+            serves later operators, while nothing but the numbers in tensors is different.
 
     Attributes:
         risk: Model, loss and data as the empirical risk L.
@@ -112,7 +114,6 @@ class DataLinearOperator(TorchLinearOperator):
         # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
-        self._chosen = Chosen()
         self._kept = Keeper(cache, type(self).__name__)
         self._checked: set[tuple[bool, ...]] = set()
         self._check_model()
@@ -137,7 +138,7 @@ class DataLinearOperator(TorchLinearOperator):
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
         """
         modes = self._modes if many else self._modes[::-1]
-        thorough = self.risk.examination.has_custom_functions
+        thorough = self.risk.examination.seen.has_custom_functions
 
         def only_terms(output: Tensor) -> tuple[None, Tensor]:
             return None, bound.terms(output)
@@ -208,13 +209,14 @@ class DataLinearOperator(TorchLinearOperator):
     ) -> None:
         """Call ``step``, which computes a product, on every batch; see ``EmpiricalRisk.run``."""
 
-        def start() -> None:
+        def start() -> Callable[[], Structure]:
             if self._kept.start(self._dependencies(), self.risk.space.device):
                 try:
                     self._reconsider()
                 except Exception:  # the next product shall meet it, too
                     self._kept.clear()
                     raise
+            return lambda: self._kept.structure
 
         if self._kept.cache not in ("auto", "none"):  # already the first product has its own batch
             purpose = None
@@ -222,18 +224,18 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
-        self._chosen.clear()
         self.risk.reconsider(self._wrap_loss(*self._loss_arguments))
         self._check_model()
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
-        return self._chosen.find(many, bound, self.risk.examination, self._choose)
+        chosen = bound.findings.get(Chosen)
+        return chosen.find(many, bound, self.risk.examination.seen, self._choose)
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
         options = {n: v for n, v in vars(self).items() if isinstance(v, int | float | str)}
-        return [self.risk.model.dependencies(), self._loss_arguments, options]
+        return [type(self), self.risk.model.dependencies(), self._loss_arguments, options]
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""

@@ -13,7 +13,7 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.groups import written
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
 
@@ -57,7 +57,6 @@ class EFLinearOperator(DataLinearOperator):
 
     def _forget_choice(self) -> None:
         self._alone = SamplesAlone(type(self).__name__)
-        self._samples = SampleBackward(type(self).__name__, self._trusting, False)
         self._choice: list[str] | None = None
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
@@ -88,6 +87,10 @@ class EFLinearOperator(DataLinearOperator):
         num_terms = bound.loss.to_terms(output.unsqueeze(0)).shape[1]
         return self.terms == "term" and num_terms != len(output)
 
+    def _capture(self, bound: BatchRisk) -> SampleGradients:
+        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
+        return found.capture(bound)
+
     def _choose_forms(self, bound: BatchRisk) -> list[str]:
         """Return what makes products faster than a graph does, the fastest first.
 
@@ -95,9 +98,9 @@ class EFLinearOperator(DataLinearOperator):
         with each of them in a matrix product. Pairs of inputs and output gradients take four for
         each position of a weight, a graph as many, and those with the layers in between.
         """
-        gradients = self._samples.capture(bound)
+        gradients = self._capture(bound)
         output = gradients.output
-        if self._samples.fallbacks or self._is_finer(bound, output):
+        if gradients.fallbacks or self._is_finer(bound, output):
             return []
         groups = gradients.backward(self._gradient(bound, output))
         operations = sum(4 * form.num_multiplications for _, form in groups)
@@ -109,7 +112,7 @@ class EFLinearOperator(DataLinearOperator):
 
     def _from_rows(self, bound: BatchRisk) -> Apply:
         """Prepare products with the samples' gradients."""
-        gradients = self._samples.capture(bound)
+        gradients = self._capture(bound)
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms = bound.terms(gradients.output)
@@ -118,7 +121,7 @@ class EFLinearOperator(DataLinearOperator):
 
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""
-        gradients = self._samples.capture(bound)
+        gradients = self._capture(bound)
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms, products = bound.terms(gradients.output), {}

@@ -44,11 +44,10 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         super().__init__(*args, **kwargs)
         checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
         self.mc_samples, self.seed = checked
-        self._samples = SampleBackward(type(self).__name__, self._trusting)
 
-    def _reconsider(self) -> None:
-        super()._reconsider()
-        self._samples = SampleBackward(type(self).__name__, self._trusting)
+    def _capture(self, bound: BatchRisk) -> SampleGradients:
+        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)
+        return found.capture(bound)
 
     def _apply(self, columns: Columns) -> Columns:
         return self._apply_restricted(columns, self.space.names)
@@ -68,7 +67,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
         def step(bound: BatchRisk) -> None:
             nonlocal trace, total
-            gradients = self._samples.capture(bound)
+            gradients = self._capture(bound)
             total = total + bound.terms(gradients.output)
             for u in self._vectors(bound, gradients):
                 for _, form in gradients.backward(u):
@@ -98,7 +97,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def _squares(self, bound: BatchRisk) -> tuple[Columns, Tensor]:
         """Return the sum of a batch's squared gradients, and its share of the normalization."""
-        gradients, out = self._samples.capture(bound), self.space.zeros(1)
+        gradients, out = self._capture(bound), self.space.zeros(1)
         terms = bound.terms(gradients.output)
         for u in self._vectors(bound, gradients):
             for names, form in gradients.backward(u):

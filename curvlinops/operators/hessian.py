@@ -20,7 +20,7 @@ class HessianLinearOperator(DataLinearOperator):
         return mode.hessian(bound, bound.loss_seed)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
-        thorough = self.risk.examination.has_custom_functions
+        thorough = self.risk.examination.seen.has_custom_functions
         try:
             mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed, thorough)
         except NothingToTest as found:  # differences may still tell more

@@ -63,13 +63,13 @@ class OutputsLinearOperator(RowsLinearOperator):
         (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
         gradients, without the Jacobian, where that is cheaper.
         """
-        samples = SampleBackward(type(self).__name__, self._trusting, False)
         batches: list[tuple[list[Group], Tensor]] = []
         done = 0
 
         def step(bound: BatchRisk) -> None:
             nonlocal done
-            gradients = samples.capture(bound)
+            found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
+            gradients = found.capture(bound)
             output = gradients.output
             size = output.shape[1:].numel()
             one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice, row_indices
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
+from curvlinops.core.findings import Findings
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
@@ -70,7 +71,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._forget()
 
     def _forget(self) -> None:
-        self._samples = SampleBackward(type(self).__name__, self._trusting)
         self._alone = SamplesAlone(type(self).__name__)
         self._lacking: list[int] = []  # batches whose products lack a derivative
 
@@ -80,7 +80,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         Empty before the first call of a method that needs single gradients.
         """
-        return self._samples.fallbacks | self._alone.fallbacks
+        found = self.risk.findings
+        known = {} if found is None else self._backward(found).fallbacks
+        return known | self._alone.fallbacks
+
+    def _backward(self, found: Findings) -> SampleBackward:
+        return found.get(SampleBackward, type(self).__name__, self._trusting)
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._all = self._rows()
@@ -277,7 +282,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if bound.loss.needs_graph:
             group = self._alone.group(bound)
             return group[1].num_samples, 1, lambda _: [group]
-        samples = self._samples.capture(bound)
+        samples = self._backward(bound.findings).capture(bound)
         output = samples.output
         gradient = self._loss_gradient(bound, output).unsqueeze(0)
         if self.terms == "sample":

@@ -162,10 +162,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._structure: BlockDiagonalLinearOperator | None = None
         self._modules: dict[str, ModuleFactors] | None = None
 
-    def _reconsider(self) -> None:
-        super()._reconsider()
-        self._passes.forget()
-
     # --- what was computed
 
     def blocks(self) -> list[BlockReport]:

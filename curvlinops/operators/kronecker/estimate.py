@@ -44,7 +44,6 @@ class Estimator:
         sums: Sums,
         samples: SampleGradients,
         vectors: Iterable[Tensor],
-        unknown: dict[str, str],
     ) -> None:
         """Add a batch.
 
@@ -52,7 +51,6 @@ class Estimator:
             sums: The sums over the batches before.
             samples: The batch's captured forward pass.
             vectors: What is backpropagated, ``[V, *output]`` each.
-            unknown: Parameters whose uses are not known, and why.
 
         Raises:
             ChangedError: If a parameter is used in a way that does not go together with what
@@ -61,7 +59,7 @@ class Estimator:
         for number, u in enumerate(vectors):
             parts = list(samples.parts(u))
             if number == 0:
-                self._look(sums, parts, unknown)
+                self._look(sums, parts, samples.fallbacks)
             rest = samples.rest(u)
             self._add(sums, parts, rest, with_inputs=number == 0)
 

@@ -39,14 +39,9 @@ class Passes:
         terms_per_sample: int | None,
         trusting: bool,
     ):
-        self._name, self._space, self._options = name, space, options
+        self._name, self._options = name, options
         self._terms_per_sample, self._trusting = terms_per_sample, trusting
-        self.forget()
-
-    def forget(self) -> None:
-        """Look anew at how layers use their parameters."""
-        self._samples = SampleBackward(self._name, self._trusting, invariant=True)
-        self._estimator = Estimator(self._space, self._options)
+        self._estimator = Estimator(space, options)
 
     def plan(self, uses: Uses) -> list[Block]:
         """Choose the structure of all blocks."""
@@ -71,7 +66,7 @@ class Passes:
 
         def use(bound: BatchRisk, samples: SampleGradients) -> None:
             vectors = self.vectors(bound, samples)
-            self._estimator.add(sums, samples, vectors, self._samples.fallbacks)
+            self._estimator.add(sums, samples, vectors)
             sums.terms = sums.terms + bound.terms(samples.output)
 
         sums.num_batches = self.visit(run, use, batches, sums.num_batches)
@@ -89,7 +84,8 @@ class Passes:
         def step(bound: BatchRisk) -> None:
             nonlocal number
             own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
-            samples = self._samples.capture(own)
+            found = own.findings.get(SampleBackward, self._name, self._trusting, True, True)
+            samples = found.capture(own)
             self._check_terms(own, samples)
             if samples.num_samples:
                 use(own, samples)

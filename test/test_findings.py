@@ -1,0 +1,390 @@
+"""What operators find out about a model serves later ones, exactly where nothing has changed."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import problems
+import pytest
+import torch
+from contract import ALL, error, matrix, vectors
+from torch import Tensor, nn
+
+from curvlinops import (
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+from curvlinops.core import findings
+from curvlinops.core.findings import Structure
+
+N = 32
+
+
+class Net(nn.Module):
+    """A net that notes the sizes of the batches on which it is evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.sizes = SimpleNamespace(seen=[])  # lists would be as before after each product
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.seen = (*self.sizes.seen, len(x))
+        return self.layers(x)
+
+
+def batch(seed: int = 0, size: int = N) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.rand(size, 3).double(), torch.randint(2, (size,))
+
+
+def build(net: Callable, cls: type, data: list, loss: nn.Module | None = None, **options):
+    params, loss = list(net.parameters()), loss or nn.CrossEntropyLoss()
+    options = {"check_deterministic": False, "cache": "none"} | options
+    if cls is JacobianLinearOperator:
+        return cls(net, params, data, **options)
+    return cls(net, loss, params, data, **options)
+
+
+def product(operator) -> Tensor:
+    return operator @ vectors(operator)
+
+
+#: What is computed, and how often a net is evaluated on its batch if all is known.
+QUANTITIES: dict[str, tuple[type, Callable, int]] = {
+    "hessian": (HessianLinearOperator, product, 1),
+    "ggn": (GGNLinearOperator, product, 1),
+    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 1),
+    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 1),
+    # the first one counts rows
+    "norms": (PerSampleGradientLinearOperator, lambda op: op.norms(), 2),
+    "kernel": (JacobianLinearOperator, lambda op: op.gram(), 2),
+}
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_new_operators_evaluate_no_more_than_known_ones(name: str):
+    cls, compute, passes = QUANTITIES[name]
+    net = Net()
+    net.sizes = SimpleNamespace(seen=())
+    counts = []
+    for seed in range(3):
+        with torch.no_grad():  # as an optimizer does
+            net.layers[0].weight.mul_(0.9)
+        compute(build(net, cls, [batch(seed)]))
+        counts.append(len(net.sizes.seen))
+        net.sizes.seen = ()
+    assert counts[0] > passes, "The first one has to find out."
+    assert counts[1:] == [passes, passes]
+
+
+# --- nothing of it is used where anything differs
+
+
+class Wrong(torch.autograd.Function):
+    """Twice its input, with a wrong derivative in forward mode."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor) -> Tensor:
+        return 3 * tangent
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+APPLIED = twice  # a global variable that a model uses
+
+
+class Varying(Net):
+    """A net that may contain a function that forward mode gets wrong."""
+
+    attribute = False
+
+    def forward(self, X: dict) -> Tensor:
+        z = self.layers(X["x"])
+        wrong = self.attribute or self.training or X.get("wrong") or len(z) > N
+        return APPLIED(Wrong.apply(z) if wrong else 2 * z)
+
+
+def _change(net: Varying, data: list, what: str, monkeypatch: pytest.MonkeyPatch) -> list:
+    X, y = data[0]
+    if what == "attribute":
+        net.attribute = True
+    elif what == "class":
+        monkeypatch.setattr(Varying, "attribute", True)
+    elif what == "mode":
+        net.train()
+    elif what == "hook":
+        net.register_forward_hook(lambda module, args, output: Wrong.apply(output) / 2)
+    elif what == "layer":
+        net.layers.add_module("3", Applied())
+    elif what == "global":
+        monkeypatch.setattr(__import__(__name__), "APPLIED", Wrong.apply)
+    elif what == "value in X":
+        return [({**X, "wrong": True}, y)]
+    elif what == "tensor in X":
+        return [({**X, "wrong": torch.ones(1)}, y)]
+    elif what == "more samples":
+        return [({"x": torch.cat([X["x"], X["x"]])}, torch.cat([y, y]))]
+    return data
+
+
+class Applied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Wrong.apply(x) / 2
+
+
+CHANGES = [
+    *("attribute", "class", "mode", "hook", "layer", "global"),
+    *("value in X", "tensor in X", "more samples"),
+]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_modes_are_tested_again_after_a_change(what: str, monkeypatch):
+    net, (x, y) = Varying().eval(), batch()
+    data = [({"x": x}, y)]
+
+    def multiply(data: list) -> tuple[float, findings.Findings]:
+        operator = build(net, JacobianLinearOperator, data)
+        v = vectors(operator)
+        expected = torch.cat([_jacobian(net, X["x"], X) for X, _ in data]) @ v
+        return error(operator @ v, expected), operator.risk.findings
+
+    before, own = multiply(data)
+    again, shared = multiply(data)
+    changed, other = multiply(_change(net, data, what, monkeypatch))
+    assert max(before, again, changed) < 1e-10
+    assert own is shared
+    assert own is not other
+
+
+def _jacobian(net: nn.Module, x: Tensor, X: dict) -> Tensor:
+    rows = []
+    for entry in net(X).flatten():
+        grads = torch.autograd.grad(entry, list(net.parameters()), retain_graph=True)
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+class Positions(nn.Module):
+    """A layer on rows whose order the input says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, X: dict) -> Tensor:
+        x = X["x"].transpose(0, 1) if X["time_first"] else X["x"]
+        z = self.layer(x.reshape(-1, 3)).tanh().reshape(*x.shape[:2], -1)
+        return self.head(z.sum(0 if X["time_first"] else 1))
+
+
+@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, EKFACLinearOperator])
+def test_layouts_are_found_again_for_other_inputs(cls: type, monkeypatch):
+    """As many samples as positions: only the input tells which axis is which."""
+    net = Positions()
+    torch.manual_seed(0)
+    x, y = torch.rand(4, 4, 3).double(), torch.randint(2, (4,))
+
+    def compute(time_first: bool) -> Tensor:
+        data = [({"x": x, "time_first": time_first}, y)]
+        return build(net, cls, data, batch_size_fn=lambda X: 4) @ torch.eye(26).double()
+
+    first, second = compute(False), compute(True)
+    torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
+
+
+class Penalized(nn.Module):
+    """A loss that may use the parameters itself."""
+
+    def __init__(self, net: nn.Module, weight: float):
+        super().__init__()
+        self.net, self.weight = [net], weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        if not self.weight:
+            return loss
+        return loss + self.weight * sum(p.square().sum() for p in self.net[0].parameters()) / 2
+
+
+def test_losses_are_looked_at_again():
+    net = Net()
+    X, y = batch()
+    plain = build(net, HessianLinearOperator, [(X, y)], Penalized(net, 0.0), reduction="mean")
+    other = build(net, HessianLinearOperator, [(X, y)], Penalized(net, 0.5), reduction="mean")
+    again = build(net, HessianLinearOperator, [(X, y)], Penalized(net, 0.5), reduction="mean")
+    expected = matrix(plain) + 0.5 * torch.eye(plain.shape[0]).double()
+    for operator in (other, again):
+        torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autodiff": "reverse"},
+        {"chunk_size": 1},
+        {"check_deterministic": True},
+        {"batch_size_fn": len},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_operators_with_other_options_share_nothing(options: dict):
+    net, data = Net().eval(), [batch()]
+    net.forward = net.layers.forward
+    operators = [build(net, HessianLinearOperator, data, **o) for o in ({}, options, options)]
+    for operator in operators:
+        product(operator)
+    plain, other, again = (operator.risk.findings for operator in operators)
+    assert plain is not other
+    assert (other is again) == ("batch_size_fn" not in options or options["batch_size_fn"] is len)
+
+
+def test_an_error_leaves_nothing_to_others():
+    net, (X, y) = Net().eval(), batch()
+    net.forward = net.layers.forward
+    failing = build(net, GGNLinearOperator, [(X, y + 7)])
+    with pytest.raises(ValueError, match="target"):
+        product(failing)
+    other = build(net, GGNLinearOperator, [(X, y)])
+    product(other)
+    assert other.risk.findings is not failing.risk.findings
+
+
+# --- the numbers are those of an operator that is the first one
+
+
+@pytest.mark.parametrize("name", problems.NAMES)
+def test_later_operators_agree_with_first_ones(name: str):
+    """At other parameters, on more data; where a first one is refused, so is a later one."""
+    p = problems.make(name)
+
+    def compute(case: str, data: list) -> Tensor | type:
+        try:
+            operator = ALL[case].build(replace(p, data=data), check_deterministic=False)
+            if case == "gradients":
+                return torch.cat([operator.dense(), operator.gram()], 1)
+            if case == "jacobian":
+                return operator.gram()
+            return operator @ vectors(operator, 2)
+        except Exception as refused:
+            return type(refused)
+
+    tensors = list(p.params.values()) if isinstance(p.params, dict) else p.params
+    cases = ("hessian", "ggn", "gradients", "jacobian", "ggn-diagonal", "kfac", "ekfac")
+    for case in cases:
+        compute(case, p.data[:1])
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(0.9)
+    for case in cases:
+        later = compute(case, p.data)
+        findings._KNOWN.clear()
+        first = compute(case, p.data)
+        if isinstance(first, type):
+            assert later is first
+        else:
+            assert error(later, first) < 1e-2 * max(p.tolerance, 1e-8)
+
+
+# --- what it costs
+
+
+def _described(net: nn.Module, kind: str) -> tuple[Callable, list[Tensor] | dict[str, Tensor]]:
+    """Return a net and its parameters as a user may describe them."""
+    if kind == "function":
+        copies = {name: param.detach().clone() for name, param in net.named_parameters()}
+        return lambda params, X: torch.func.functional_call(net, params, X), copies
+    return net if kind == "module" else lambda X: net(X), list(net.parameters())
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "closure"])
+def test_nothing_is_kept_alive(kind: str):
+    net, (X, y) = Net(), batch()
+    model, params = _described(net, kind)
+    for cls in (HessianLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator):
+        product(cls(model, nn.CrossEntropyLoss(), params, [(X, y)]))
+    before = len(findings._KNOWN)
+    gone = [weakref.ref(part) for part in (net, X, y, net.layers[0].weight)]
+    del net, model, params, X, y
+    gc.collect()
+    assert [part() for part in gone] == [None] * 4
+    assert len(findings._KNOWN) == before - 1
+
+
+def test_only_so_many_structures_are_remembered():
+    net = Net()
+    for size in range(2, 25):
+        product(build(net, GGNLinearOperator, [batch(size=size)]))
+    (known,) = [known for users, known in findings._KNOWN.values() if users() is net]
+    assert len(known) == findings._MOST
+    latest = build(net, GGNLinearOperator, [batch(size=24)])
+    product(latest)
+    assert latest.risk.findings is known[0][1]
+
+
+def test_copies_have_their_own():
+    operator = build(Net(), GGNLinearOperator, [batch()])
+    expected = product(operator)
+    for copied in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        torch.testing.assert_close(product(copied), expected)
+        assert copied.risk.findings is not operator.risk.findings
+
+
+class Opaque:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.zeros(3, 2).T),
+        (torch.zeros(2), torch.zeros(2, requires_grad=True)),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        (0.0, -0.0),
+        (1, True),
+        ([1, 2], (1, 2)),
+        ({"a": 1}, {"b": 1}),
+        (slice(2), slice(3)),
+        ({1}, {2}),
+        (twice, Wrong.apply),
+        (nn.Tanh(), nn.ReLU()),
+    ],
+    ids=str,
+)
+def test_structures_differ(first, second):
+    assert Structure.of(first) == Structure.of(copy.deepcopy(first))
+    assert Structure.of(first) != Structure.of(second)
+
+
+def test_what_cannot_be_compared_differs_from_itself():
+    for part in (Opaque(), torch.eye(2).to_sparse()):
+        assert Structure.of([part]) != Structure.of([part])
