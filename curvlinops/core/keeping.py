@@ -64,16 +64,17 @@ class Keeper:
             model must be drawn again.
         """
         root = [root, _surroundings(device)]
-        change = Change.STRUCTURE if self._snapshot is None else self._snapshot.compare(root)
-        if change is Change.NOTHING and self._budget > 0 and not self._snapshot.has_numbers:
-            change = Change.NUMBERS  # as far as is known
+        known = self._snapshot
+        change = Change.STRUCTURE if known is None else known.compare(root)
+        # while no numbers are compared, nothing is kept
+        unchanged = change is Change.NOTHING and known.has_numbers
         if change is not Change.NOTHING:
             self.clear()
             self._snapshot = Snapshot(root, numbers=False)
+        if not unchanged and self.cache != "none":
             self._most = _automatic_budget(device)
-            limits = {"auto": self._most, "graph": inf, "none": 0}
+            limits = {"auto": self._most, "graph": inf}
             self._budget = limits.get(self.cache, self.cache)
-        unchanged = change is Change.NOTHING
         self.active = self._budget > 0 and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE
 

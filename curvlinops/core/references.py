@@ -51,6 +51,12 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
     modules and other objects into their attributes and their classes. Installed code is taken as
     constant, objects that it made are not.
     """
+    if isinstance(part, nn.Module):  # most objects are
+        yield from _of_object(part)
+        return
+    if type(part) is dict:
+        yield from part.items()
+        return
     if isinstance(part, Mapping):
         yield from part.items()
     elif isinstance(part, SEQUENCES):
@@ -70,10 +76,14 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
             yield from ((n, v) for n, v in list(vars(part).items()) if n not in _METADATA)
             yield "__bases__", getattr(part, "__bases__", ())
     elif type(part) not in _PLAIN_CONTAINERS:
-        if not _is_installed(type(part).__module__):
-            yield "__class__", type(part)
-        yield from getattr(part, "__dict__", {}).items()
-        yield from _slots(part)
+        yield from _of_object(part)
+
+
+def _of_object(part: Any) -> Iterator[tuple[Any, Any]]:
+    if not _is_installed(type(part).__module__):
+        yield "__class__", type(part)
+    yield from getattr(part, "__dict__", {}).items()
+    yield from _slots(part)
 
 
 _PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset, deque, MethodType}

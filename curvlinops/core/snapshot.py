@@ -138,17 +138,20 @@ class _TensorCopy:
     """A tensor, and a copy of it, as its bits, once it is made."""
 
     def __init__(self, tensor: Tensor, copied: bool):
-        self.original = tensor
-        self._place = None if copied else _place(tensor)
-        self._kind = self._kind_of(tensor)
-        self._hold(tensor.detach())
+        self.original, self._copied = tensor, copied
+        self.copy: Tensor | None = None
+        if copied:
+            self._hold(tensor.detach())
 
     def make(self) -> None:
         """Copy it."""
         self._hold(self.original.detach().clone())
 
     def _hold(self, copy: Tensor) -> None:
-        self.copy, self._bits = copy, _bits(copy, self.original.is_contiguous())
+        tensor = self.original
+        self._place = None if self._copied else _place(tensor)
+        self._kind = self._kind_of(tensor)
+        self.copy, self._bits = copy, _bits(copy, tensor.is_contiguous())
 
     @staticmethod
     def _kind_of(tensor: Tensor) -> tuple:

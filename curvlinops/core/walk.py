@@ -79,6 +79,7 @@ def walk(root: Any, contents: list | None = None, empty: list | None = None) -> 
 
 
 _DICTS = (dict, OrderedDict)
+_COMMON = (nn.Module, dict, list, tuple, set)
 
 
 def _divided(part: Any, empty: list | None) -> tuple[list, list]:
@@ -116,6 +117,8 @@ def contents_of(part: Any) -> tuple:
 
 def _identity(part: Any) -> Any:
     """Return what identifies an object, apart from what it refers to."""
+    if isinstance(part, _COMMON):  # abstract classes take longer
+        return type(part)
     for kind, state in _STATES.items():
         if isinstance(part, kind):
             return type(part), state(part)
