@@ -12,11 +12,12 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
-from curvlinops.layers.check import disagreeing, probe, weighted
+from curvlinops.layers.check import disagreeing, probe, shares, weighted
 from curvlinops.layers.detection import (
     TOLERANCES,
     Detection,
     digits,
+    proofs,
     settle,
     sketch,
     weights,
@@ -196,12 +197,12 @@ class RecordedBatch:
             else:
                 del self.uses[key]
         keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]
-        r = digits(self.num_samples, self._tolerance, output) if keys else []
+        numbers = digits(self.num_samples, self._tolerance, output)
+        r = [*numbers, *proofs(self.num_samples, self._tolerance, output)] if keys else []
         passes = [self._sketches(keys, self.gradients(weighted(u, some)[None])) for some in r]
         for key in keys:
-            layout = detections[key].scattered([found.pop(key) for found in passes], r)
-            if layout is not None:
-                self.layouts[key] = layout
+            layout = detections[key].scattered([x.pop(key) for x in passes], r, len(numbers))
+            self.layouts |= {} if layout is None else {key: layout}
         self.open |= {key for key, found in detections.items() if found.has_blanks}
 
     def _sketches(self, keys: list[Key], gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
@@ -230,7 +231,7 @@ class RecordedBatch:
     ) -> dict[str, Tensor]:
         """Return sums of samples' gradients with random weights; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        r = weights(self.num_samples, self.output)
+        r = shares(self.num_samples, self.output)
         for part in self._sorted(gradients, absolute=absolute):
             share = part.form.weighted_sum(r)[0]
             sums[part.name] = sums[part.name] + share if part.name in sums else share

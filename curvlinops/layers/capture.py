@@ -176,6 +176,17 @@ class Capture(TorchFunctionMode):
         others = (x for x in leaves((args, kwargs)) if id(x) not in self._tracked)
         return any(x.requires_grad for x in others)
 
+    def follows(self, x: Any) -> bool:
+        """Return whether a tensor is a parameter or a function of parameters alone."""
+        return id(x) in self._tracked
+
+    def follow_into(self, target: Tensor, value: Any) -> None:
+        """Follow what is about to be written into a constant, or into such a function."""
+        if self.follows(value) and not target.requires_grad:
+            self._tracked[id(target)] = target
+        elif isinstance(value, Tensor) and value.requires_grad and not self.follows(value):
+            self._tracked.pop(id(target), None)
+
     def _follow(self, out: Any) -> Any:
         """Track and return what is computed from tracked tensors alone."""
         for x in leaves(out):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.norms import double_norm
-from curvlinops.layers.detection import weights
+from curvlinops.layers.detection import unrelated
 from curvlinops.layers.layout import by_samples
 
 Tensors = Mapping[str, Tensor]
@@ -23,6 +23,11 @@ def probe(output: Tensor) -> Tensor:
     dtype = torch.promote_types(output.dtype, torch.float32)
     random = torch.randn(output.shape, generator=generator, dtype=dtype, device=output.device)
     return random.to(output.dtype)
+
+
+def shares(num_samples: int, like: Tensor) -> Tensor:
+    """Return weights of the samples that have nothing to do with those that tell them apart."""
+    return 0.5 + unrelated(num_samples, 2, like)
 
 
 def weighted(u: Tensor, r: Tensor) -> Tensor:
@@ -39,7 +44,7 @@ def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tenso
     """
     with bound.recording("gradient") as (_, leaves, output):
         output = by_samples(output, num_samples)
-        u = weighted(probe(output.detach()), weights(len(output), output.detach()))
+        u = weighted(probe(output.detach()), shares(len(output), output.detach()))
         found = pull({"": output}, {"": u}, leaves, retain=not bound.owns_graph)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]

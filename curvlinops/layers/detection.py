@@ -32,12 +32,30 @@ def digits(num_samples: int, tolerance: float, like: Tensor) -> list[Tensor]:
 
     Each of them, ``[N]``, is a digit of the samples' numbers in a system with few digits.
     """
-    base = max(2, int(0.1 / tolerance))
+    base = max(2, min(int(0.1 / tolerance), num_samples))  # levels as far apart as possible
     number, out = _order(num_samples), []
     while not out or base ** len(out) < num_samples:
         digit = number // base ** len(out) % base
         out.append((digit.to(like) / (base - 1)).to(like.device))
     return out
+
+
+def proofs(num_samples: int, tolerance: float, like: Tensor) -> list[Tensor]:
+    """Return weights that have nothing to do with the others.
+
+    By these, a gradient to which several samples contribute shows, though the others happened to
+    make it look like one sample's. In half precision a single one may agree by chance.
+    """
+    count = 1 if tolerance < TOLERANCES[torch.float16] else 3
+    return [4 * unrelated(num_samples, i, like) - 2 for i in range(count)]
+
+
+def unrelated(num_samples: int, stream: int, like: Tensor) -> Tensor:
+    """Return numbers between 0 and 1, ``[N]``, by no means a linear function of other weights."""
+    # seeds with which few samples do not look like it by chance, either
+    generator = torch.Generator().manual_seed(171_000 + num_samples)
+    numbers = torch.rand(stream + 1, num_samples, generator=generator, device="cpu")
+    return numbers[stream].to(like).to(like.device)
 
 
 def _order(num_samples: int) -> Tensor:
@@ -113,17 +131,18 @@ class Detection:
                     break
         return found
 
-    def scattered(self, weighted: list[Tensor], r: list[Tensor]) -> Scattered | None:
+    def scattered(self, weighted: list[Tensor], r: list[Tensor], count: int) -> Scattered | None:
         """Return the layout that explains the gradients, whichever it is, or ``None``.
 
         Args:
             weighted: Gradients of sums with different weights.
-            r: These, ``[N]`` each, which together tell the samples apart.
+            r: These, ``[N]`` each, the digits of the samples' numbers first.
+            count: How many of them are digits.
         """
         like = {"dtype": torch.int64, "device": r[0].device}
         own = torch.zeros(self._num_samples, **like)
         rows = torch.zeros(prod(self._lead), **like)
-        for found, values in zip(weighted, r, strict=True):
+        for found, values in zip(weighted[:count], r[:count], strict=True):
             levels = values.double().unique()
             between = (levels[1:] + levels[:-1]) / 2
             own = own * len(levels) + torch.bucketize(values.double(), between)

@@ -1,22 +1,19 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.independence import check_first_sample
-from curvlinops.core.space import Columns
 from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, explained
-from curvlinops.layers.groups import Group, one_by_one
+from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.layout import Along, has_parts, samples_in
-from curvlinops.layers.parts import Key, Part
-from curvlinops.layers.products import BYTES
+from curvlinops.layers.parts import Key
 from curvlinops.layers.twice import blind, sample_twice
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -54,28 +51,31 @@ class SampleBackward:
         self._grouped, self._log = False, logging.WARNING
         self.fallbacks: dict[str, str] = {}
         self._layouts: dict[Key, Along] = {}
-        self._checked: set[Key] = set()
+        self._checked: set[Key] = set()  # on several samples
+        self._checked_alone: set[Key] = set()
         self._seeing: set[Key] = set()  # calls that see the sample of a batch of one
         self._changes: dict[Call, Change] = {}
 
-    def capture(self, bound: BoundModel) -> "SampleGradients":
+    def capture(self, bound: BoundModel) -> SampleGradients:
         """Run the model on a batch; return what computes its samples' gradients."""
         few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:
-            self._checked = self._rehearsed(few)
+            self._rehearse(few)
         return SampleGradients(bound, self._record(bound), self.fallbacks)
 
-    def _rehearsed(self, few: BoundModel) -> set[Key]:
-        """Return the uses whose rules agree with autograd on a few samples."""
+    def _rehearse(self, few: BoundModel) -> None:
+        """Learn from a few samples which rules agree with autograd, and what to do about calls."""
         trial = SampleBackward(self.name, independent=self._independent, invariant=self._invariant)
         trial._log = logging.DEBUG
         try:
             batch = trial._record(few)
         except Exception as error:  # if these do not do alone, all show why
             _LOGGER.info("%s: a few samples alone: %s", self.name, error)
-            return set()
-        # what they do not use, others may
-        return set() if batch is None or trial.fallbacks else trial._checked - batch.unconnected
+            return
+        if batch is not None and not trial.fallbacks:
+            # what they do not use, others may
+            self._checked = trial._checked - batch.unconnected
+            self._changes, self._grouped = trial._changes, trial._grouped
 
     def _record(self, bound: BoundModel) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
@@ -84,7 +84,8 @@ class SampleBackward:
             return None
         # on the first batch while no other graph is in memory
         num_samples = bound.num_samples if self._grouped else None
-        truth = None if self._checked else autograd_sums(bound, num_samples)
+        began = self._checked or self._checked_alone
+        truth = None if began else autograd_sums(bound, num_samples)
         batch = self._run(bound, names, num_samples)
         if batch is None or batch.num_samples == 0:
             return None
@@ -93,14 +94,16 @@ class SampleBackward:
         if batch is None:
             return self._record(bound)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked
-        if fresh or not self._checked:
+        # one sample alone says nothing of which rows belong to which
+        own = self._checked if batch.num_samples > 1 else self._checked_alone
+        fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked - own
+        if fresh or not began:
             truth = truth or autograd_sums(bound, num_samples)
             self._obeys_rules(
                 batch,
                 lambda: self._refuse(*explained(batch.check(truth), truth, bound, num_samples)),
             )
-            self._checked |= fresh
+            own |= fresh
         if len(self.fallbacks) > before:
             # the calls are numbered anew
             self._layouts.clear()
@@ -199,7 +202,7 @@ class SampleBackward:
         """Change calls whose rows belong to no sample, if all runs, of the batch last, allow it."""
         calls = dict.fromkeys((key.call, key.index) for key in lost)
         calls = [call for call in calls if self._changes.get(call, 0) < change]
-        if not calls:
+        if not calls or len(self._changes) > len(batch.uses):  # what is changed leads to new calls
             return None
         if change is Change.FOLLOW:  # those behind the first one may then be of parameters alone
             calls = calls[:1]
@@ -242,59 +245,3 @@ class SampleBackward:
                     name,
                     reason,
                 )
-
-
-class SampleGradients:
-    """Gradients of the samples of a batch.
-
-    Attributes:
-        output: The model's output.
-        num_samples: N; each sample has as many neighboring rows of the output, normally one.
-        fallbacks: Why parameters are treated sample by sample.
-    """
-
-    def __init__(self, bound: BoundModel, batch: RecordedBatch | None, fallbacks: dict[str, str]):
-        self._bound, self._batch, self.fallbacks = bound, batch, dict(fallbacks)
-        names = [] if batch is None else batch.names
-        self._rest = [name for name in bound.leaves() if name not in names]
-        if self._rest:
-            self._apply, self.output = transposed_jacobian(bound)
-        else:
-            self.output = batch.model_output.detach()
-        self.num_samples = len(self.output) if batch is None else batch.num_samples
-
-    @property
-    def vectors_at_once(self) -> int:
-        """How many vectors should be backpropagated at once."""
-        size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(BYTES // max(size, 1), 1)
-
-    def parts(self, u: Tensor) -> Iterator[Part]:
-        """Yield the gradients of layers' uses of parameters, one by one.
-
-        Args:
-            u: What is backpropagated, ``[V, *output]``.
-        """
-        return iter(()) if self._batch is None else self._batch.parts(u, by_position=True)
-
-    def backward(self, u: Tensor) -> list[Group]:
-        """Backpropagate vectors; a sample's gradient is that of its own share.
-
-        Args:
-            u: ``[V, *output]``.
-        """
-        known = {} if self._batch is None else self._batch.forms(u)
-        groups: list[Group] = [([name], form) for name, form in known.items()]
-        return groups + self.rest(u)
-
-    def rest(self, u: Tensor) -> list[Group]:
-        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
-        groups: list[Group] = []
-        if self._rest:
-            space = self._bound.space.restricted(self._rest)
-
-            def apply(alone: Tensor, out: Columns) -> None:
-                self._apply(alone.flatten(0, 1), out)
-
-            groups.append(one_by_one(apply, space, u))
-        return groups

@@ -12,8 +12,9 @@ from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.alone import SamplesAlone
+from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import written
-from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
 

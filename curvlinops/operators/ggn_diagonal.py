@@ -9,8 +9,9 @@ from torch import Tensor
 from curvlinops.core.columns import add
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
-from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.core.data import Batches
 from curvlinops.core.risk import BatchRisk
 from curvlinops.layers.factors import relation
-from curvlinops.layers.samples import SampleGradients
+from curvlinops.layers.gradients import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, axes_of, bases

@@ -8,7 +8,8 @@ from torch import Tensor
 from curvlinops.core.data import Batch, Batches
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import ParameterSpace
-from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block

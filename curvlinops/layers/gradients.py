@@ -1,0 +1,68 @@
+"""Gradients of the samples of a batch, by layers' rules where these are known."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.core.space import Columns
+from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.groups import Group, one_by_one
+from curvlinops.layers.parts import Part
+from curvlinops.layers.products import BYTES
+
+
+class SampleGradients:
+    """Gradients of the samples of a batch.
+
+    Attributes:
+        output: The model's output.
+        num_samples: N; each sample has as many neighboring rows of the output, normally one.
+        fallbacks: Why parameters are treated sample by sample.
+    """
+
+    def __init__(self, bound: BoundModel, batch: RecordedBatch | None, fallbacks: dict[str, str]):
+        self._bound, self._batch, self.fallbacks = bound, batch, dict(fallbacks)
+        names = [] if batch is None else batch.names
+        self._rest = [name for name in bound.leaves() if name not in names]
+        if self._rest:
+            self._apply, self.output = transposed_jacobian(bound)
+        else:
+            self.output = batch.model_output.detach()
+        self.num_samples = len(self.output) if batch is None else batch.num_samples
+
+    @property
+    def vectors_at_once(self) -> int:
+        """How many vectors should be backpropagated at once."""
+        size = self.output.nbytes if self._batch is None else self._batch.num_bytes
+        return max(BYTES // max(size, 1), 1)
+
+    def parts(self, u: Tensor) -> Iterator[Part]:
+        """Yield the gradients of layers' uses of parameters, one by one.
+
+        Args:
+            u: What is backpropagated, ``[V, *output]``.
+        """
+        return iter(()) if self._batch is None else self._batch.parts(u, by_position=True)
+
+    def backward(self, u: Tensor) -> list[Group]:
+        """Backpropagate vectors; a sample's gradient is that of its own share.
+
+        Args:
+            u: ``[V, *output]``.
+        """
+        known = {} if self._batch is None else self._batch.forms(u)
+        groups: list[Group] = [([name], form) for name, form in known.items()]
+        return groups + self.rest(u)
+
+    def rest(self, u: Tensor) -> list[Group]:
+        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
+        groups: list[Group] = []
+        if self._rest:
+            space = self._bound.space.restricted(self._rest)
+
+            def apply(alone: Tensor, out: Columns) -> None:
+                self._apply(alone.flatten(0, 1), out)
+
+            groups.append(one_by_one(apply, space, u))
+        return groups

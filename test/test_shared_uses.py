@@ -1,0 +1,241 @@
+"""Uses with one row for all samples: written into tensors, scaled by constants; never one's own."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_layers import check, loop
+from torch import Tensor, nn
+
+from curvlinops import (
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+from curvlinops.layers.check import shares
+from curvlinops.layers.detection import digits, proofs, weights
+
+
+class Written(nn.Module):
+    """A matrix whose entries are written one after the other."""
+
+    def __init__(self, write: Callable[[nn.Module, Tensor, Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.w = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 3))
+        self.rows, self.columns = torch.tril_indices(3, 3)
+        self.first = nn.Linear(3, 3)
+        self.write = write
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x).tanh()
+        return z @ self.write(self, x.new_zeros(3, 3), z) + self.w.sum() + self.p.sum()
+
+
+def triangle(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    A[net.rows, net.columns] = net.p
+    return A
+
+
+def product(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    L = triangle(net, A, z)
+    return L @ L.T
+
+
+def symmetric(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    A[net.rows, net.columns] = net.p
+    A[net.columns, net.rows] = net.p
+    return A
+
+
+def copied(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    A.copy_(net.w)
+    return A
+
+
+def by_rows(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    A[0] = net.w[0]
+    A[1] = 2 * net.w[1]
+    A[2, 2] = 1.0
+    A[0, 0] = net.p[0] * net.p[1]
+    return A
+
+
+def with_constants(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    A[0] = net.w[0]
+    A[1] = torch.ones(3).to(A)
+    A[2].copy_(torch.eye(3)[2])
+    return A
+
+
+def with_all_samples(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    """The first row is that of the parameters, the second one of all samples' weights."""
+    A[0] = net.w[0]
+    A[1] = net.first.weight.sum(0)
+    return A
+
+
+def with_others(net: Written, A: Tensor, z: Tensor) -> Tensor:
+    """What is written also enters by itself, before and afterwards."""
+    A[0] = net.w[0] * A.new_tensor([1.0, 2.0, 3.0])
+    A[:, 1] += net.p[:3]
+    A *= net.p[3]
+    return A
+
+
+WRITTEN = {
+    w.__name__: w
+    for w in (
+        *(triangle, product, symmetric, copied, by_rows, with_constants),
+        *(with_all_samples, with_others),
+    )
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_parameters_written_into_a_matrix(name: str, caplog):
+    torch.manual_seed(1)
+    net = Written(WRITTEN[name])
+    with caplog.at_level(logging.INFO, "curvlinops"):
+        check(net, [torch.randn(3, 3), torch.randn(2, 3)], covered=name != "with_others")
+    assert "recursion" not in caplog.text
+
+
+def into_rows(net: Written, z: Tensor) -> Tensor:
+    x = z.detach().clone()
+    x[:, 0] = net.p[0]
+    return x
+
+
+def into_outputs(net: Written, z: Tensor) -> Tensor:
+    z = z.clone()
+    z[:, 0] = net.p[0]
+    z[:, 1] = z[:, 0].clone() * net.p[1]
+    return z
+
+
+class Overwritten(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self, self.first(x).tanh()) @ self.w
+
+
+@pytest.mark.parametrize("write", [into_rows, into_outputs])
+def test_parameters_written_into_rows_of_samples(write: Callable):
+    torch.manual_seed(1)
+    check(Overwritten(write), [torch.randn(3, 3), torch.randn(2, 3)], covered=False)
+
+
+@pytest.mark.parametrize("name", ["triangle", "symmetric", "copied"])
+def test_written_parameters_take_few_passes(name: str):
+    net = Written(WRITTEN[name]).double()
+    net.write = counted = Counted(net.write)
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 3).double()) for n in (3, 2)]
+    params = list(net.parameters())
+    PerSampleGradientLinearOperator(net, nn.MSELoss(), params, data).norms()
+    assert counted.calls < 40
+
+
+class Counted:
+    def __init__(self, write: Callable):
+        self.write, self.calls = write, 0
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        COUNTS.append(self)  # an attribute would be as before after each pass
+        self.calls = COUNTS.count(self)
+        return self.write(*args)
+
+
+COUNTS: list[Counted] = []
+
+
+# --- what all samples share
+
+
+class Scaled(nn.Module):
+    """One number scales all samples; its gradient may look like a multiple of any one's."""
+
+    def __init__(self, entries: int):
+        super().__init__()
+        self.a, self.h = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.t = nn.Parameter(torch.full((entries,), 0.7))
+        self.register_buffer("scale", torch.full((entries,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.tanh(self.a(x)) * (self.scale * self.t))
+
+
+DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 2), (8, 5), (1, 8), (16, 16), (64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixtures_of_samples_are_not_taken_for_one(dtype: torch.dtype, sizes: tuple[int, ...]):
+    """By chance, some of these nets make a mixture that is near one sample's weight."""
+    loss = nn.CrossEntropyLoss()
+    for seed in range(15):
+        torch.manual_seed(seed)
+        net = Scaled(1).to(dtype)
+        data = [(torch.randn(n, 5, dtype=dtype), torch.randint(3, (n,))) for n in sizes]
+        rows = loop(net, [net.t], data, loss)
+        for options in ({}, {"check_deterministic": False}):
+            found = PerSampleGradientLinearOperator(net, loss, [net.t], data, **options).dense()
+            assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), (seed, options)
+
+
+def test_all_quantities_of_what_samples_share():
+    loss = nn.CrossEntropyLoss()
+    for seed in (3, 17, 21, 22):
+        torch.manual_seed(seed)
+        net = Scaled(1).double()
+        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (5, 2)]
+        arguments = (net, loss, [net.t], data)
+        ggn = (GGNLinearOperator(*arguments) @ torch.ones(1).double())[0]
+        exact = {"fisher_type": "type-2", "fallback": "dense"}
+        for found in (
+            GGNDiagonalLinearOperator(*arguments).trace(),
+            KFACLinearOperator(*arguments, **exact).trace(),
+            EKFACLinearOperator(*arguments, **exact).trace(),
+        ):
+            torch.testing.assert_close(found, ggn, rtol=1e-8, atol=0.0)
+        J = JacobianLinearOperator(net, [net.t], data)
+        dense = J @ torch.eye(1).double()
+        torch.testing.assert_close(J.gram(), dense @ dense.T, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("entries", [1, 4])
+def test_later_batches_with_more_samples_than_one(entries: int):
+    """A batch of one sample says nothing of how rows belong to samples."""
+    loss = nn.CrossEntropyLoss()
+    for seed in range(10):
+        torch.manual_seed(seed)
+        net = Scaled(entries).double()
+        params = list(net.parameters())
+        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (1, 4, 1, 3)]
+        operator = PerSampleGradientLinearOperator(net, loss, params, data)
+        rows = loop(net, params, data, loss)
+        torch.testing.assert_close(operator.dense(), rows, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-3])
+def test_weights_that_confirm_have_nothing_to_do_with_those_that_tell(tolerance: float):
+    like = torch.zeros(1).double()
+    for num_samples in (*range(3, 40), 64, 1000):
+        telling = [weights(num_samples, like), *digits(num_samples, tolerance, like)]
+        confirming = [*proofs(num_samples, tolerance, like), shares(num_samples, like)]
+        for first in telling:
+            basis = torch.stack([torch.ones_like(first), first], 1)
+            for second in confirming:
+                rest = second - basis @ torch.linalg.lstsq(basis, second[:, None]).solution[:, 0]
+                assert rest.square().mean().sqrt() > 0.1
+
+
+def test_digits_tell_all_samples_apart():
+    for num_samples in (2, 3, 64, 1000):
+        for tolerance in (1e-6, 1e-3, 0.15):
+            found = torch.stack(digits(num_samples, tolerance, torch.zeros(1).double()), 1)
+            assert len(found.unique(dim=0)) == num_samples
