@@ -11,9 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from contract import ALL, CASES
+from contract import ALL, CASES, matrix
+from problems import Problem
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from curvlinops import TorchLinearOperator
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
@@ -422,3 +425,43 @@ class Keeping(nn.Module):
         self.size = self.weight.square().sum()
         self.cubes.append(self.weight.pow(3).sum())
         return x * self.weight
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2.0
+
+
+class Attached(nn.Linear):
+    """The same by what is kept at the parameters, as Opacus and muP do."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.weight.width, self.weight.seen, self.weight.count = 2.0, [], 0
+        self.bias.label = "bias"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.seen.append(len(x))
+        self.weight.count += 1
+        assert self.bias.label == "bias"
+        return super().forward(x) / self.weight.width
+
+
+@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("kind", ["list", "copies", "some"])
+def test_attributes_of_parameters(kind: str, case: str):
+    """Tensors that replace parameters have them; what is written there is lost."""
+
+    def build(layer: type) -> tuple[nn.Module, TorchLinearOperator]:
+        torch.manual_seed(0)
+        net = nn.Sequential(layer(3, 4), nn.Tanh(), layer(4, 2)).double()
+        params = list(net.parameters())[: 3 if kind == "some" else 4]
+        if kind == "copies":
+            params = {name: param.detach().clone() for name, param in net.named_parameters()}
+        data = [(torch.rand(n, 3).double(), torch.randint(2, (n,))) for n in (4, 3)]
+        return net, ALL[case].build(Problem(net, nn.CrossEntropyLoss(), params, data, mc=True))
+
+    (net, operator), (_, expected) = build(Attached), build(Halved)
+    for _ in range(3):  # kept graphs
+        torch.testing.assert_close(matrix(operator), matrix(expected), rtol=1e-10, atol=1e-12)
+    assert net[0].weight.seen == [] and net[0].weight.count == 0

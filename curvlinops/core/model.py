@@ -15,6 +15,7 @@ from curvlinops.core.parameters import (
     check_initialized,
     check_params,
     named_parameters,
+    with_attributes,
     without_ties,
 )
 from curvlinops.core.protection import protected
@@ -167,7 +168,8 @@ class ModuleModel(Model):
     @contextmanager
     def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
         """Swap the module's parameters: those that are not differentiated become constants."""
-        swap = {id(target): values[name] for name, target in self._targets.items()}
+        own = self._targets.items()
+        swap = {id(param): with_attributes(values[name], param) for name, param in own}
         missing = {id(target): name for name, target in self._targets.items()}
         with protected(self.roots, state):
             for module in self.module.modules():

@@ -1,5 +1,6 @@
 """The user's parameters: their names, and what they must be."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -87,7 +88,16 @@ def check_initialized(tensors: Mapping[str, Tensor]) -> None:
 
 def alias(param: Tensor) -> Tensor:
     """Return the same values without history (a copy where autograd refuses the tensor)."""
-    return param.detach().clone() if param.is_inference() else param.detach()
+    values = param.detach().clone() if param.is_inference() else param.detach()
+    return with_attributes(values, param)
+
+
+def with_attributes(values: Tensor, param: Tensor) -> Tensor:
+    """Give a tensor that replaces a parameter what users and libraries have attached to this."""
+    for name, value in vars(param).items():
+        if name not in vars(values):
+            setattr(values, name, copy.copy(value) if type(value) in (list, dict, set) else value)
+    return values
 
 
 def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
