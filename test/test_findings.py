@@ -378,7 +378,6 @@ class Opaque:
         (twice, Wrong.apply),
         (nn.Tanh(), nn.ReLU()),
     ],
-    ids=str,
 )
 def test_structures_differ(first, second):
     assert Structure.of(first) == Structure.of(copy.deepcopy(first))
