@@ -110,6 +110,23 @@ def test_biases_alone():
     assert sorted(mixed._gradient_covariances) == ["0", "2"]
 
 
+def test_programs_that_read_one_factor_copy_one(monkeypatch):
+    """They read the whole attribute once for each module."""
+    K = _operator(nn.Linear(8, 4), (8,))
+    K.compute_kronecker_factors()
+    K.mapping  # noqa: B018
+    copies, clone = [], torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda x, **kwargs: copies.append(x) or clone(x, **kwargs)
+    )
+    own = K._input_covariances, K._gradient_covariances
+    assert not copies
+    for factors in own:
+        factors["layer"].mul_(2)
+    assert len(copies) == 2
+    assert len(own[0]) == len(own[1]) == 2
+
+
 def test_more_data_is_read():
     K = _operator(*PLAIN["linear"])
     before = K._input_covariances["layer"]

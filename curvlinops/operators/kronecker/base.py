@@ -23,10 +23,10 @@ from curvlinops.operators.kronecker.options import (
 from curvlinops.operators.kronecker.passes import Passes
 from curvlinops.operators.kronecker.report import (
     BlockReport,
+    Copies,
     ModuleFactors,
     by_module,
     check_pairs,
-    dense,
     report,
 )
 from curvlinops.operators.kronecker.sums import Sums
@@ -175,8 +175,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
         ``[G, I, I]``.
         """
-        modules = self._by_module().items()
-        return {name: found.inputs.clone() for name, found in modules if found.inputs is not None}
+        return {name: A.clone() for name, A in self._parts("inputs").items()}
 
     @property
     def gradient_covariances(self) -> dict[str, Tensor]:
@@ -184,7 +183,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix.
         """
-        return {name: found.gradients.clone() for name, found in self._by_module().items()}
+        return {name: B.clone() for name, B in self._parts("gradients").items()}
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
@@ -196,13 +195,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self._modules = by_module(self._factors(), self.space.names)
         return self._modules
 
+    def _parts(self, kind: str) -> dict[str, Tensor]:
+        found = {name: getattr(each, kind) for name, each in self._by_module().items()}
+        return {name: matrix for name, matrix in found.items() if matrix is not None}
+
     def _dense_pairs(self) -> "KroneckerFactoredLinearOperator":
         check_pairs(self._computed().blocks, self._by_module(), self._options.fisher_type)
         return self
 
     # names that published programs read, which rely on one dense pair for each weight
-    _input_covariances = property(lambda self: self._dense_pairs().input_covariances)
-    _gradient_covariances = property(lambda self: dense(self._dense_pairs().gradient_covariances))
+    _input_covariances = property(lambda self: Copies(self._dense_pairs()._parts("inputs")))
+    _gradient_covariances = property(lambda self: Copies(self._dense_pairs()._parts("gradients")))
     _mapping = property(lambda self: self._dense_pairs().mapping)
 
     # --- saving

@@ -1,6 +1,6 @@
 """What the blocks of an approximation are, and their factors by module."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -145,9 +145,28 @@ def check_pairs(
             )
 
 
-def dense(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return matrices, of which some are given as their diagonals."""
-    return {name: M.diag_embed() if M.ndim == 1 else M for name, M in matrices.items()}
+class Copies(Mapping):
+    """Dense matrices by name, copied when they are read: published programs read one at a time.
+
+    Args:
+        matrices: The matrices, or their diagonals.
+    """
+
+    def __init__(self, matrices: Mapping[str, Tensor]):
+        self._matrices = matrices
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a copy of a matrix."""
+        matrix = self._matrices[name]
+        return matrix.diag_embed() if matrix.ndim == 1 else matrix.clone()
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names."""
+        return iter(self._matrices)
+
+    def __len__(self) -> int:
+        """Return the number of matrices."""
+        return len(self._matrices)
 
 
 def _single(factor: Factor) -> Tensor:
