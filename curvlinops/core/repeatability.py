@@ -71,7 +71,7 @@ def _observe(
     with preserved_rng(risk.space.device):
         seed_everything(seed)
         risk.run(step, "check_deterministic", purpose=None if risk.loss is None else "gradient")
-    if seed == 0:
+    if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
         risk.scale(terms)
     return observations
 

@@ -20,6 +20,7 @@ from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, Structure, recall, whole
 from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
+from curvlinops.core.parallel import Ranks
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
@@ -34,6 +35,7 @@ class BatchRisk:
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
         self._risk = risk
         self.batch = batch
+        self.number = risk.ranks.number(batch.index)  # seeds what is random on it
         self.space = risk.space
         self.loss = risk.loss
         self.leaves, self.constants = risk.model.leaves, risk.model.constants
@@ -161,6 +163,7 @@ class EmpiricalRisk:
         batches: The data.
         progressbar: Whether to show a progress bar during passes over the data.
         name: Names the operator in progress bars.
+        ranks: The processes that have other data of the same risk.
 
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
@@ -175,11 +178,12 @@ class EmpiricalRisk:
         batches: Batches,
         progressbar: bool = False,
         name: str = "",
+        ranks: Ranks | None = None,
     ):
         self.model, self.loss, self.batches = model, loss, batches
-        self.progressbar, self.name = progressbar, name
+        self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
-        self._term_size: int | None = None
+        self.term_size: int | None = None
         self.values_checked = loss is None
         self.examination = Examination(model)
         self.findings: Findings | None = None
@@ -220,8 +224,7 @@ class EmpiricalRisk:
         self.loss = loss
         self.values_checked = loss is None
         self.examination.forget()
-        self.findings = None
-        self._term_size = None
+        self.findings = self.term_size = None
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.
@@ -240,12 +243,12 @@ class EmpiricalRisk:
         except ValueError as error:
             raise ValueError(f"Batch {batch.index}: {error}") from error
         size = self.loss.term_size(output)
-        if self._term_size is None:
-            self._term_size = size
-        if size != self._term_size:
+        if self.term_size is None:
+            self.term_size = size
+        if size != self.term_size:
             raise ValueError(
                 f"Batch {batch.index} has outputs with a last axis of length {size}, others "
-                f"{self._term_size}; their mean is not defined. Use reduction='sum', or batches "
+                f"{self.term_size}; their mean is not defined. Use reduction='sum', or batches "
                 "that agree."
             )
         return self.loss.denominator(output, batch.y)
@@ -283,8 +286,10 @@ class EmpiricalRisk:
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 
-        self.run(step, "gradient_and_loss", start)
-        scale = self.scale(total)
+        with self.ranks.together(self, "gradient_and_loss"):
+            self.run(step, "gradient_and_loss", start)
+        self.ranks.add(self.space.join(gradient))
+        loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(total))
         return {name: column * scale for name, column in gradient.items()}, loss * scale
 
     def to(self, device: torch.device | str) -> None:

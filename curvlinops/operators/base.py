@@ -20,6 +20,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
@@ -62,6 +63,8 @@ class DataLinearOperator(TorchLinearOperator):
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
             and passes a dot-test on the first batch, or its first samples; what that finds also
             serves later operators, while nothing but the numbers in tensors is different.
+        process_group: A ``torch.distributed.ProcessGroup``, whose processes have different data of
+            one risk; all of them multiply together. Default: all data is here.
 
     Attributes:
         risk: Model, loss and data as the empirical risk L.
@@ -100,23 +103,27 @@ class DataLinearOperator(TorchLinearOperator):
         cache: str | int = "auto",
         chunk_size: int | None = None,
         autodiff: str = "auto",
+        process_group: "torch.distributed.ProcessGroup | None" = None,
     ):
         cache = check_cache(cache, autodiff)
         self.autodiff = check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
-        model = wrap_model(model_func, params)
-        self._loss_arguments = (loss_func, reduction)
-        loss = self._wrap_loss(loss_func, reduction)
-        batches = Batches(data, batch_size_fn, num_data)
-        self.risk = EmpiricalRisk(model, loss, batches, progressbar, type(self).__name__)
-        self._blocks = split_blocks(self.risk.space.names, block_sizes)
+        self._loss_arguments, name = (loss_func, reduction), type(self).__name__
+        ranks = Ranks(process_group)
+        with ranks.guarded():
+            model = wrap_model(model_func, params)
+            loss = self._wrap_loss(loss_func, reduction)
+            batches = Batches(data, batch_size_fn, num_data)
+            self.risk = EmpiricalRisk(model, loss, batches, progressbar, name, ranks)
+            self._blocks = split_blocks(self.risk.space.names, block_sizes)
         self._chunk_size = chunk_size
         # whoever does not want checks gets none on the batches either
         self._trusting = not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
-        self._kept = Keeper(cache, type(self).__name__)
+        self._kept = Keeper(cache, name)
         self._checked: set[tuple[bool, ...]] = set()
-        self._check_model()
+        with ranks.together(self.risk, "__init__", blocks=self._blocks):
+            self._check_model()
         super().__init__(*self._spaces())
 
     # --- what a subclass says
@@ -161,7 +168,7 @@ class DataLinearOperator(TorchLinearOperator):
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         if num_columns == 0 or not both:
             return out
-        total: Tensor | float = 0.0
+        total, ranks = 0.0, self.risk.ranks
 
         def step(bound: BatchRisk) -> None:
             nonlocal total
@@ -171,10 +178,11 @@ class DataLinearOperator(TorchLinearOperator):
                 terms = apply(V, product)
             total = total + terms
 
-        self._run(step, purpose=self._purpose(num_columns * len(both)))
-        scale = self.risk.scale(total)
+        with ranks.together(self.risk, "matmat", columns, wanted=codomain.names) as columns:
+            self._run(step, purpose=self._purpose(num_columns * len(both)))
+        scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
-            codomain.join(out).mul_(scale)
+            flat.mul_(scale)
         self._check_finite(out, codomain)
         return out
 
@@ -273,8 +281,7 @@ class DataLinearOperator(TorchLinearOperator):
         flags = tuple(m.training for root in self.risk.model.roots for m in root.modules())
         if flags in self._checked:
             return
-        names = uses_batch_statistics(self.risk.model.roots)
-        if names:
+        if names := uses_batch_statistics(self.risk.model.roots):
             report_batch_statistics(names, type(self).__name__ if self._per_sample else None)
         if not self._trusting:
             check_repeatable(self.risk, independent=self._per_sample)

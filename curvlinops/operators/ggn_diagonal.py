@@ -74,8 +74,11 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
                 for _, form in gradients.backward(u):
                     trace = trace + form.squared_norms().sum()
 
-        self._run(step)
-        trace = trace.to(self.torch_dtype) * self.risk.scale(total)
+        ranks = self.risk.ranks
+        with ranks.together(self.risk, "trace"):
+            self._run(step)
+        scale = self.risk.scale(ranks.total(total))
+        trace = ranks.total(trace).to(self.torch_dtype) * scale
         number = ParameterSpace.flat(1, trace.dtype, trace.device)
         self._check_finite({"": trace.reshape(1, 1)}, number)
         return trace
@@ -91,8 +94,11 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
             add(out, slice(None), squares)
             total = total + terms
 
-        self._run(step)
-        self.space.join(out).mul_(self.risk.scale(total))
+        ranks = self.risk.ranks
+        with ranks.together(self.risk, "diagonal"):
+            self._run(step)
+        scale = self.risk.scale(ranks.total(total))
+        ranks.add(self.space.join(out)).mul_(scale)
         self._check_finite(out, self.space)
         return out
 

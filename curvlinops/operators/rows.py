@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class RowsLinearOperator(DataLinearOperator):
 
     A subclass says which, and in which direction it multiplies.
     """
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any):
+        if process_group is not None:
+            raise ValueError(
+                f"{type(self).__name__} has rows for the data of one process: omit process_group."
+            )
+        super().__init__(*args, **kwargs)
 
     def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
         """Return the linear function at a given output, and its adjoint."""

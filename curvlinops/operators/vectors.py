@@ -33,7 +33,7 @@ def check_sampling(
 def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
     bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-    generator = seeded(output.device, seed, bound.batch.index)
+    generator = seeded(output.device, seed, bound.number)
     return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
 
@@ -69,7 +69,7 @@ def signed_hessian_roots(
     if roots.shape[2] <= 1:
         yield bound.loss.from_terms(roots.flatten(1, 2), output)
         return
-    generator = seeded(output.device, seed, bound.batch.index)
+    generator = seeded(output.device, seed, bound.number)
     for _ in range(num_draws):
         draw = torch.randint(2, roots.shape[1:3], generator=generator, device=roots.device)
         signs = (2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5

@@ -39,7 +39,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """A block-diagonal approximation whose blocks are made of small matrices.
 
     The matrices are computed at the first use, and then kept: they do not follow changes of the
-    model or of the data. ``compute_kronecker_factors`` computes them anew.
+    model or of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``
+    all processes have to do so, or to use them for the first time, together.
 
     Args:
         *args: Shared arguments, see ``DataLinearOperator``.
@@ -106,7 +107,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         # factors that sum over all rows do not depend on which belongs to which sample; of exact
         # blocks the first batch decides
         trusting = self._trusting or not (self._options.reduced or self._corrected)
-        self._passes = Passes(type(self).__name__, self.space, self._options, terms, trusting)
+        self._passes = Passes(type(self).__name__, self.risk, self._options, terms, trusting)
         self._sums: Sums | None = None
         self._forget()
 
@@ -132,9 +133,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._computed()
-        more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
-        self._passes.add(self._run, more, Batches([batch], self.risk.batches.batch_size_fn))
-        more.num_batches -= sums.num_batches
+        batches = Batches([batch], self.risk.batches.batch_size_fn)
+        more = self._passes.sum_over_more(self._run, sums, batches)
         self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.parallel import Ranks
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import Form, squared_sum
@@ -15,7 +16,7 @@ from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, add
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.factors import Factor
+from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.together import decompose
 
 
@@ -42,6 +43,16 @@ class Basis:
             for factor in (self.outputs, self.inputs)
         )
         return Basis(self.kind, *moved, self.bias)
+
+    def shared(self, ranks: Ranks) -> "Basis":
+        """Return the first rank's basis: eigenvectors are not unique."""
+        if ranks.size == 1:
+            return self
+        same = (
+            Dense(ranks.first(axis.tensor), symmetric=False) if isinstance(axis, Dense) else axis
+            for axis in (self.outputs, self.inputs)
+        )
+        return Basis(self.kind, *same, self.bias)
 
     def turned(self, kind: Kind) -> "Basis":
         """Return the basis of the transposed matrices, which are of another kind."""

@@ -1,5 +1,6 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
+from collections.abc import Sequence
 from math import isclose
 from typing import Any
 
@@ -68,7 +69,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
         sums = self._passes.sum_over_all(self._run)
-        found = bases(self._factors(sums))
+        found = self._bases_of(self._factors(sums))
         moments = self._correct(sums, found, None)
         self._replace(sums, found, moments)
 
@@ -101,7 +102,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             operator._check_present()
         super().merge(other)
         after, self._sums = self._sums, before  # should a further pass fail
-        found, moments = bases(self._factors(after)), {}
+        found, moments = self._bases_of(self._factors(after)), {}
         for operator in (self, other):
             more = operator._correct(operator._sums, found, None, blocks=after.blocks)
             moments = _added(moments, more)
@@ -125,7 +126,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             found[number] = basis.turned(kind) if turned else basis
             moments[number] = moment.mT if turned else moment
         new = [BlockFactors(f.block) if n in found else f for n, f in enumerate(factors)]
-        return found | bases(new), moments
+        return found | self._bases_of(new), moments
+
+    def _bases_of(self, factors: Sequence[BlockFactors]) -> dict[int, Basis]:
+        """Return the eigenbases of blocks, which all ranks have from the first one."""
+        ranks = self.risk.ranks
+        return {number: basis.shared(ranks) for number, basis in bases(factors).items()}
 
     def _replace(self, sums: Sums, found: dict[int, Basis], moments: dict[int, Tensor]) -> None:
         self._sums, self._bases, self._moments = sums, found, moments
@@ -163,7 +169,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     moment = found[number].second_moment(parts).to(self.torch_dtype)
                     moments = _added(moments, {number: moment})
 
-        last = self._passes.visit(self._run, add, batches, first)
+        ranks = self.risk.ranks
+        with self._passes.together("eigenvalues"):
+            last = self._passes.visit(self._run, add, batches, first)
+        last, terms = ranks.largest(last), ranks.total(terms)
+        moments = ranks.add_all(moments, self.device)
         same = last == sums.num_batches and isclose(float(terms), float(sums.terms), rel_tol=1e-5)
         if batches is None and not same:
             raise ValueError(_NOT_PRESENT)

@@ -1,13 +1,14 @@
 """Passes over data that add up what Kronecker-factored approximations are made of."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
 
 from curvlinops.core.data import Batch, Batches
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import ParameterSpace
+from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
@@ -26,7 +27,7 @@ class Passes:
 
     Args:
         name: Names the operator in messages.
-        space: The parameters.
+        risk: Model, loss and data.
         options: The options of the approximation.
         terms_per_sample: How many terms each sample has to have; ``None`` for any number.
         trusting: See ``SampleBackward``.
@@ -35,14 +36,14 @@ class Passes:
     def __init__(
         self,
         name: str,
-        space: ParameterSpace,
+        risk: EmpiricalRisk,
         options: Options,
         terms_per_sample: int | None,
         trusting: bool,
     ):
-        self._name, self._options = name, options
+        self._name, self._risk, self._options = name, risk, options
         self._terms_per_sample, self._trusting = terms_per_sample, trusting
-        self._estimator = Estimator(space, options)
+        self._estimator = Estimator(risk.space, options)
 
     def plan(self, uses: Uses) -> list[Block]:
         """Choose the structure of all blocks."""
@@ -50,10 +51,51 @@ class Passes:
 
     def sum_over_all(self, run: Run) -> Sums:
         """Return the sums over all data."""
-        sums = Sums()
+        with self.together("factors"):
+            sums = self._sum_over_own(run, Sums())
+        return self._joined(sums, lambda start: self._sum_over_own(run, start))
+
+    def sum_over_more(self, run: Run, sums: Sums, batches: Batches) -> Sums:
+        """Return the sums over other batches than those of given sums."""
+        more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
+        with self.together("update"):
+            self._add(run, more, batches)
+        more = self._joined(more)
+        more.num_batches -= sums.num_batches
+        return more
+
+    def together(self, task: str) -> AbstractContextManager[Any]:
+        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        # ranks never draw the same numbers, whatever the seed
+        options = vars(self._options) | {"reduced": sorted(self._options.reduced), "seed": None}
+        return self._risk.ranks.together(self._risk, task, options=options)
+
+    def _joined(self, sums: Sums, again: Callable[[Sums], Sums] | None = None) -> Sums:
+        """Return the sums over the data of all ranks.
+
+        Args:
+            sums: Those over this one's data.
+            again: Computes these with the structure of other sums, if that may be necessary.
+        """
+        ranks = self._risk.ranks
+        if ranks.size == 1:
+            return sums
+        uses = reduce(Uses.union, ranks.gather_objects(sums.uses))
+        with ranks.guarded():
+            blocks = self.plan(uses)
+            try:
+                sums.adopt(uses, blocks)
+            except ChangedError:
+                if again is None:
+                    raise
+                sums = again(Sums(uses, blocks))
+        return sums.over(ranks, self._risk.space.device)
+
+    def _sum_over_own(self, run: Run, sums: Sums) -> Sums:
+        """Add all data of this rank to sums."""
         while True:
             try:
-                self.add(run, sums, None)
+                self._add(run, sums, None)
             except ChangedError as error:  # once more, with other structure
                 sums = Sums()
                 sums.adopt(error.uses, self.plan(error.uses))
@@ -62,7 +104,7 @@ class Passes:
                 raise ValueError("The data has no sample.")
             return sums
 
-    def add(self, run: Run, sums: Sums, batches: Batches | None) -> None:
+    def _add(self, run: Run, sums: Sums, batches: Batches | None) -> None:
         """Add batches, by default those of all data, to sums."""
 
         def use(bound: BatchRisk, samples: SampleGradients) -> None:

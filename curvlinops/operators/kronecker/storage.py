@@ -244,6 +244,8 @@ def check_kind(own: Any, other: Any) -> None:
     """
     if type(other) is not type(own):
         raise ValueError("Only operators of one class can be merged.")
+    if other.risk.ranks.group is not own.risk.ranks.group:
+        raise ValueError("Only operators with the same process_group can be merged.")
     own.space.check_compatible(other.space)
     check_equal("other operator", other._fingerprint(), own._fingerprint())
 

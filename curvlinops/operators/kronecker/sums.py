@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.parallel import Ranks
 from curvlinops.layers.factors import Kind
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.usage import Uses
@@ -58,7 +59,7 @@ class Sums:
         products: Those of Kronecker structure, by number and kind.
         matrices: The others, by number: ``[G, D, D]``, or diagonals ``[G, D]``.
         terms: The share of the normalization.
-        num_batches: How many batches there were.
+        num_batches: How many batches there were, of the rank that had most.
     """
 
     uses: Uses = NO_USES
@@ -108,6 +109,30 @@ class Sums:
         total.terms = total.terms + added.terms
         total.num_batches += added.num_batches
         return total
+
+    def over(self, ranks: Ranks, device: torch.device) -> "Sums":
+        """Return the sums over the data of all ranks, whose blocks are the same.
+
+        Args:
+            ranks: The ranks, whose batches have numbers up to the largest of theirs.
+            device: Where the sums are.
+        """
+        tensors: dict[tuple, Tensor] = {(number,): x for number, x in self.matrices.items()}
+        for key, own in self.products.items():
+            tensors |= {(*key, n): x for n, x in vars(own).items() if x is not None}
+        matrices, products = {}, {}
+        for key, total in ranks.add_all(tensors, device).items():
+            if len(key) == 1:
+                matrices[key[0]] = total
+            else:
+                products.setdefault(key[:2], {"gradients": None})[key[2]] = total
+        return replace(
+            self,
+            products={key: Factors(**own) for key, own in products.items()},
+            matrices=matrices,
+            terms=ranks.total(self.terms),
+            num_batches=ranks.largest(self.num_batches),
+        )
 
     def agrees(self, other: "Sums") -> bool:
         """Return whether these are sums of the same numbers, but for rounding."""
