@@ -1,0 +1,46 @@
+"""Operators of several processes, each with a part of the data: see parallel_checks.py."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import parallel_checks
+import pytest
+
+#: What all processes together may take, in seconds; those that hang end then.
+LIMIT = 150
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("size", parallel_checks.CHECKS)
+def test_together(size: int, tmp_path: Path):
+    """All checks for a number of processes, since it takes seconds to start these."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "test")))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    logs, processes = [tmp_path / f"log.{rank}" for rank in range(size)], []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, parallel_checks.__file__, str(rank), str(size), tmp_path]
+            with log.open("w") as file:
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+                )
+        with suppress(subprocess.TimeoutExpired):  # then see how far they got
+            for process in processes:
+                process.wait(LIMIT)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, log in enumerate(logs):
+        path = tmp_path / f"found.{rank}"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        failed = [f"{name} on rank {rank}:\n{error}" for name, error in found.items() if error]
+        assert not failed, "\n".join(failed)
+        missing = parallel_checks.CHECKS[size].keys() - found.keys()
+        assert not missing, f"Rank {rank} did not get to {missing}:\n{log.read_text()[-3000:]}"
