@@ -174,17 +174,57 @@ def test_update_keeps_the_basis():
         offset = own.stop
 
 
-def test_merge():
+def shards(p: Problem, count: int, **options) -> list[EKFACLinearOperator]:
+    parts = (replace(p, data=[batch]) for batch in problems.rebatched(p, 1).data[:count])
+    return [build(part, "type-2", check_deterministic=False, **options) for part in parts]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("order", ["one by one", "pairs first", "twice"])
+def test_merge(order: str, joint: bool):
     p = problems.make("mlp-ce-mean")
-    parts = [replace(p, data=[batch]) for batch in p.data]
-    one, two = (build(part, "type-2") for part in parts)
+    operators = shards(p, 4, joint=joint)
+    one, two, three, four = operators
+    data = problems.rebatched(p, 1).data[:4]
+    if order == "twice":  # counts twice
+        for _ in range(2):
+            one.merge(two)
+        data = [data[0], data[1], data[1]]
+    elif order == "pairs first":
+        one.merge(two)
+        three.merge(four)
+        one.merge(three)
+    else:
+        for other in operators[1:]:
+            one.merge(other)
+    whole = build(replace(p, data=data), "type-2", joint=joint)
+    assert error(matrix(one), matrix(whole)) <= 1e-9
+
+
+def test_merge_with_itself():
+    p = problems.make("mlp-ce-mean")
+    operator = build(p, "type-2")
+    for _ in range(2):
+        operator.merge(operator)
+    operator.to_device("cpu")
+    whole = build(replace(p, data=4 * p.data), "type-2")
+    assert error(matrix(operator), matrix(whole)) <= 1e-9
+
+
+def test_order_of_merges_and_updates():
+    p = problems.make("mlp-ce-mean")
+    (one, two, three), batch = shards(p, 3), p.data[0]
     one.merge(two)
-    expected = matrix(build(p, "type-2"))
-    assert error(matrix(one), expected) <= 1e-9
+    one.update(batch)
     before = matrix(one)
-    with pytest.raises(ValueError, match="not those of the operator's data"):
-        one.merge(two)  # its first pass is not over all of its data any more
+    for first, last in ((one, three), (three, one)):
+        with pytest.raises(ValueError, match="Merge before the first update"):
+            first.merge(last)
     assert torch.equal(matrix(one), before)
+    one.compute_kronecker_factors()  # of its own data alone
+    one.merge(three)
+    data = problems.rebatched(p, 1).data
+    assert error(matrix(one), matrix(build(replace(p, data=data[::2][:2]), "type-2"))) <= 1e-9
 
 
 class Heads(nn.Module):

@@ -1,6 +1,7 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
 from collections.abc import Sequence
+from functools import reduce
 from math import isclose
 from typing import Any
 
@@ -27,10 +28,10 @@ from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 _NOT_PRESENT = (
-    "The factors are not those of the operator's data at the present state of the model, so that "
-    "no second pass can correct their eigenvalues: it was updated, merged, or loaded with other "
-    "data, or the model, its parameters or the data changed. Build one operator on all data, or "
-    "merge KFACLinearOperators."
+    "The factors are not those of the operator's data, and of what was merged, at the present "
+    "state of the model, so that no second pass can correct their eigenvalues: it was updated, or "
+    "loaded with other data, or the model, its parameters or the data changed. Merge before the "
+    "first update, build one operator on all data, or merge KFACLinearOperators."
 )
 
 
@@ -65,6 +66,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             )
         self._bases: dict[int, Basis] = {}
         self._moments: dict[int, Tensor] = {}
+        self._merged: list[EKFACLinearOperator] = []
 
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
@@ -91,28 +93,37 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data twice more.
 
+        So do all that were merged before, which are kept for that.
+
         Raises:
             ValueError: If the other one is of another kind, or has other parameters or options; if
-                the factors of one are not those of its data alone and the model as it is now,
-                because it was updated, merged or loaded from elsewhere, or model or data changed.
+                the factors of one are not those of its data, and of what was merged, and the model
+                as it is now, because it was updated or loaded from elsewhere, or model or data
+                changed.
         """
         before = self._computed()
         check_kind(self, other)
-        for operator in (self, other):
-            operator._check_present()
+        shards = [shard for operator in (self, other) for shard in operator._present()]
         super().merge(other)
         after, self._sums = self._sums, before  # should a further pass fail
         found, moments = self._bases_of(self._factors(after)), {}
-        for operator in (self, other):
-            more = operator._correct(operator._sums, found, None, blocks=after.blocks)
+        for shard, sums in shards:
+            more = shard._correct(sums, found, None, blocks=after.blocks)
             moments = _added(moments, more)
         self._replace(after, found, moments)
+        self._merged = [shard for shard, _ in shards[1:]]
 
-    def _check_present(self) -> None:
-        """Refuse factors that model and data would not give now, when eigenvalues are to follow."""
-        sums = self._computed()
-        if not sums.agrees(self._passes.sum_over_all(self._run)):
+    def _present(self) -> "list[tuple[EKFACLinearOperator, Sums]]":
+        """Return whose data the factors are sums over, with each one's sums, computed anew.
+
+        Raises:
+            ValueError: If the factors are others.
+        """
+        sums, plan = self._computed(), self._passes.plan
+        shards = [(one, one._passes.sum_over_all(one._run)) for one in (self, *self._merged)]
+        if not sums.agrees(reduce(lambda a, b: a.plus(b, plan), [own for _, own in shards])):
             raise ValueError(_NOT_PRESENT)
+        return shards
 
     def _adopted(self, after: Sums) -> tuple[dict[int, Basis], dict[int, Tensor]]:
         """Return bases and moments for the blocks of more data, with new bases for new blocks."""
@@ -134,7 +145,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         return {number: basis.shared(ranks) for number, basis in bases(factors).items()}
 
     def _replace(self, sums: Sums, found: dict[int, Basis], moments: dict[int, Tensor]) -> None:
-        self._sums, self._bases, self._moments = sums, found, moments
+        self._sums, self._bases, self._moments, self._merged = sums, found, moments, []
         self._forget()
 
     def _correct(
@@ -240,6 +251,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         super().to_device(device)
         self._bases = {number: basis.to(device) for number, basis in self._bases.items()}
         self._moments = {number: moment.to(device) for number, moment in self._moments.items()}
+        for shard in self._merged:
+            if shard.device != self.device:
+                shard.to_device(device)
         return self
 
 
