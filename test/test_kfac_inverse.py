@@ -399,8 +399,9 @@ def test_factors_that_overflow():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     data = [(1e25 * torch.rand(5, 3), torch.randint(2, (5,)))]
     operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), data)
-    with pytest.raises(ValueError, match="'0.weight'.*NaN or infinite"):
-        operator.inverse(damping=0.1)
+    for exact in (False, True):
+        with pytest.raises(ValueError, match="'0.weight'.*NaN or infinite"):
+            operator.inverse(damping=0.1, use_exact_damping=exact)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -424,3 +425,25 @@ def test_biases_share_the_inverses_of_their_weights(options: dict, order: int, m
         where = operator.space.slice(f"{name}.bias")
         expected = (B + b * torch.eye(len(B), dtype=B.dtype)).inverse()
         assert error(matrix(inverse)[where, where], expected) <= 1e-10
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_exact_damping_decomposes_once_for_all_dampings(joint: bool, monkeypatch):
+    operator = build("mlp-ce-mean", joint)
+    dense, calls = matrix(operator), []
+    for name in ("eigh", "cholesky_ex"):
+        known = getattr(torch.linalg, name)
+        monkeypatch.setattr(torch.linalg, name, lambda A, f=known: calls.append(A.shape) or f(A))
+    for damping in (1.0, 0.1, 10.0):
+        found = operator.inverse(damping, use_exact_damping=True)
+        expected = torch.linalg.inv(dense + damping * torch.eye(len(dense)).double())
+        assert error(matrix(found), expected) <= 1e-10
+        own = [tuple(A.shape[-2:]) for A in operator.input_covariances.values()]
+        own += [tuple(B.shape[-2:]) for B in operator.gradient_covariances.values()]
+        # equal sizes are decomposed together; a bias shares the factor of its weight
+        assert {tuple(shape[1:]) for shape in calls} == set(own) and len(calls) == len(set(own))
+    operator.update(problems.make("mlp-ce-mean").data[0])  # other factors
+    dense = matrix(operator)
+    found = operator.inverse(0.1, use_exact_damping=True)
+    expected = torch.linalg.inv(dense + 0.1 * torch.eye(len(dense)).double())
+    assert error(matrix(found), expected) <= 1e-10

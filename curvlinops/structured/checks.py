@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import without_graph
+from curvlinops.core.columns import not_finite
 
 
 def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
@@ -26,7 +27,7 @@ def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
         raise ValueError(
             f"{name} must have {' or '.join(map(str, ndim))} axes, got shape {list(tensor.shape)}."
         )
-    if not bool(tensor.isfinite().all()):
+    if not_finite({name: tensor}) is not None:
         raise ValueError(f"{name} contains NaN or infinite values.")
     tensor = without_graph(tensor, name).detach()
     return tensor if tensor.dtype == torch.float64 else tensor.float()

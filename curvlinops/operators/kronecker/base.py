@@ -160,6 +160,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _forget(self) -> None:
         # what was made of the sums
         self._structure: BlockDiagonalLinearOperator | None = None
+        self._structure_factors: list[BlockFactors] = []
         self._modules: dict[str, ModuleFactors] | None = None
 
     # --- what was computed
@@ -261,7 +262,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
         if self._structure is None:
-            blocks = assemble(self._factors(), self.space, self._builder())
+            self._structure_factors = self._factors()
+            blocks = assemble(self._structure_factors, self.space, self._builder())
             self._structure = BlockDiagonalLinearOperator(blocks, self.space)
         return self._structure
 

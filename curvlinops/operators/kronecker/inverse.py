@@ -92,7 +92,7 @@ class Damping:
                 weight add the same to a gradient factor that they have in common.
         """
         retry = self.retry_double_precision
-        if self.exact or not factors.products:
+        if not factors.products:
             whole = operator_of(factors, space)
             return whole.inverse(self.values[1], retry_double_precision=retry)
         damped = [self._damped(product, weight) for product in factors.products]
@@ -168,8 +168,9 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
 
     A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default. That is
     not the inverse of ``B (x) A + a I``, which is what ``use_exact_damping`` computes, by
-    eigendecompositions. Blocks that are no Kronecker products, and all of EKFAC's, have exact
-    damping in any case. The inverse does not follow later changes of ``A``.
+    eigendecompositions, which ``A`` keeps for other dampings. Blocks that are no Kronecker
+    products, and all of EKFAC's, have exact damping in any case. The inverse does not follow later
+    changes of ``A``.
 
     Args:
         A: The operator to invert.

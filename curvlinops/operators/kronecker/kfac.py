@@ -4,7 +4,9 @@ from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factors import Factor
+from curvlinops.structured.shifted import ShiftedLinearOperator
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -34,6 +36,8 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         return lambda factors: operator_of(factors, self.space)
 
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+        if damping.exact:
+            return self._exact_inverse_blocks(damping)
         factors = self._factors()
         inverses: dict[Factor, Factor] = {}
 
@@ -43,3 +47,21 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
             return damping.invert(one, self.space, weight, inverses)
 
         return assemble(factors, self.space, invert)
+
+    def _exact_inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+        """Return the inverses of blocks with one number on the diagonal.
+
+        Their eigendecompositions are those of the structure's factors, which are kept.
+        """
+        shift, retry = damping.values[1], damping.retry_double_precision
+        blocks = dict(self.structure.blocks)
+        if shift:
+
+            def shifted(one: BlockFactors) -> StructuredLinearOperator:
+                block = operator_of(one, self.space)
+                # also one factor, which may be that of another block as well
+                product = len(one.products) == 1
+                return ShiftedLinearOperator(block, shift) if product else block._shifted(shift)
+
+            blocks = assemble(self._structure_factors, self.space, shifted)
+        return BlockDiagonalLinearOperator(blocks).inverse(retry_double_precision=retry).blocks
