@@ -14,6 +14,7 @@ from curvlinops import (
     CGInverseLinearOperator,
     ConvergenceError,
     ConvergenceWarning,
+    GGNLinearOperator,
     IdentityLinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
@@ -288,6 +289,85 @@ def test_negative_curvature_beyond_rounding_is_found(size: float):
             CG((A + A.T) / 2, rtol=1e-10).solve(b)
     with pytest.raises(NegativeCurvatureError, match="-1.0e-17"):
         CG(-1e-17 * np.eye(4)) @ np.ones(4)
+
+
+def steihaug(A: np.ndarray, b: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the direction of negative curvature that textbook CG meets, and the iterate."""
+    r = p = b - A @ x
+    while p @ A @ p > 0:
+        alpha = r @ r / (p @ A @ p)
+        x, old, r = x + alpha * p, r, r - alpha * A @ p
+        p = r + (r @ r) / (old @ old) * p
+    return p / np.linalg.norm(p), x
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20])
+@pytest.mark.parametrize("start", [False, True])
+def test_negative_curvature_has_its_direction_and_the_iterate(start: bool, scale: float):
+    A = np.diag([3.0, 2.0, 1.0, -0.5, 5.0, 4.0])
+    B = np.random.default_rng(0).standard_normal((6, 3))
+    B[3, 1], x0 = 0.0, 1.0 * start * np.arange(6)
+    x0[3] = 0.0
+    expected = [steihaug(A, b, x0) for b in B[:, [0, 2]].T]
+    B *= scale
+    inverse = CG(A, rtol=1e-12, x0=scale * x0)
+    for solve in (inverse.dot, inverse.solve):
+        for i, b in ((0, B[:, 0]), (1, torch.from_numpy(B[:, 2]))):
+            with pytest.raises(NegativeCurvatureError) as caught:
+                solve(b)
+            direction, solution = caught.value.direction, caught.value.solution
+            assert type(direction) is type(solution) is type(b)
+            assert direction.shape == solution.shape == b.shape
+            np.testing.assert_allclose(direction, expected[i][0], atol=1e-10)
+            np.testing.assert_allclose(solution, scale * expected[i][1], atol=1e-10 * scale)
+            assert np.asarray(direction) @ A @ np.asarray(direction) < 0
+        with pytest.raises(NegativeCurvatureError) as caught:
+            solve(B)
+        found = caught.value  # as of the first that meets it
+        assert found.direction.shape == found.solution.shape == B.shape
+        lengths = np.linalg.norm(found.direction, axis=0)
+        assert set(lengths.round(10)) == {0.0, 1.0} and lengths[1] == 0
+        for i in np.flatnonzero(lengths):
+            direction, solution = expected[i // 2]
+            np.testing.assert_allclose(found.direction[:, i], direction, atol=1e-10)
+            np.testing.assert_allclose(found.solution[:, i], scale * solution, atol=1e-10 * scale)
+
+
+def test_negative_curvature_of_several_dampings_and_of_parameters():
+    A, b = np.diag([3.0, 2.0, 1.0, -0.5]), np.random.default_rng(1).standard_normal(4)
+    with pytest.raises(NegativeCurvatureError) as caught:
+        CG(A).solve_shifted(1e3 * b, [2.0, 0.1, 1.0])
+    direction, solution = steihaug(A + 0.1 * np.eye(4), 1e3 * b, np.zeros(4))
+    np.testing.assert_allclose(caught.value.direction, direction, atol=1e-10)
+    np.testing.assert_allclose(caught.value.solution, solution, atol=1e-7)
+    # of another operator that it is a part of, or whose part it is
+    with pytest.raises(NegativeCurvatureError) as caught:
+        CG(np.eye(4), preconditioner=CG(A)) @ torch.from_numpy(b)
+    np.testing.assert_allclose(caught.value.direction.ravel(), steihaug(A, b, 0 * b)[0], 1e-9)
+    v = torch.from_numpy(b).requires_grad_()
+    with pytest.raises(NegativeCurvatureError):
+        torch.func.vmap(CG(A).dot)(torch.from_numpy(b)[None])
+    with pytest.raises(NegativeCurvatureError) as caught:
+        CG(A) @ v
+    np.testing.assert_allclose(caught.value.direction, steihaug(A, b, 0 * b)[0], 1e-9)
+    scaled = IdentityLinearOperator(4) * 2.0
+    with pytest.raises(NegativeCurvatureError) as caught:
+        (TorchLinearOperator.dot(CG(A), scaled)) @ b
+    direction, solution = steihaug(A, 2 * b, np.zeros(4))
+    np.testing.assert_allclose(caught.value.direction, direction[None], atol=1e-10)
+    np.testing.assert_allclose(caught.value.solution, solution[None], atol=1e-10)
+    # parameters
+    p = problems.make("mlp-ce-mean")
+    H = -1.0 * IdentityLinearOperator(GGNLinearOperator(p.model, p.loss, p.params, p.data).space)
+    v = [torch.randn_like(param) for param in p.params]
+    for vector in (v, dict(zip(H.space.names, v, strict=True))):
+        with pytest.raises(NegativeCurvatureError) as caught:
+            CG(H) @ vector
+        found = caught.value.direction
+        assert type(found) is type(vector) and type(caught.value.solution) is type(vector)
+        size = torch.cat([part.flatten() for part in v]).norm()
+        for one, two in zip(found.values() if isinstance(found, dict) else found, v, strict=True):
+            torch.testing.assert_close(one, two / size)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -1,6 +1,6 @@
 """The inverse of a positive definite matrix by conjugate gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -37,6 +37,9 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     that are solved drop out. A singular matrix is fine if the right-hand side lies in its range.
 
     For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
+
+    Truncated Newton methods (Steihaug, 1983) go on where it meets negative curvature: after
+    ``except NegativeCurvatureError as error``, along ``error.direction`` from ``error.solution``.
 
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
@@ -115,7 +118,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         s = _State(place, R, goal, P, rho, torch.zeros_like(goal))
         for _ in range(budget):
             Q = A.multiply(s.P)
-            curvature = _curvature(A, s, Q)
+            curvature = _curvature(A, s, Q, lambda: X, A)
             # a direction without curvature is of no use: the matrix is singular
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.place, scaled(alpha, s.P))
@@ -154,7 +157,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         found, least = [], shifts.min()
         without_graph(B, "The right-hand side")
-        with without_modes():
+        with without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))
@@ -169,11 +172,11 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         goal = 0.9 * (self.rtol * norms(B)).maximum(self.atol / sizes)
         X = torch.zeros(len(B), len(shifts), B.shape[1], dtype=B.dtype, device=B.device)
         count = torch.zeros(len(B), dtype=torch.int64, device=B.device)
-        s = _start_family(B, goal, len(shifts))
+        s, least = _start_family(B, goal, len(shifts)), int(shifts.argmin())
         s.keep(norms(B) > goal)
         for _ in range(self.maxiter if len(s.place) else 0):
             Q = A.multiply(s.P)
-            curvature = _curvature(A, s, Q)
+            curvature = _curvature(A, s, Q, lambda: solutions(X[:, least], sizes / A.unit), self)
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             going = s.zeta.abs() * s.rho.sqrt()[:, None] > s.goal[:, None]
             ratio = _ratio(s, alpha, shifts / A.unit).where(going, 0.0)
@@ -218,8 +221,18 @@ class _Family(_State):
     beta: Tensor
 
 
-def _curvature(A: Products, s: _State, Q: Tensor) -> Tensor:
-    """Return ``<p, A p>``, unless it is negative beyond rounding."""
+def _curvature(
+    A: Products, s: _State, Q: Tensor, found: Callable[[], Tensor], owner: Any
+) -> Tensor:
+    """Return ``<p, A p>``, unless it is negative beyond rounding.
+
+    Args:
+        A: The matrix.
+        s: The state.
+        Q: Its directions, multiplied.
+        found: Returns the solutions so far, for the error.
+        owner: Who knows what these mean.
+    """
     curvature, size = dots(s.P, Q), dots(s.P, s.P)
     s.scale = s.scale.maximum(norms(Q) / size.sqrt())
     rounding = 100 * torch.finfo(Q.dtype).eps * size
@@ -229,11 +242,16 @@ def _curvature(A: Products, s: _State, Q: Tensor) -> Tensor:
     if bool(negative.any()):
         lowest = A.unit * float((curvature / size)[negative].min())
         norm = A.unit * float(s.scale.max())
+        direction = torch.zeros_like(solution := found())
+        direction[s.place[negative]] = scaled(1 / norms(s.P), s.P)[negative]
         raise NegativeCurvatureError(
             f"The matrix is not positive definite: conjugate gradients met a direction of "
             f"curvature {lowest:.1e} (the norm is at least {norm:.1e}). Use "
             "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
-            f"{-lowest:.1e}."
+            f"{-lowest:.1e}.",
+            direction,
+            solution,
+            owner,
         )
     return curvature
 

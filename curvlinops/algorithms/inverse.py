@@ -1,5 +1,7 @@
 """What inverses by Krylov methods share: goals, true residuals, and failures."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, NamedTuple
@@ -7,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.convergence import NegativeCurvatureError, check_on_failure, fail
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
 from curvlinops.core.ambient import without_modes
@@ -127,11 +129,30 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        with without_modes():
+        with without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
             return Solution(write(self.codomain.split(X), self.codomain), *info)
+
+    def _product(self, x: Any, adjoint: bool = False) -> Any:
+        with self._vectors_like(x):
+            return super()._product(x, adjoint)
+
+    @contextmanager
+    def _vectors_like(self, B: Any) -> Iterator[None]:
+        """Let errors have vectors of the kind of some right-hand sides."""
+
+        def written(rows: Tensor) -> Any:
+            with without_modes():
+                _, write = read(B, self.domain)
+                return write(self.domain.split(rows), self.domain)
+
+        try:
+            yield
+        except NegativeCurvatureError as error:
+            error.change(self, written, written)
+            raise
 
     def _apply(self, columns: Columns) -> Columns:
         A = self._products(self.damping)
@@ -171,7 +192,16 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             target = (0.9 * goal[chosen]).maximum(self._limit * residuals[chosen])
             # and what it has spoiled is not worth more products than there were
             budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
-            step, count = self._correct(A, R[chosen], target, budget)
+            try:
+                step, count = self._correct(A, R[chosen], target, budget)
+            except NegativeCurvatureError as error:
+                error.change(
+                    A,
+                    lambda rows, i=chosen: torch.zeros_like(X).index_copy(0, i, rows),
+                    lambda rows, i=chosen: solutions(X.index_add(0, i, rows), sizes / A.unit),
+                    then=self,
+                )
+                raise
             step += X[chosen]
             rest = B[chosen] - A.multiply(step)
             found, before = norms(rest), residuals[chosen]
