@@ -2,6 +2,7 @@
 
 import copy
 from fractions import Fraction
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -20,7 +21,7 @@ from curvlinops import (
     KFACInverseLinearOperator,
     KFACLinearOperator,
 )
-from curvlinops.structured import factors
+from curvlinops.operators.kronecker import inverse as inverses
 
 
 def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **options: Any):
@@ -408,23 +409,24 @@ def test_factors_that_overflow():
 @pytest.mark.parametrize("options", [{}, {"use_heuristic_damping": True}])
 def test_biases_share_the_inverses_of_their_weights(options: dict, order: int, monkeypatch):
     inverted = []
-    invert = factors.inverse
-    monkeypatch.setattr(factors, "inverse", lambda *args: inverted.append(args) or invert(*args))
+    invert = inverses.invert
+    monkeypatch.setattr(inverses, "invert", lambda f, *args: inverted.extend(f) or invert(f, *args))
     p = problems.make("mlp-ce-mean")
     operator = KFACLinearOperator(p.model, p.loss, p.params[::order], p.data, fisher_type="type-2")
     inverse = operator.inverse(0.1, **options)
     assert len(inverted) == 2 * len(operator.mapping)
+    dense = matrix(inverse)
     for name, A in operator.input_covariances.items():
         B = operator.gradient_covariances[name]
         ratio = (A.diagonal().mean() / B.diagonal().mean()).sqrt() if options else 1.0
         a, b = (0.1**0.5 * ratio, 0.1**0.5 / ratio) if options else (0.1, 0.1)
         expected = damped(A, B, float(a), float(b))
         where = operator.space.slice(f"{name}.weight")
-        found = matrix(inverse)[where, where]
+        found = dense[where, where]
         assert error(found, expected) <= 1e-10
         where = operator.space.slice(f"{name}.bias")
         expected = (B + b * torch.eye(len(B), dtype=B.dtype)).inverse()
-        assert error(matrix(inverse)[where, where], expected) <= 1e-10
+        assert error(dense[where, where], expected) <= 1e-10
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -447,3 +449,61 @@ def test_exact_damping_decomposes_once_for_all_dampings(joint: bool, monkeypatch
     found = operator.inverse(0.1, use_exact_damping=True)
     expected = torch.linalg.inv(dense + 0.1 * torch.eye(len(dense)).double())
     assert error(matrix(found), expected) <= 1e-10
+
+
+def _deep(widths: list[int]) -> tuple[nn.Module, list]:
+    torch.manual_seed(0)
+    pairs = pairwise(widths)
+    net = nn.Sequential(*(m for n, k in pairs for m in (nn.Linear(n, k), nn.Tanh()))).double()
+    X, y = torch.randn(20, widths[0]).double(), torch.randint(widths[-1], (20,))
+    return net, [(X, y)]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_heuristic_damping": True}])
+def test_factors_of_equal_size_are_inverted_together(options: dict, monkeypatch):
+    net, data = _deep([4] * 9 + [3, 3, 2])
+    params = dict(net.named_parameters())
+    operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), params, data)
+    expected = {}
+    for name, A in operator.input_covariances.items():
+        B = operator.gradient_covariances[name]
+        ratio = float((A.diagonal().mean() / B.diagonal().mean()).sqrt()) if options else 1.0
+        a, b = (0.1**0.5 * ratio, 0.1**0.5 / ratio) if options else (0.1, 0.1)
+        expected[f"{name}.weight"] = damped(A, B, a, b)
+        expected[f"{name}.bias"] = torch.linalg.inv(B + b * torch.eye(len(B)).double())
+    shapes, known = [], torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda A: shapes.append(A.shape) or known(A))
+    found = operator.inverse(0.1, **options)
+    assert sorted(map(tuple, shapes)) == [(1, 2, 2), (4, 3, 3), (17, 4, 4)]
+    dense = matrix(found)
+    for name, block in expected.items():
+        where = operator.space.slice(name)
+        assert error(dense[where, where], block) <= 1e-10, name
+
+
+@pytest.mark.parametrize("bad", [3, 8])
+def test_of_many_factors_a_bad_one_is_named_or_rescued(bad: int):
+    net, [(X, y)] = _deep([4] * 10 + [2])
+    net, data = net.float(), [(X.float(), y)]
+    operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), dict(net.named_parameters()), data)
+    name = f"{2 * bad}.weight"
+    (number,) = (i for i, block in enumerate(operator.blocks()) if block.names == (name,))
+    state = operator.state_dict()
+
+    def inverse_with(A: Tensor) -> Tensor:
+        changed = state | {f"{number}.0.inputs": (A * state[f"{number}.0.count"].to(A))[None]}
+        operator.load_state_dict(changed)
+        return matrix(operator.inverse((0.0, 0.1)))
+
+    for A in (torch.zeros(4, 4), torch.ones(4, 4)):
+        with pytest.raises(ValueError, match=f"Block '{name}': Factor 1 .* is singular"):
+            inverse_with(A)
+    Q = torch.linalg.qr(torch.randn(4, 4).double()).Q
+    A = (Q * torch.tensor([1, 1e-2, 1e-4, 3e-6]).double() @ Q.T).float()
+    found, inputs = inverse_with((A + A.T) / 2), operator.input_covariances
+    for key, B in operator.gradient_covariances.items():
+        where = operator.space.slice(f"{key}.weight")
+        expected = damped(inputs[key].double(), B.double(), 0.0, 0.1)
+        # float32 promises three digits, and this one has fewer in it
+        tolerance = 1e-6 if f"{key}.weight" == name else 3.5e-4
+        assert error(found[where, where].double(), expected) <= tolerance, key

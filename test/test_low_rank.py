@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.structured import decompositions
-from curvlinops.structured.decompositions import eigh_batched, inverse
+from curvlinops.structured.decompositions import eigh_batched, inverse_batched
 from curvlinops.structured.low_rank import low_rank
 
 DOUBLE = torch.float64
@@ -49,7 +49,7 @@ def test_inverse(shift: float, dtype: torch.dtype, tolerance: float, monkeypatch
     monkeypatch.setattr(decompositions, "_full_inverse", unexpected)
     matrix = gram(shift, dtype)
     expected = torch.linalg.inv(matrix.double())
-    found = inverse(matrix.unsqueeze(0), "A")[0]
+    found = inverse_batched([matrix.unsqueeze(0)], ["A"])[0][0]
     assert (found - expected).norm() <= tolerance * expected.norm()
     assert torch.equal(found, found.T)
 
@@ -57,13 +57,13 @@ def test_inverse(shift: float, dtype: torch.dtype, tolerance: float, monkeypatch
 def test_singular_matrices_have_no_inverse():
     for dtype in (torch.float32, DOUBLE):
         with pytest.raises(ValueError, match="A is singular"):
-            inverse(gram(0.0, dtype).unsqueeze(0), "A")
+            inverse_batched([gram(0.0, dtype).unsqueeze(0)], ["A"])
 
 
 def test_shifts_as_small_as_rounding_are_accurate():
     matrix = gram(1e-5, torch.float32)
     expected = torch.linalg.inv(matrix.double())
-    found = inverse(matrix.unsqueeze(0), "A")[0]
+    found = inverse_batched([matrix.unsqueeze(0)], ["A"])[0][0]
     assert (found - expected).norm() <= 3.5e-4 * expected.norm()
 
 
@@ -100,6 +100,6 @@ def test_some_of_several_matrices():
     matrices = torch.stack([gram(0.1), decaying(), gram(0.2, seed=1)])
     [(values, vectors)] = eigh_batched([matrices], ["A"])
     torch.testing.assert_close(vectors * values.unsqueeze(1) @ vectors.mT, matrices)
-    found = inverse(matrices, "A")
+    (found,) = inverse_batched([matrices], ["A"])
     eye = torch.eye(SIZE, dtype=DOUBLE).expand_as(found)
     torch.testing.assert_close(found @ matrices, eye, rtol=0.0, atol=1e-8)

@@ -170,7 +170,9 @@ class ParameterSpace:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ParameterSpace":
         """Return the same space on another device, and perhaps in another dtype."""
-        return ParameterSpace(self.shapes, dtype or self.dtype, device)
+        device, dtype = torch.device(device), dtype or self.dtype
+        same = (device, dtype) == (self.device, self.dtype)
+        return self if same else ParameterSpace(self.shapes, dtype, device)
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.shapes}, {self.dtype}, '{self.device}')"

@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.columns import not_finite
+from curvlinops.structured.batches import batches
 from curvlinops.structured.eigenvalues import SLACK, rounding, singular
 from curvlinops.structured.low_rank import low_rank, wide_product
 from curvlinops.structured.norms import wide_norm
@@ -35,21 +37,14 @@ def eigh_batched(matrices: Sequence[Tensor], names: Sequence[str]) -> list[tuple
         ValueError: If a matrix has NaN or infinite values.
         RuntimeError: If a matrix cannot be decomposed in float64.
     """
-    for matrix, name in zip(matrices, names, strict=True):
-        if not _is_finite(matrix):
-            raise ValueError(f"{name} contains NaN or infinite values.")
-    groups: dict[tuple, list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        groups.setdefault((matrix.shape[-1], matrix.dtype, matrix.device), []).append(i)
+    _check_finite(matrices, names)
+    flat = [
+        matrix.detach().reshape(prod(matrix.shape[:-2]), *matrix.shape[-2:]) for matrix in matrices
+    ]
     out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
-    for (size, _, _), members in groups.items():
-        stack = [
-            matrices[i].detach().reshape(prod(matrices[i].shape[:-2]), size, size) for i in members
-        ]
-        label = ", ".join(names[i] for i in members)
-        values, vectors = _eigh(stack[0] if len(stack) == 1 else torch.cat(stack), label)
-        counts = [len(part) for part in stack]
-        for i, w, Q in zip(members, values.split(counts), vectors.split(counts), strict=True):
+    for members, sizes, batch in batches(flat):
+        values, vectors = _eigh(batch, ", ".join(names[i] for i in members))
+        for i, w, Q in zip(members, values.split(sizes), vectors.split(sizes), strict=True):
             shape = matrices[i].shape
             out[i] = (w.reshape(shape[:-1]), Q.reshape(shape))
     return out
@@ -106,43 +101,56 @@ def _is_accurate(
     return error <= bound * x.flatten(1).norm(dim=1)  # false for NaN
 
 
-def inverse(matrix: Tensor, name: str, retry_double_precision: bool = True) -> Tensor:
+def inverse_batched(
+    matrices: Sequence[Tensor], names: Sequence[str], retry_double_precision: bool = True
+) -> list[Tensor]:
     """Return the inverses of symmetric matrices, by Cholesky decompositions.
 
-    Matrices that are not positive definite are inverted by their eigendecompositions, if they are
-    clearly nonsingular.
+    Matrices of equal size are inverted together. Those that are not positive definite are inverted
+    by their eigendecompositions, if they are clearly nonsingular.
 
     Args:
-        matrix: Symmetric matrices, ``[G, n, n]``.
-        name: What they are called in messages.
+        matrices: Symmetric matrices, ``[G, n, n]`` each.
+        names: What they are called in messages.
         retry_double_precision: Whether to try again in float64 where the decomposition fails or the
             inverse is inaccurate: for two vectors, with a relative error above 3.5e-4 in float32.
 
     Raises:
-        ValueError: If a matrix is singular to working precision.
+        ValueError: If a matrix is singular to working precision, or has NaN or infinite values.
     """
+    out: list[Tensor] = [None] * len(matrices)  # type: ignore[list-item]
+    for members, sizes, batch in batches(matrices):
+        labels = [names[i] for i, size in zip(members, sizes, strict=True) for _ in range(size)]
+        inverses = _inverse(batch, labels, retry_double_precision)
+        for i, own in zip(members, inverses.split(sizes), strict=True):
+            out[i] = own
+    return out
+
+
+def _inverse(matrix: Tensor, names: Sequence[str], retry_double_precision: bool) -> Tensor:
+    """Invert matrices ``[G, n, n]``."""
     if matrix.numel() == 0:
         return matrix.clone()
-    found = [_low_rank_inverse(one[None]) for one in matrix]
+    found = [_low_rank_inverse(one) for one in matrix]
     if found.count(None) == len(found):
-        return _full_inverse(matrix, name, retry_double_precision)
+        return _full_inverse(matrix, names, retry_double_precision)
     each = [
-        _full_inverse(one[None], name, retry_double_precision) if low is None else low
-        for one, low in zip(matrix, found, strict=True)
+        _full_inverse(one[None], [name], retry_double_precision) if low is None else low
+        for one, name, low in zip(matrix, names, found, strict=True)
     ]
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def _low_rank_inverse(matrix: Tensor) -> Tensor | None:
-    """Return the inverse of a matrix ``[1, n, n]`` of a special kind, if that is accurate."""
-    found = low_rank(matrix[0])
+    """Return the inverse ``[1, n, n]`` of a matrix of a special kind, if that is accurate."""
+    found = low_rank(matrix)
     if found is None or found.shift == 0 or bool((found.values == 0).any()):
         return None
-    accurate = _solves(matrix, lambda x: found.solve(matrix[0], x[0])[None])
-    return found.inverse(matrix[0])[None] if bool(accurate) else None
+    accurate = _solves(matrix[None], lambda x: found.solve(matrix, x[0])[None])
+    return found.inverse(matrix)[None] if bool(accurate) else None
 
 
-def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:
+def _full_inverse(matrix: Tensor, names: Sequence[str], retry_double_precision: bool) -> Tensor:
     """Invert matrices of any kind."""
     factor, done = _cholesky(matrix)
     if retry_double_precision:
@@ -159,8 +167,8 @@ def _full_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Te
         out[~done] = wide.to(matrix.dtype)
         # rounding may turn a zero eigenvalue into a positive one
         done[~done] = success & _is_regular(double, wide)
-    if not bool(done.all()):
-        out[~done] = _indefinite_inverse(matrix[~done], name, retry_double_precision)
+    for i in (~done).nonzero().flatten().tolist():
+        out[i] = _indefinite_inverse(matrix[i], names[i], retry_double_precision)
     return out
 
 
@@ -200,8 +208,11 @@ def _is_regular(matrix: Tensor, inverse: Tensor) -> Tensor:
     return matrix.shape[-1] * torch.finfo(matrix.dtype).eps * condition < 1
 
 
-def _is_finite(matrix: Tensor) -> bool:
-    return matrix.numel() == 0 or all(bool(end.isfinite()) for end in matrix.aminmax())
+def _check_finite(matrices: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse NaN and infinite values, which are looked for one by one only if there are any."""
+    number = not_finite({str(i): matrix for i, matrix in enumerate(matrices)}) if matrices else None
+    if number is not None:
+        raise ValueError(f"{names[int(number)]} contains NaN or infinite values.")
 
 
 def _indefinite_inverse(matrix: Tensor, name: str, retry_double_precision: bool) -> Tensor:

@@ -71,10 +71,6 @@ class Diagonal:
         """Return the eigenvectors, the identity."""
         return unit(self.rows, self.entries)
 
-    def inverse(self, name: str, retry_double_precision: bool) -> "Diagonal":
-        """Return the inverses."""
-        return self.power(-1.0, name)
-
     def power(self, exponent: float, name: str) -> "Diagonal":
         """Return a power."""
         return self if self.is_unit else Diagonal(powers(self.entries, exponent, name))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from curvlinops.structured.decompositions import eigh_batched, inverse, is_symmetric, symmetrized
+from curvlinops.structured.decompositions import eigh_batched, is_symmetric, symmetrized
 from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding, singular
 from curvlinops.structured.norms import deviation, wide_inner, wide_norm
@@ -98,13 +98,12 @@ class Dense:
         """Return the eigenvectors as columns."""
         return Dense(self.decomposition[1], symmetric=False)
 
-    def inverse(self, name: str, retry_double_precision: bool) -> "Dense":
-        """Return the inverses of symmetric matrices."""
-        if self.floor.eps > torch.finfo(self.tensor.dtype).eps:
-            # rounding may have made them indefinite, which only eigenvalues tell
-            [self.decomposition] = eigh_batched([self.tensor], [name])
-            return self.power(-1.0, name)
-        return Dense(inverse(self.tensor, name, retry_double_precision), symmetric=True)
+    def is_rounded(self) -> bool:
+        """Return whether rounding of entries, which are wide by now, may have made it indefinite.
+
+        Only eigenvalues tell.
+        """
+        return self.floor.eps > torch.finfo(self.tensor.dtype).eps
 
     def power(self, exponent: float, name: str) -> "Dense":
         """Return a power; if not a positive integer, ``decompose`` must have been called."""

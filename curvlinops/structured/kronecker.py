@@ -17,7 +17,7 @@ from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator
-from curvlinops.structured.together import decompose, multiply
+from curvlinops.structured.together import decompose, invert, multiply
 
 
 class KroneckerProductLinearOperator(StructuredLinearOperator):
@@ -55,13 +55,13 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
             )
         self._groups = groups.pop() if groups else 1
         like = tensor_of(self._factors[0])
-        domain, codomain = (
-            ParameterSpace.flat(self._groups * prod(sizes), like.dtype, like.device)
-            for sizes in (
-                [factor.columns for factor in self._factors],
-                [factor.rows for factor in self._factors],
-            )
+        columns, rows = (
+            self._groups * prod(getattr(factor, axis) for factor in self._factors)
+            for axis in ("columns", "rows")
         )
+        domain = ParameterSpace.flat(columns, like.dtype, like.device)
+        square = rows == columns
+        codomain = domain if square else ParameterSpace.flat(rows, like.dtype, like.device)
         symmetric = all(factor.symmetric for factor in self._factors)
         super().__init__(domain, symmetric, codomain)
 
@@ -174,12 +174,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return (wrong - self._by_group(sizes)).amax()
 
     def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(
-            *(
-                factor.inverse(name, retry_double_precision)
-                for factor, name in zip(self._factors, self._names(), strict=True)
-            )
-        )
+        inverses = invert(self._factors, self._names(), retry_double_precision)
+        return KroneckerProductLinearOperator(*inverses)
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent < 0 or not exponent.is_integer():

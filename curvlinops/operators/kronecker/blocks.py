@@ -14,6 +14,7 @@ from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.batches import batches
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.diagonal_factor import Diagonal
@@ -63,37 +64,64 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
         scale: The risk's normalization c.
         options: The options of the approximation.
     """
-    gradients = {}
-    for (number, kind), factors in sums.products.items():
-        if options.fisher_type is FisherType.FORWARD_ONLY:
-            ones = factors.inputs.new_ones(kind.groups, kind.outputs)
-            gradients[number, kind] = Diagonal(ones)
-        elif factors.gradients is not None:
-            gradients[number, kind] = _factor(scale * factors.gradients)
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        gradients = {
+            key: Diagonal(own.inputs.new_ones(key[1].groups, key[1].outputs))
+            for key, own in sums.products.items()
+        }
+    else:
+        known = {k: own.gradients for k, own in sums.products.items() if own.gradients is not None}
+        gradients = _factors(known, lambda batch, keys, sizes: scale * batch)
+
+    def mean(batch: Tensor, keys: list[tuple[int, Kind]], sizes: list[int]) -> Tensor:
+        counts = [sums.products[key].count.expand(n) for key, n in zip(keys, sizes, strict=True)]
+        # no input at all: zeros; with decay, counts are below one, too
+        count = torch.cat(counts).to(batch)
+        return batch / count.masked_fill(count == 0, 1.0).view(-1, *[1] * (batch.ndim - 1))
+
+    products = sums.products.items()
+    inputs = _factors({key: own.inputs for key, own in products if not key[1].shift}, mean)
     found = []
     for number, block in enumerate(sums.blocks):
-        products = []
+        twin, products = block.twin, []
         for kind in block.kinds:
-            factors = sums.products[number, kind]
-            # no input at all: zeros; with decay, counts are below one, too
-            count = factors.count.masked_fill(factors.count == 0, 1.0)
-            inputs = _factor(factors.inputs / count.to(factors.inputs))
-            twin = block.twin
             own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
-            products.append(Product(kind, gradients[own], None if kind.shift else inputs))
+            products.append(Product(kind, gradients[own], inputs.get((number, kind))))
         matrix = sums.matrices.get(number)
-        found.append(
-            BlockFactors(block, tuple(products), None if matrix is None else scale * matrix)
-        )
+        matrix = None if matrix is None else _mirrored(scale * matrix)
+        found.append(BlockFactors(block, tuple(products), matrix))
     return found
 
 
+def _factors(
+    sums: dict[tuple[int, Kind], Tensor],
+    change: Callable[[Tensor, list[tuple[int, Kind]], list[int]], Tensor],
+) -> dict[tuple[int, Kind], Factor]:
+    """Return factors of sums.
+
+    Args:
+        sums: The sums ``[G, n, n]``, or their diagonals ``[G, n]``.
+        change: Returns a new tensor for a batch of these, given their keys and sizes G.
+    """
+    keys, found = list(sums), {}
+    for some, sizes, batch in batches(list(sums.values())):
+        own = [keys[i] for i in some]
+        new = _mirrored(change(batch, own, sizes))
+        found |= {key: _factor(x) for key, x in zip(own, new.split(sizes), strict=True)}
+    return found
+
+
+def _mirrored(matrix: Tensor) -> Tensor:
+    """Return what nobody else has without the asymmetry of rounding."""
+    if matrix.ndim == 3:
+        # it is a sum of outer products, which some processors do not round symmetrically
+        mirror(matrix, _MIRRORED)
+    return matrix
+
+
 def _factor(matrix: Tensor) -> Factor:
-    """Return a factor of what nobody else has."""
     if matrix.ndim == 2:
         return Diagonal(matrix)
-    # it is a sum of outer products, which some processors do not round symmetrically
-    mirror(matrix, _MIRRORED)
     return Dense(matrix, symmetric=True, floor=Floor(0.0, torch.finfo(matrix.dtype).eps))
 
 

@@ -1,16 +1,17 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import check_number, without_graph
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
+    Build,
     Product,
     factors_of,
     operator_of,
@@ -20,6 +21,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factors import Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
+from curvlinops.structured.together import invert, shift
 
 
 @dataclass(frozen=True)
@@ -75,62 +77,77 @@ class Damping:
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
 
-    def invert(
-        self,
-        factors: BlockFactors,
-        space: ParameterSpace,
-        weight: Product | None,
-        inverses: dict[Factor, Factor],
-    ) -> StructuredLinearOperator:
-        """Return the inverse of one block, on its entries.
+    def inverter(self, blocks: Sequence[BlockFactors], space: ParameterSpace) -> Build:
+        """Return what makes the inverse of each of some blocks, on its entries.
+
+        Factors are inverted now, all together. A bias and its weight add the same to a gradient
+        factor that they have in common.
 
         Args:
-            factors: The block.
+            blocks: All blocks.
             space: All parameters.
-            weight: For a bias: the product of its weight.
-            inverses: Damped inverses of factors by factor, which blocks share: a bias and its
-                weight add the same to a gradient factor that they have in common.
         """
         retry = self.retry_double_precision
-        if not factors.products:
-            whole = operator_of(factors, space)
-            return whole.inverse(self.values[1], retry_double_precision=retry)
-        damped = [self._damped(product, weight) for product in factors.products]
-        if len(damped) > 1:
-            inverse = summed(damped).inverse(retry_double_precision=retry)
-            return inverse._to(space.device, space.dtype)
-        own = factors_of(factors.products[0])
-        for number, (factor, shifted) in enumerate(zip(own, factors_of(damped[0]), strict=True)):
-            if factor not in inverses:
-                inverse = shifted.inverse(name_of_factor(number), retry)
-                inverses[factor] = inverse.to(space.device, space.dtype)
-        return KroneckerProductLinearOperator(*(inverses[factor] for factor in own))
+        names: dict[Factor, str] = {}
+        dampings: list[float | Tensor] = []
+        for one in blocks:
+            own = factors_of(one.products[0]) if len(one.products) == 1 else []
+            new = [number for number, factor in enumerate(own) if factor not in names]
+            if new:
+                number = one.block.weight
+                weight = None if number is None else blocks[number].products[0]
+                both = self._of_factors(one.products[0], weight)
+                about = f"Block {', '.join(one.block.names)!r}"
+                names |= {own[i]: f"{about}: {name_of_factor(i)}" for i in new}
+                dampings += [both[i] for i in new]
+        inverses = invert(self._shifted(list(names), dampings), list(names.values()), retry)
+        moved = (inverse.to(space.device, space.dtype) for inverse in inverses)
+        known = dict(zip(names, moved, strict=True))
 
-    def _damped(self, product: Product, weight: Product | None) -> Product:
-        """Add damping to both factors."""
+        def build(one: BlockFactors) -> StructuredLinearOperator:
+            if not one.products:
+                return operator_of(one, space).inverse(self.values[1], retry)
+            if len(one.products) == 1:
+                factors = (known[factor] for factor in factors_of(one.products[0]))
+                return KroneckerProductLinearOperator(*factors)
+            terms = [self._damped(product) for product in one.products]
+            return (
+                summed(terms).inverse(retry_double_precision=retry)._to(space.device, space.dtype)
+            )
+
+        return build
+
+    def _damped(self, product: Product) -> Product:
+        """Add damping to the factors of one of several products."""
+        shifted = self._shifted(factors_of(product), self._of_factors(product, None))
+        inputs = None if product.inputs is None else shifted[1]
+        return product._replace(gradients=shifted[0], inputs=inputs)
+
+    def _of_factors(self, product: Product, weight: Product | None) -> list[float | Tensor]:
+        """Return the damping of a product's factors; of a bias given the product of its weight."""
         of_inputs, of_gradients = self.values
         both = product if product.inputs is not None else weight
         if self.heuristic and both is not None:
             of_inputs, of_gradients = self._balanced(both)
-        inputs = None if product.inputs is None else self._shifted(product.inputs, of_inputs)
-        return product._replace(
-            gradients=self._shifted(product.gradients, of_gradients), inputs=inputs
-        )
+        return [of_gradients] if product.inputs is None else [of_gradients, of_inputs]
 
-    def _shifted(self, factor: Factor, damping: float | Tensor) -> Factor:
-        """Add damping to a factor, in float64 if it would get lost in the rounding of entries.
+    def _shifted(
+        self, factors: Sequence[Factor], dampings: Sequence[float | Tensor]
+    ) -> list[Factor]:
+        """Add damping to factors, in float64 if it would get lost in the rounding of entries.
 
         Args:
-            factor: The factor.
-            damping: One number, or one for each group, ``[G, 1]``; the groups of a bias's weight
-                are equal parts of the bias.
+            factors: The factors.
+            dampings: One number each, or one for each group, ``[G, 1]``; the groups of a bias's
+                weight are equal parts of the bias.
         """
-        if isinstance(damping, Tensor):
-            shape = factor.diagonal().shape
-            damping = damping.expand(-1, shape.numel() // len(damping)).reshape(shape)
-        if self.retry_double_precision and not factor.keeps(damping):
-            factor = factor.to(factor.diagonal().device, torch.float64)
-        return factor.shifted(damping)
+        added = []
+        for factor, damping in zip(factors, dampings, strict=True):
+            if isinstance(damping, Tensor):
+                shape = factor.diagonal().shape
+                damping = damping.expand(-1, shape.numel() // len(damping)).reshape(shape)
+            added.append(damping)
+        return shift(factors, added, widen=self.retry_double_precision)
 
     def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
         """Divide the damping among the factors according to their average eigenvalues.

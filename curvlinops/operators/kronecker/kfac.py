@@ -5,7 +5,6 @@ from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble,
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factors import Factor
 from curvlinops.structured.shifted import ShiftedLinearOperator
 
 
@@ -39,14 +38,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         if damping.exact:
             return self._exact_inverse_blocks(damping)
         factors = self._factors()
-        inverses: dict[Factor, Factor] = {}
-
-        def invert(one: BlockFactors) -> StructuredLinearOperator:
-            number = one.block.weight
-            weight = None if number is None else factors[number].products[0]
-            return damping.invert(one, self.space, weight, inverses)
-
-        return assemble(factors, self.space, invert)
+        return assemble(factors, self.space, damping.inverter(factors, self.space))
 
     def _exact_inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         """Return the inverses of blocks with one number on the diagonal.
