@@ -20,6 +20,7 @@ from curvlinops import (
     IdentityLinearOperator,
     KFACInverseLinearOperator,
     KFACLinearOperator,
+    KroneckerProductLinearOperator,
 )
 from curvlinops.operators.kronecker import inverse as inverses
 
@@ -436,6 +437,10 @@ def test_exact_damping_decomposes_once_for_all_dampings(joint: bool, monkeypatch
     for name in ("eigh", "cholesky_ex"):
         known = getattr(torch.linalg, name)
         monkeypatch.setattr(torch.linalg, name, lambda A, f=known: calls.append(A.shape) or f(A))
+    kept, joined = [], KroneckerProductLinearOperator._eigh
+    monkeypatch.setattr(
+        KroneckerProductLinearOperator, "_eigh", lambda self: kept.append(self) or joined(self)
+    )
     for damping in (1.0, 0.1, 10.0):
         found = operator.inverse(damping, use_exact_damping=True)
         expected = torch.linalg.inv(dense + damping * torch.eye(len(dense)).double())
@@ -444,6 +449,7 @@ def test_exact_damping_decomposes_once_for_all_dampings(joint: bool, monkeypatch
         own += [tuple(B.shape[-2:]) for B in operator.gradient_covariances.values()]
         # equal sizes are decomposed together; a bias shares the factor of its weight
         assert {tuple(shape[1:]) for shape in calls} == set(own) and len(calls) == len(set(own))
+        assert len(kept) == len(operator.blocks())
     operator.update(problems.make("mlp-ce-mean").data[0])  # other factors
     dense = matrix(operator)
     found = operator.inverse(0.1, use_exact_damping=True)

@@ -158,7 +158,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         if bool(found._lost().any()):
             raise singular("The operator", values, torch.finfo(self.torch_dtype).eps)
         inverse = found.with_eigenvalues(powers(values, exponent))
-        return inverse._to(self.device, self.torch_dtype)
+        return inverse if found is self else inverse._to(self.device, self.torch_dtype)
 
     def _scaled(self, scalar: float) -> "EighDecomposedLinearOperator":
         return self._changed(scalar, 0.0)

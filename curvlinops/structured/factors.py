@@ -30,6 +30,7 @@ class Dense:
         self.groups, self.rows, self.columns = tensor.shape
         self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
         self.decomposition = decomposition
+        self._lifted: Tensor | None = None
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply along an axis.
@@ -84,7 +85,9 @@ class Dense:
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues, ``[G, n]``, lifted to the floor; call ``decompose`` first."""
-        return self.floor.lift(self.decomposition[0])
+        if self._lifted is None:
+            self._lifted = self.floor.lift(self.decomposition[0])
+        return self._lifted
 
     def noise(self) -> Tensor:
         """Return by how much rounding is known to have moved eigenvalues, ``[G]``."""

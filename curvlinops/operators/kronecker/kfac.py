@@ -1,7 +1,7 @@
 """Kronecker-factored approximate curvature."""
 
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
+from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -46,14 +46,12 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         Their eigendecompositions are those of the structure's factors, which are kept.
         """
         shift, retry = damping.values[1], damping.retry_double_precision
-        blocks = dict(self.structure.blocks)
-        if shift:
-
-            def shifted(one: BlockFactors) -> StructuredLinearOperator:
-                block = operator_of(one, self.space)
-                # also one factor, which may be that of another block as well
-                product = len(one.products) == 1
-                return ShiftedLinearOperator(block, shift) if product else block._shifted(shift)
-
-            blocks = assemble(self._structure_factors, self.space, shifted)
-        return BlockDiagonalLinearOperator(blocks).inverse(retry_double_precision=retry).blocks
+        blocks = self.structure.blocks
+        # not only products of two factors: that of a bias may belong to its weight as well
+        others = {", ".join(f.block.names) for f in self._structure_factors if len(f.products) != 1}
+        damped = {
+            name: block._shifted(shift) if name in others else ShiftedLinearOperator(block, shift)
+            for name, block in blocks.items()
+        }
+        whole = BlockDiagonalLinearOperator(damped if shift else blocks)
+        return whole.inverse(retry_double_precision=retry).blocks
