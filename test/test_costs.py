@@ -21,6 +21,7 @@ from curvlinops import (
     TorchLinearOperator,
 )
 from curvlinops.layers.convolution import Patches
+from curvlinops.operators.kronecker import estimate
 
 
 @pytest.fixture(autouse=True)
@@ -294,3 +295,23 @@ def test_products_with_gradients_of_a_convolution_that_is_used_twice(groups: int
     kept._kept._entries.clear()
     monkeypatch.setattr(Patches, "__getitem__", None)  # no product makes any
     assert error(kept @ v, fresh @ v) <= 1e-12
+
+
+@pytest.mark.parametrize("how", ["update", "merge"])
+def test_factors_of_known_layers_are_added_without_a_new_plan(how: str, monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (5, 7)]
+    params, loss = dict(net.named_parameters()), nn.MSELoss()
+    one, two, whole = (
+        KFACLinearOperator(net, loss, params, part, fisher_type="type-2")
+        for part in (data[:1], data[1:], data)
+    )
+    expected = matrix(whole)
+    one.trace(), two.trace()
+    monkeypatch.setattr(estimate, "plan", None)
+    one.update(data[1]) if how == "update" else one.merge(two)
+    before = copy.deepcopy(two.state_dict())
+    assert error(matrix(one), expected) <= 1e-12
+    one.update(data[0], decay=0.5)  # sums of its own
+    after = two.state_dict()
+    assert all(torch.equal(after[n], x) for n, x in before.items() if isinstance(x, Tensor))

@@ -98,10 +98,11 @@ class Sums:
             ChangedError: If both show ways to use a parameter that do not go together.
         """
         uses = self.uses.union(other.uses)
-        blocks = plan(uses)
+        blocks = plan(uses) if self.blocks is None or uses != self.uses else self.blocks
         total, added = self.scaled(decay), replace(other)
         for sums in (total, added):
-            sums.adopt(uses, blocks)
+            if (sums.uses, sums.blocks) != (uses, blocks):
+                sums.adopt(uses, blocks)
         for key, factors in added.products.items():
             total.add_product(key, factors)
         for number, matrix in added.matrices.items():
