@@ -73,7 +73,8 @@ class ParameterSpace:
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
-        flat = self.common_memory(columns)
+        # one tensor is a view of itself
+        flat = self.common_memory(columns) if len(self.shapes) > 1 else None
         if flat is None:
             parts = [
                 columns[name].flatten(1) if shape else columns[name].unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -32,12 +33,12 @@ class Entries:
         """Return the entries of parameters of given shapes."""
         return cls(tuple((name, tuple(shape)) for name, shape in shapes.items()), tuple(blocks))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The numbers of the blocks' entries."""
         return [sum(prod(shape) for shape in self._part_shapes(b)) for b in self.blocks]
 
-    @property
+    @cached_property
     def num_rest(self) -> int:
         """The number of entries that no block has."""
         return sum(prod(shape) for _, shape in self.shapes) - sum(self.sizes)
@@ -59,8 +60,7 @@ class Entries:
         """Turn vectors ``[K, n]`` into ``{name: [K, *shape]}``; the inverse of ``gather``."""
         if all(place is None for block in self.blocks for place in block.places):
             (block,) = self.blocks
-            parts = self._to_parts(block, flat)
-            shapes = dict(self.shapes)
+            parts, shapes = self._to_parts(block, flat), dict(self.shapes)
             return {
                 name: part.reshape(len(flat), *shapes[name])
                 for name, part in zip(block.names, parts, strict=True)
