@@ -487,6 +487,26 @@ def test_factors_of_equal_size_are_inverted_together(options: dict, monkeypatch)
         assert error(dense[where, where], block) <= 1e-10, name
 
 
+def test_large_factors_are_copied_one_by_one(monkeypatch):
+    net, data = _deep([700, 600, 600, 600, 3])
+    operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), dict(net.named_parameters()), data)
+    sizes, known = [], inverses.invert
+
+    def counted(damped: list, *args: Any) -> list:
+        sizes.append(sum(factor.dense().numel() for factor in damped))
+        return known(damped, *args)
+
+    monkeypatch.setattr(inverses, "invert", counted)
+    inverse = operator.inverse(0.1)
+    assert sum(sizes) >= 3 * max(sizes) and max(sizes) <= 2**20
+    A, B = (x.popitem()[1] for x in (operator.input_covariances, operator.gradient_covariances))
+    where = operator.space.slice("6.weight")
+    v = torch.randn(operator.shape[0]).double()
+    expected = torch.linalg.inv(B + 0.1 * torch.eye(3).double()) @ v[where].view(3, 600)
+    expected = torch.linalg.solve(A + 0.1 * torch.eye(600).double(), expected.T).T.flatten()
+    assert error((inverse @ v)[where], expected) <= 1e-9
+
+
 @pytest.mark.parametrize("bad", [3, 8])
 def test_of_many_factors_a_bad_one_is_named_or_rescued(bad: int):
     net, [(X, y)] = _deep([4] * 10 + [2])

@@ -26,3 +26,15 @@ def batches(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[int], T
             parts = [tensors[i] for i in some]
             batch = parts[0] if len(parts) == 1 else torch.cat(parts)
             yield some, [len(part) for part in parts], batch
+
+
+def portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield ranges of tensors, given their numbers of entries, that are worth being a batch."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > _NUMBERS:
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))

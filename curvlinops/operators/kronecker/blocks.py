@@ -76,11 +76,12 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
     def mean(batch: Tensor, keys: list[tuple[int, Kind]], sizes: list[int]) -> Tensor:
         counts = [sums.products[key].count.expand(n) for key, n in zip(keys, sizes, strict=True)]
         # no input at all: zeros; with decay, counts are below one, too
-        count = torch.cat(counts).to(batch)
-        return batch / count.masked_fill(count == 0, 1.0).view(-1, *[1] * (batch.ndim - 1))
+        count = torch.cat(counts)
+        count = count.masked_fill(count == 0, 1.0).to(batch)
+        return batch / count.view(-1, *[1] * (batch.ndim - 1))
 
-    products = sums.products.items()
-    inputs = _factors({key: own.inputs for key, own in products if not key[1].shift}, mean)
+    weights = {key: own.inputs for key, own in sums.products.items() if not key[1].shift}
+    inputs = _factors(weights, mean)
     found = []
     for number, block in enumerate(sums.blocks):
         twin, products = block.twin, []

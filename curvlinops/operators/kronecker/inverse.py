@@ -18,9 +18,14 @@ from curvlinops.operators.kronecker.blocks import (
     summed,
 )
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.batches import portions
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factors import Factor
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
+from curvlinops.structured.kronecker import (
+    KroneckerProductLinearOperator,
+    name_of_factor,
+    tensor_of,
+)
 from curvlinops.structured.together import invert, shift
 
 
@@ -80,8 +85,8 @@ class Damping:
     def inverter(self, blocks: Sequence[BlockFactors], space: ParameterSpace) -> Build:
         """Return what makes the inverse of each of some blocks, on its entries.
 
-        Factors are inverted now, all together. A bias and its weight add the same to a gradient
-        factor that they have in common.
+        Factors are inverted now, small ones all together. A bias and its weight add the same to a
+        gradient factor that they have in common.
 
         Args:
             blocks: All blocks.
@@ -100,16 +105,19 @@ class Damping:
                 about = f"Block {', '.join(one.block.names)!r}"
                 names |= {own[i]: f"{about}: {name_of_factor(i)}" for i in new}
                 dampings += [both[i] for i in new]
-        inverses = invert(self._shifted(list(names), dampings), list(names.values()), retry)
-        moved = (inverse.to(space.device, space.dtype) for inverse in inverses)
-        known = dict(zip(names, moved, strict=True))
+        factors, labels = list(names), list(names.values())
+        known: dict[Factor, Factor] = {}
+        for some in portions([tensor_of(factor).numel() for factor in factors]):
+            inverses = invert(self._shifted(factors[some], dampings[some]), labels[some], retry)
+            moved = (inverse.to(space.device, space.dtype) for inverse in inverses)
+            known |= zip(factors[some], moved, strict=True)
 
         def build(one: BlockFactors) -> StructuredLinearOperator:
             if not one.products:
                 return operator_of(one, space).inverse(self.values[1], retry)
             if len(one.products) == 1:
-                factors = (known[factor] for factor in factors_of(one.products[0]))
-                return KroneckerProductLinearOperator(*factors)
+                inverses = (known[factor] for factor in factors_of(one.products[0]))
+                return KroneckerProductLinearOperator(*inverses)
             terms = [self._damped(product) for product in one.products]
             return (
                 summed(terms).inverse(retry_double_precision=retry)._to(space.device, space.dtype)
