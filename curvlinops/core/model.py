@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.parameters import (
+    Given,
     alias,
     check_distinct,
     check_initialized,
     check_params,
+    is_named,
     named_parameters,
     with_attributes,
+    read_params,
     without_ties,
 )
 from curvlinops.core.protection import protected
@@ -41,11 +44,11 @@ class Model(ABC):
     substitutable = True
     differentiates = False
 
-    def __init__(self, params: dict[str, Tensor], as_list: bool):
+    def __init__(self, params: dict[str, Tensor], given: Given | None = None):
         check_params(params)
-        self.params = params
+        self.params, self._given = params, given
         self._shapes = {name: param.shape for name, param in params.items()}
-        self.as_list = as_list
+        self.as_list = given is None
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -68,8 +71,10 @@ class Model(ABC):
             leaf.replaces = name  # to know it if it turns up in a later evaluation
         return leaves
 
-    def check_shapes(self) -> None:
-        """Refuse parameters whose shapes have changed, as they do by an assignment to ``.data``."""
+    def follow(self, moves: bool = False) -> None:
+        """Use what the user's dictionary has now, see ``Given``; refuse other kinds and shapes."""
+        if self._given is not None:
+            self._given.update(self.params, moves)
         for name, shape in self._shapes.items():
             if self.params[name].shape != shape:
                 raise ValueError(
@@ -113,10 +118,10 @@ class ModuleModel(Model):
         own, self.module = named_parameters(module)
         check_initialized({**own, **dict(module.named_buffers())})
         self.roots = find_modules(self.module)
-        as_list = not isinstance(params, Mapping)
         # name in `params` -> the module's own parameter
         self._targets: dict[str, Tensor] = {}
-        if as_list:
+        user = params
+        if not is_named(params):
             names = {id(param): name for name, param in reversed(own.items())}
             params = list(params)
             for i, param in enumerate(params):
@@ -127,6 +132,7 @@ class ModuleModel(Model):
                     )
             check_distinct(params, names)
             params = {names[id(param)]: param for param in params}
+        params = dict(params)
         for name in params:
             if name not in own:
                 buffers = dict(module.named_buffers())
@@ -134,7 +140,8 @@ class ModuleModel(Model):
                 raise ValueError(
                     f"'{name}' in params is {kind}. The model's parameters are {list(own)}."
                 )
-        super().__init__(without_ties(params, own), as_list)
+        given = Given(user, {name: own[name] for name in params}) if is_named(user) else None
+        super().__init__(without_ties(params, own), given)
         for name, param in self.params.items():
             self._targets[name] = own[name]
             if param.shape != own[name].shape:
@@ -152,13 +159,14 @@ class ModuleModel(Model):
 
     def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
         """Return a copy in float64, at other parameter values."""
-        twin = copy.deepcopy(self)
+        twin = copy.deepcopy(self, {id(self._given): None})
         twin.module.double()
         twin.params = dict(values)
         return twin
 
     def to(self, device: torch.device | str) -> None:
         """Move the module, whose parameters stay the same objects, and values of its own."""
+        self.follow(moves=True)
         self.module.to(device)
         self.params = {
             name: param if param is self._targets[name] else param.to(device)
@@ -190,8 +198,8 @@ class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
-        super().__init__(dict(params), as_list=False)
-        check_distinct(list(params.values()), {id(p): name for name, p in params.items()})
+        super().__init__(dict(params), Given(params, {name: name for name in params}))
+        check_distinct(list(self.params.values()), {id(p): n for n, p in self.params.items()})
         self._function = function
         self.roots = find_modules(function)
 
@@ -208,6 +216,7 @@ class FunctionalModel(Model):
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters."""
+        self.follow(moves=True)
         self.params = {name: param.to(device) for name, param in self.params.items()}
 
     @contextmanager
@@ -224,7 +233,7 @@ class ClosureModel(Model):
 
     def __init__(self, function: Callable, params: Iterable[Tensor]):
         params = list(params)
-        super().__init__({str(i): param for i, param in enumerate(params)}, as_list=True)
+        super().__init__({str(i): param for i, param in enumerate(params)})
         check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
         self._function = function
         self.roots = find_modules(function)
@@ -275,26 +284,11 @@ def wrap_model(model_func: Any, params: Any) -> Model:
         TypeError: If they are not of a kind described in ``DataLinearOperator``.
         ValueError: If ``params`` is empty, has an entry twice, or one that the model lacks.
     """
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            "params must be a list of tensors or a dictionary from names to tensors, got "
-            f"{type(params).__name__}."
-        )
-    if isinstance(params, Set):
-        raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")
-    params = dict(params) if isinstance(params, Mapping | nn.ParameterDict) else list(params)
-    if not params:
-        raise ValueError(
-            "params is empty. If it was a generator such as model.parameters(), it was already "
-            "used up; pass a list."
-        )
-    for key, param in params.items() if isinstance(params, dict) else enumerate(params):
-        if not isinstance(param, Tensor):
-            raise TypeError(f"Entry {key!r} of params is a {type(param).__name__}, not a tensor.")
+    params = read_params(params)
     if isinstance(model_func, nn.Module):
         return ModuleModel(model_func, params)
     if not callable(model_func):
         raise TypeError(
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
-    return (FunctionalModel if isinstance(params, dict) else ClosureModel)(model_func, params)
+    return (FunctionalModel if is_named(params) else ClosureModel)(model_func, params)

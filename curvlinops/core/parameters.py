@@ -1,7 +1,9 @@
 """The user's parameters: their names, and what they must be."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,32 @@ _COMPLEX = (
     " Let the model have its real and imaginary parts as a real parameter with a last axis of "
     "length 2, and call torch.view_as_complex in its forward pass."
 )
+
+
+def is_named(params: Any) -> bool:
+    """Return whether parameters are given as a dictionary."""
+    return isinstance(params, Mapping | nn.ParameterDict)
+
+
+def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
+    """Return the user's dictionary itself, or a list, after checking what it contains."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be a list of tensors or a dictionary from names to tensors, got "
+            f"{type(params).__name__}."
+        )
+    if isinstance(params, Set):
+        raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")
+    params = params if is_named(params) else list(params)
+    if not len(params):
+        raise ValueError(
+            "params is empty. If it was a generator such as model.parameters(), it was already "
+            "used up; pass a list."
+        )
+    for key, param in params.items() if is_named(params) else enumerate(params):
+        if not isinstance(param, Tensor):
+            raise TypeError(f"Entry {key!r} of params is a {type(param).__name__}, not a tensor.")
+    return params
 
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
@@ -30,7 +58,51 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
     return names, module
 
 
-def without_ties(params: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+class Given:
+    """The user's dictionary of parameters, whose entries may be other tensors later.
+
+    Args:
+        params: The dictionary.
+        own: What each name stands for, such as a parameter of the module.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], own: Mapping[str, Hashable]):
+        self._params, self._own = params, own
+        self._met = dict(params)
+
+    def update(self, params: dict[str, Tensor], moves: bool = False) -> None:
+        """Replace entries of ``params``, which are without ties, by those that are new.
+
+        Args:
+            params: The parameters in use.
+            moves: Whether they may be on another device.
+
+        Raises:
+            ValueError: If a new one is of another kind than the one in use.
+        """
+        now = {n: self._params.get(n, p) for n, p in self._met.items()}
+        if all(map(is_, now.values(), self._met.values())):
+            return
+        for name, param in now.items():
+            if not isinstance(param, Tensor):
+                raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
+        new = {n: p for n, p in without_ties(now, self._own).items() if p is not self._met[n]}
+        for name, param in new.items():
+            if (found := _kind(param, moves)) != (known := _kind(params[name], moves)):
+                raise ValueError(
+                    f"Parameter '{name}' is now {' '.join(found)}; it was {' '.join(known)} "
+                    "before. Build a new operator."
+                )
+        params |= new
+        self._met = now
+
+
+def _kind(param: Tensor, moves: bool) -> list[str]:
+    kind = [f"of shape {list(param.shape)},", str(param.dtype)]
+    return kind if moves else [*kind, f"on {param.device}"]
+
+
+def without_ties(params: Mapping[str, Tensor], own: Mapping[str, Hashable]) -> dict[str, Tensor]:
     """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
     first: dict[int, str] = {}
     kept = {}

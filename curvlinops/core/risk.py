@@ -154,8 +154,7 @@ class BatchRisk:
 class EmpiricalRisk:
     """``L = c * sum_t l_t`` over all terms of all batches.
 
-    It owns everything about the data, so that nothing else does: iteration, normalization,
-    progress, and the check that passes over the data can be repeated.
+    It owns all about the data, so that nothing else does: iteration, normalization, progress.
 
     Args:
         model: The model and its parameters.
@@ -209,7 +208,7 @@ class EmpiricalRisk:
         label = f"{self.name}.{description} on {device}"
         wrap = partial(tqdm, desc=label, disable=not self.progressbar)
         with alone(device):
-            self.model.check_shapes()
+            self.model.follow()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             structure = start()
             for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
