@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
 
 from curvlinops import (
+    EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
@@ -231,3 +232,68 @@ def test_tied_entries_stay_equal():
     params["second"] = params["W"] + 1.0
     with pytest.raises(ValueError, match="one tied parameter"):
         operator @ torch.ones(8)
+
+
+class Weights:
+    """An object that is called, with tensors as attributes."""
+
+    def __init__(self):
+        self.W = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        self.b = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return net(vars(self), x)
+
+
+def _closure(kind: str) -> tuple[Callable, Callable[[], list[Tensor]], Callable]:
+    """Return a closure, its tensors at any time, and what puts another one in W's place."""
+    m = Weights()
+    if kind == "object":
+        return m, lambda: [m.W, m.b], lambda new: setattr(m, "W", new)
+    tensors = [m.W, m.b]
+    function = lambda x: net({"W": tensors[0], "b": tensors[1]}, x)  # noqa: E731
+    return function, lambda: list(tensors), lambda new: tensors.__setitem__(0, new)
+
+
+LOST = r"no longer uses entries \[0\] of params"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("closure", ["object", "list"])
+@pytest.mark.parametrize("kind", [*REFERENCES, EFLinearOperator, KFACLinearOperator])
+def test_tensors_of_closures(kind: type, closure: str, cache: str, trained: bool):
+    function, tensors, replace = _closure(closure)
+    options = {"fisher_type": "empirical"} if kind is KFACLinearOperator else {"cache": cache}
+    operator = build(kind, function, tensors(), **options)
+    V = torch.ones(operator.shape[1], 2, dtype=torch.float64)
+    multiply = lambda: operator @ V  # noqa: E731
+    if kind is KFACLinearOperator:
+        multiply = operator.compute_kronecker_factors
+    for _ in range(2):
+        multiply()
+    before = tensors()[0]
+    replace((before.detach() + 1.0).requires_grad_(trained))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=LOST):
+            multiply()
+    if kind in WITH_LOSS:
+        with pytest.raises(ValueError, match=LOST):
+            operator.gradient_and_loss()
+    build(kind, function, tensors(), **options)
+    replace(before)
+    multiply()
+
+
+def test_tensors_that_only_some_batches_use():
+    """Experts: what one batch does not use, another one may."""
+    experts = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    function = lambda x: x @ experts[int(x[0, 0] > 0)].T + x @ experts[2].T  # noqa: E731
+    data = [(X.abs(), Y)]
+    for chosen in (experts, experts[1:]):  # the other one is no parameter
+        operator = HessianLinearOperator(function, LOSS, chosen, data, check_deterministic=False)
+        V = torch.eye(operator.shape[1], dtype=torch.float64)
+        for s in (1.0, -1.0, 1.0):
+            data[:] = [(s * X.abs(), Y)]
+            fresh = HessianLinearOperator(function, LOSS, chosen, data)
+            torch.testing.assert_close(operator @ V, fresh @ V)

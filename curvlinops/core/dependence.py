@@ -12,7 +12,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
-from curvlinops.core.model import Model
+from curvlinops.core.model import ClosureModel, Model
+from curvlinops.core.walk import walk
 
 Tensors = Mapping[str, Tensor]
 
@@ -86,15 +87,15 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
     Raises:
         ValueError: If the value does not depend on the parameters, was computed with reentrant
             checkpointing, or uses a parameter by a reference that is not registered, or what an
-            earlier evaluation made of it.
+            earlier evaluation made of it; if a closure has lost one.
     """
-    own, current, depends = own_names(model), {id(leaf) for leaf in leaves.values()}, False
+    own, current, used = own_names(model), {id(leaf): n for n, leaf in leaves.items()}, set()
     nodes = list(graph_nodes(value))
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise ValueError(_REENTRANT)
     for variable in leaf_variables(nodes):
         if id(variable) in current:
-            depends = True
+            used.add(current[id(variable)])
         elif id(variable) in own:
             raise ValueError(_explain(own[id(variable)]))
         elif hasattr(variable, "replaces"):
@@ -105,12 +106,29 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
                 "of another container?), so that the output does not depend on the parameter "
                 "itself. Compute it in each evaluation."
             )
-    if not depends:
+    if not used:
         raise ValueError(
             "The model's output does not depend on any of the parameters. A closure must use the "
             "very tensors in params, and no part may run under torch.no_grad() or reentrant "
             "checkpointing."
         )
+    if isinstance(model, ClosureModel):
+        _check_held(model, used)
+
+
+def _check_held(model: ClosureModel, used: set[str]) -> None:
+    """Refuse a closure that held parameters before, and neither holds nor uses them now."""
+    parts = {id(part) for part in walk(model.source()) if isinstance(part, Tensor)}
+    held = {name for name, param in model.params.items() if id(param) in parts}
+    lost = model.held - held - used
+    if lost:
+        raise ValueError(
+            f"The model no longer uses entries {sorted(map(int, lost))} of params, to which it "
+            "referred before: other tensors are in their place, by which the operator does not "
+            "differentiate. Change the tensors in params in place (W.copy_(new), optimizer.step()) "
+            "or build a new operator."
+        )
+    model.held |= held
 
 
 def _requires_grad(args: tuple) -> bool:

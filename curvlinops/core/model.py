@@ -95,10 +95,10 @@ class Model(ABC):
 
     def dependencies(self) -> list:
         """Return everything that the output depends on, apart from the input."""
-        return [self.params, self._source()]
+        return [self.params, self.source()]
 
     @abstractmethod
-    def _source(self) -> Any:
+    def source(self) -> Any:
         """Return the user's module or function."""
 
     @abstractmethod
@@ -154,7 +154,8 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
-    def _source(self) -> nn.Module:
+    def source(self) -> nn.Module:
+        """Return the module."""
         return self.module
 
     def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
@@ -207,7 +208,8 @@ class FunctionalModel(Model):
         """Evaluate the function."""
         return self._function(dict(values), X)
 
-    def _source(self) -> Callable:
+    def source(self) -> Callable:
+        """Return the function."""
         return self._function
 
     def in_double(self, values: Mapping[str, Tensor]) -> "FunctionalModel":
@@ -236,6 +238,7 @@ class ClosureModel(Model):
         super().__init__({str(i): param for i, param in enumerate(params)})
         check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
         self._function = function
+        self.held: set[str] = set()  # those that the function was seen to refer to
         self.roots = find_modules(function)
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -247,7 +250,8 @@ class ClosureModel(Model):
         for param in self.params.values():
             param.data = param.data.to(device)
 
-    def _source(self) -> Callable:
+    def source(self) -> Callable:
+        """Return the function."""
         return self._function
 
     def __deepcopy__(self, memo: dict) -> "ClosureModel":
