@@ -10,7 +10,7 @@ import reference
 import torch
 from contract import CASES, dense, error
 from test_contract import CORE, MC
-from torch import nn
+from torch import Tensor, nn
 
 from curvlinops import (
     EFLinearOperator,
@@ -125,6 +125,74 @@ def test_subsampling(problem: str, terms: str):
         assert error(operator @ torch.eye(operator.shape[1]).double(), expected) <= p.tolerance
         u = torch.randn(len(expected), dtype=torch.float64)
         assert error(operator.T @ u, expected.T @ u) <= p.tolerance
+
+
+class Tokens(nn.Module):
+    """An output for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, X: dict[str, Tensor] | Tensor) -> Tensor:
+        return self.linear(X["x"] if isinstance(X, dict) else X)
+
+
+def _tokens(*shapes: tuple[int, int], packed: bool = False) -> list[tuple[Any, Tensor]]:
+    """Return batches of so many samples and tokens; those that are packed have no evident size."""
+    batches = [(torch.randn(*s, 3).double(), torch.randn(*s, 2).double()) for s in shapes]
+    return [({"x": X, "table": torch.ones(7)}, y) for X, y in batches] if packed else batches
+
+
+def _rows(model: Tokens, values: list[Tensor]) -> Tensor:
+    """Return the gradients of numbers, one after the other."""
+    params = list(model.parameters())
+    grads = [torch.autograd.grad(v, params, retain_graph=True) for x in values for v in x.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads])
+
+
+METHODS = {
+    "dense": lambda P: P.dense(),
+    "norms": lambda P: P.norms(),
+    "gram": lambda P: P.gram(),
+    "second moment": lambda P: P.second_moment(),
+    "product": lambda P: P @ torch.ones(P.shape[1]),
+    "transposed": lambda P: P.T @ torch.ones(P.shape[0]),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("terms", ["sample", "term"])
+def test_subsampling_of_other_batches(terms: str, packed: bool, method: str):
+    torch.manual_seed(0)
+    model, data = Tokens(), _tokens((2, 4), (3, 4), packed=packed)
+    size = (lambda X: len(X["x"])) if packed and terms == "term" else None
+    arguments = (model, nn.MSELoss(), list(model.parameters()), data)
+    rows = [4, 3] if terms == "sample" else [19, 8]  # of the second batch
+    P = PerSampleGradientLinearOperator(
+        *arguments, subsampling=rows, terms=terms, batch_size_fn=size
+    )
+    compute = METHODS[method]
+    data[:] = _tokens((2, 4), (3, 4), packed=packed)
+    for _ in range(2):  # nothing and something is kept
+        losses = [((model(X) - y) ** 2).mean(-1) for X, y in data]
+        wanted = _rows(model, [x.sum(1) for x in losses] if terms == "sample" else losses)[rows]
+        torch.testing.assert_close(P.dense(), wanted)
+        torch.testing.assert_close(P.gram(), wanted @ wanted.T)
+        torch.testing.assert_close(P.norms(), wanted.norm(dim=1))
+        torch.testing.assert_close(P.T @ torch.ones(2), wanted.sum(0))
+        torch.testing.assert_close(P @ torch.ones(8), wanted.sum(1))
+    others = [((1, 4), (4, 4)), ((3, 4), (2, 4)), ((3, 4), (3, 4))]
+    if terms == "term":
+        others.append(((2, 5), (3, 4)))
+    for shapes in others:
+        data[:] = _tokens(*shapes, packed=packed)
+        with pytest.raises(RuntimeError, match="With subsampling=, batches must keep their len"):
+            compute(P)
+    data[:] = _tokens((2, 4), packed=packed)
+    with pytest.raises(RuntimeError, match="at construction it had"):
+        compute(P)
 
 
 @pytest.mark.parametrize("subsampling", [[0.5], [[0, 1]], [True], 3])

@@ -1,6 +1,7 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone
 from curvlinops.core.choice import Mode
+from curvlinops.core.containers import leaves
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
@@ -72,8 +74,10 @@ class RowsLinearOperator(DataLinearOperator):
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
         shapes: list[tuple[int, ...]] = []
+        self._sizes: list[tuple | None] = []
 
         def step(bound: BatchRisk) -> None:
+            self._sizes.append(_size(bound) if self._selective else None)
             with bound.recording("gradient") as (_, _, output):
                 shapes.append(self._rows_shape(output))
 
@@ -91,13 +95,19 @@ class RowsLinearOperator(DataLinearOperator):
         index = bound.batch.index
         return slice(start, start + self._lengths[index]) if index < len(self._lengths) else None
 
+    def _has_kept_its_size(self, bound: BatchRisk) -> bool:
+        """Return whether it is evident that a batch has as many rows as at construction."""
+        size = _size(bound)
+        return size is not None and size == self._sizes[bound.batch.index]
+
     def _place(self, found: int, start: int, expected: slice | None, dim: int) -> slice:
         """Return where the rows of a batch are, after checking their number."""
         place = slice(start, start + found)
         if place.stop > dim or (self._selective and place != expected):
+            remedy = " With subsampling=, batches must keep their lengths." * self._selective
             raise RuntimeError(
                 f"The data has other batches than at construction, or the model other outputs: "
-                f"{found} rows after the first {start} of {dim}. Build a new operator."
+                f"{found} rows after the first {start} of {dim}.{remedy} Build a new operator."
             )
         return place
 
@@ -115,12 +125,13 @@ class RowsLinearOperator(DataLinearOperator):
         def step(bound: BatchRisk) -> None:
             nonlocal done
             expected = self._expected(bound, done)
-            if self._skips(expected):
+            if self._skips(expected) and self._has_kept_its_size(bound):
                 done = expected.stop
                 return
             found, use = compute(bound)
             place = self._place(found, done, expected, dim)
-            use(place)
+            if not self._skips(place):
+                use(place)
             done = place.stop
 
         self._run(step, purpose=purpose)
@@ -181,6 +192,14 @@ class RowsLinearOperator(DataLinearOperator):
     def _check(self, out: Tensor) -> None:
         space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
         self._check_finite({"": out.reshape(1, -1)}, space)
+
+
+def _size(bound: BatchRisk) -> tuple | None:
+    """Return a batch's number of samples and its tensors' shapes, if the number is evident."""
+    with suppress(Exception):  # the number may not be evident, or a tensor have no shape
+        tensors = leaves((bound.batch.X, bound.batch.y))
+        return bound.num_samples, *(tensor.shape for tensor in tensors)
+    return None
 
 
 def flat(output: Tensor) -> RowMaps:
