@@ -16,6 +16,7 @@ from curvlinops import (
     EFLinearOperator,
     JacobianLinearOperator,
     PerSampleGradientLinearOperator,
+    TransposedJacobianLinearOperator,
 )
 from curvlinops.layers import forms, gram, products
 
@@ -193,6 +194,19 @@ def test_subsampling_of_other_batches(terms: str, packed: bool, method: str):
     data[:] = _tokens((2, 4), packed=packed)
     with pytest.raises(RuntimeError, match="at construction it had"):
         compute(P)
+
+
+@pytest.mark.parametrize("kind", [JacobianLinearOperator, TransposedJacobianLinearOperator])
+def test_kernels_of_other_numbers_of_rows(kind: type):
+    model, data = Tokens(), _tokens((2, 4), (3, 4))
+    J = kind(model, list(model.parameters()), data)
+    data[:] = _tokens((1, 4), (4, 4))
+    rows = _rows(model, [model(X) for X, _ in data])
+    torch.testing.assert_close(J.gram(), rows @ rows.T)
+    for other in ([(2, 4)], [(2, 4), (3, 4), (1, 4)], [(2, 4), (3, 5)]):
+        data[:] = _tokens(*other)
+        with pytest.raises(RuntimeError, match="Build a new operator|build a new operator"):
+            J.gram()
 
 
 @pytest.mark.parametrize("subsampling", [[0.5], [[0, 1]], [True], 3])

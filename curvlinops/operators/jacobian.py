@@ -64,21 +64,22 @@ class OutputsLinearOperator(RowsLinearOperator):
         gradients, without the Jacobian, where that is cheaper.
         """
         batches: list[tuple[list[Group], Tensor]] = []
-        done = 0
 
-        def step(bound: BatchRisk) -> None:
-            nonlocal done
+        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
             found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
             gradients = found.capture(bound)
             output = gradients.output
             size = output.shape[1:].numel()
             one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
             u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-            rows = torch.arange(done, done + output.numel(), device=output.device)
-            batches.append((gradients.backward(u), rows.reshape(-1, size).T))
-            done += output.numel()
 
-        self._run(step)
+            def use(place: slice) -> None:
+                rows = torch.arange(place.start, place.stop, device=output.device)
+                batches.append((gradients.backward(u), rows.reshape(-1, size).T))
+
+            return output.numel(), use
+
+        self._place_rows(sum(self._lengths), compute)
         return self._gram(batches)
 
 
