@@ -2,14 +2,20 @@
 
 import array
 import contextvars
+import ctypes
 import functools
 import importlib
+import io
+import mmap
+import multiprocessing
+import os
 import random
+import sys
 import types
 import warnings
 import weakref
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +35,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 from curvlinops.core.references import references
+from curvlinops.core.snapshot import Snapshot
 
 SCALE = 1.0
 SETTINGS = types.ModuleType("settings")
@@ -121,6 +128,45 @@ def _wrapped() -> tuple[Callable, dict]:
 
 _RELU, _STATE = _wrapped()
 Change = Callable[[nn.Module], object]
+
+
+@functools.cache
+def _cached() -> dict:
+    return {"scale": 1.0}
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_some(key: int) -> list:
+    return [1.0]
+
+
+@torch.no_grad()
+def _without_gradients() -> float:
+    return SCALE
+
+
+def _mapped() -> mmap.mmap:
+    memory = mmap.mmap(-1, 1)
+    memory[0] = 1
+    return memory
+
+
+def _generator() -> Iterator[float]:
+    scale = 1.0
+    while True:
+        new = yield scale
+        scale = scale if new is None else new
+
+
+def _generator_of_global() -> Iterator[float]:
+    while True:
+        yield SCALE
+
+
+def _primed(generator: Iterator[float]) -> Iterator[float]:
+    next(generator)
+    return generator
+
 
 #: How the model finds its scale, with which attributes, and how the scale is changed.
 CASES: dict[str, tuple[Callable, Callable[[], dict], Change]] = {
@@ -228,11 +274,112 @@ CASES: dict[str, tuple[Callable, Callable[[], dict], Change]] = {
         lambda: {"function": functools.cache(lambda: 1.0)},
         lambda m: setattr(m, "function", functools.cache(lambda: 2.0)),
     ),
+    "what a function has cached": (
+        lambda m: _cached()["scale"],
+        dict,
+        lambda m: _cached().update(scale=2.0),
+    ),
+    "what a function with a least recently used item has cached": (
+        lambda m: _cached_some(2)[0] * _cached_some(key=1)[0],
+        dict,
+        lambda m: _cached_some(key=1).__setitem__(0, 2.0),
+    ),
+    "ctypes": (
+        lambda m: m.number.value,
+        lambda: {"number": ctypes.c_double(1.0)},
+        lambda m: setattr(m.number, "value", 2.0),
+    ),
+    "pointer": (
+        lambda m: m.pointer.contents.value,
+        lambda: {"pointer": ctypes.pointer(ctypes.c_double(1.0))},
+        lambda m: setattr(m.pointer.contents, "value", 2.0),
+    ),
+    "shared value": (
+        lambda m: m.shared.value,
+        lambda: {"shared": multiprocessing.Value("d", 1.0)},
+        lambda m: setattr(m.shared, "value", 2.0),
+    ),
+    "shared array": (
+        lambda m: m.shared[1],
+        lambda: {"shared": multiprocessing.RawArray("d", [0.0, 1.0])},
+        lambda m: m.shared.__setitem__(1, 2.0),
+    ),
+    "memory map": (
+        lambda m: float(m.map[0]),
+        lambda: {"map": _mapped()},
+        lambda m: m.map.__setitem__(0, 2),
+    ),
+    "memory view": (
+        lambda m: float(m.view[0]),
+        lambda: {"view": memoryview(bytearray(b"\1"))},
+        lambda m: m.view.__setitem__(0, 2),
+    ),
+    "text in memory": (
+        lambda m: float(m.text.getvalue()),
+        lambda: {"text": io.StringIO("1")},
+        lambda m: m.text.write("2"),
+    ),
+    "bytes in memory": (
+        lambda m: float(m.text.getvalue()),
+        lambda: {"text": io.BytesIO(b"1")},
+        lambda m: m.text.write(b"2"),
+    ),
+    "generator": (
+        lambda m: m.generator.send(None),
+        lambda: {"generator": _primed(_generator())},
+        lambda m: m.generator.send(2.0),
+    ),
+    "global of a generator": (
+        lambda m: next(m.generator),
+        lambda: {"generator": _primed(_generator_of_global())},
+        lambda m: _set(2.0),
+    ),
+    "environment": (
+        lambda m: float(os.environ["SCALE"]),
+        dict,
+        lambda m: os.environ.update(SCALE="2"),
+    ),
+    "variable of the environment": (
+        lambda m: float(os.getenv("SCALE", "0")),
+        dict,
+        lambda m: os.environ.update(SCALE="2"),
+    ),
+    "decorated by installed code": (
+        lambda m: _without_gradients(),
+        dict,
+        lambda m: _set(2.0),
+    ),
+}
+
+
+#: The same, where it cannot be seen what the model reads.
+UNSEEN: dict[str, tuple[Callable, Callable[[], dict], Change]] = {
+    "globals()": (lambda m: globals()["SCALE"], dict, lambda m: _set(2.0)),
+    "evaluated": (lambda m: eval("SCALE"), dict, lambda m: _set(2.0)),
+    "in an inner function": (lambda m: (lambda: eval("SCALE"))(), dict, lambda m: _set(2.0)),
+    "loaded modules": (
+        lambda m: getattr(sys.modules[__name__], "SC" + "ALE"),
+        dict,
+        lambda m: _set(2.0),
+    ),
+    "imported": (
+        lambda m: getattr(importlib.import_module(__name__), "SC" + "ALE"),
+        dict,
+        lambda m: _set(2.0),
+    ),
+    "much memory": (
+        lambda m: float(m.map[0]),
+        lambda: {"map": memoryview(bytearray(b"\1") * 2**27)},
+        lambda m: m.map.__setitem__(0, 2),
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
-def _restore():
+def _restore(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SCALE", "1")
+    _cached.cache_clear()
+    _cached_some.cache_clear()
     before = Times.__mul__
     yield
     Times.__mul__, SETTINGS.inner.scale, _STATE["scale"] = before, 1.0, 1.0
@@ -247,9 +394,9 @@ def _agree(operator, kind: type, arguments: tuple) -> bool:
 
 
 @pytest.mark.parametrize("cache", ["auto", "graph"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *UNSEEN])
 def test_state_of_the_model(case: str, cache: str):
-    get, attributes, change = CASES[case]
+    get, attributes, change = (CASES | UNSEEN)[case]
     torch.manual_seed(0)
     model = WithProperties(get, **attributes()).double()
     data = [(torch.randn(4, 3).double(), torch.randint(2, (4,)))]
@@ -257,7 +404,7 @@ def test_state_of_the_model(case: str, cache: str):
     operator = GGNLinearOperator(*arguments, cache=cache)
     v = torch.ones(operator.shape[1], dtype=torch.float64)
     before = [operator @ v for _ in range(3)][-1]
-    assert operator._kept._entries
+    assert bool(operator._kept._entries) == (case in CASES or cache == "graph")
     change(model)
     assert _agree(operator, GGNLinearOperator, arguments)
     assert not torch.allclose(operator @ v, before, rtol=1e-6)
@@ -513,6 +660,29 @@ def test_objects_that_have_no_answer():
     data = [(torch.randn(4, 3), torch.randn(4, 2))]
     arguments = (model, nn.MSELoss(), list(model.parameters()), data)
     assert _agree(GGNLinearOperator(*arguments), GGNLinearOperator, arguments)
+
+
+def test_attributes_named_like_lookups_are_no_lookups():
+    """A model that switches a part of it to eval mode keeps its graphs."""
+    model = WithProperties(lambda m: float(m.eval() is m)).double()
+    data = [(torch.randn(4, 3).double(), torch.randint(2, (4,)))]
+    operator = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+    for _ in range(3):
+        operator @ torch.ones(operator.shape[1])
+    assert operator._kept._entries
+
+
+def test_closed_memory_and_files():
+    """They have no contents."""
+    things = [io.StringIO("1"), memoryview(b"1"), _mapped()]
+    ended = _primed(iter([1.0]))
+    things[0].close()
+    things[1].release()
+    things[2].close()
+    generator = _generator()
+    generator.close()
+    found = Snapshot([*things, ended, generator])
+    assert found.matches([*things, ended, generator])
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])

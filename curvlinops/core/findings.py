@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.core.hidden import UNKNOWN
 from curvlinops.core.model import Model
-from curvlinops.core.walk import UNKNOWN, walk
+from curvlinops.core.walk import walk
 
 Found = TypeVar("Found")
 

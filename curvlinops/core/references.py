@@ -2,18 +2,35 @@
 
 import enum
 import functools
-import inspect
+import os
 import sys
 import sysconfig
 import weakref
 from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from curvlinops.core.hidden import (
+    MEMORY,
+    UNKNOWN,
+    Cached,
+    looks_up,
+    names_in,
+    of_cached,
+    of_memory,
+)
 
 _INSTALLED = tuple(
     str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")
@@ -34,7 +51,6 @@ _HOLDERS = {
     classmethod: ("__func__",),
     MethodType: ("__self__", "__func__"),
     BuiltinFunctionType: ("__self__",),
-    type(functools.cache(lambda: None)): ("__wrapped__",),
 }
 #: What Python itself writes into classes and modules.
 _METADATA = {
@@ -49,7 +65,7 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
 
     Functions are followed into closures, defaults and the globals that their code names,
     modules and other objects into their attributes and their classes. Installed code is taken as
-    constant, objects that it made are not.
+    constant, objects that it made are not. A value is ``UNKNOWN`` where anything may be.
     """
     if isinstance(part, nn.Module):  # most objects are
         yield from _of_object(part)
@@ -65,11 +81,25 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
         yield "referent", part()
     for name in _HOLDERS.get(type(part), ()):
         yield name, getattr(part, name)
+    if isinstance(part, MEMORY):
+        yield from of_memory(part)
     if isinstance(part, MethodType):
         yield "__dict__", getattr(part.__self__, "__dict__", {})
     elif isinstance(part, FunctionType):
         if not _is_installed(part.__globals__.get("__name__")):
             yield from _of_function(part)
+        elif hasattr(part, "__wrapped__"):  # torch.no_grad() and others make decorators
+            yield "__wrapped__", part.__wrapped__
+    elif isinstance(part, Cached):
+        if not _is_installed(part.__module__):
+            yield from of_cached(part)
+    elif isinstance(part, GeneratorType):
+        frame = part.gi_frame
+        if frame is not None:  # it has not ended
+            yield "f_lasti", frame.f_lasti
+            yield from frame.f_locals.items()
+            if not _is_installed(frame.f_globals.get("__name__")):
+                yield from _of_code(part.gi_code, frame.f_globals)
     elif isinstance(part, type | ModuleType):
         if not _is_installed(part.__name__ if isinstance(part, ModuleType) else part.__module__):
             # what a user changes on a class or module, such as a method or a constant
@@ -129,7 +159,7 @@ def _find_modules(function: Any, names: set[str]) -> list[nn.Module]:
         for each in part.modules() if isinstance(part, nn.Module) else (part,):
             seen[id(each)] = each
             if isinstance(each, FunctionType) and not _is_installed(each.__module__):
-                names.update(_names(each.__code__))
+                names.update(names_in(each.__code__))
             whole = _holds(each)
             held = (value for name, value in references(each) if whole or name in names)
             queue += [value for value in held if not is_plain(value)]
@@ -165,22 +195,23 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "__defaults__", function.__defaults__
     yield "__kwdefaults__", function.__kwdefaults__
     yield "__dict__", function.__dict__
-    names = _names(code)
+    yield from _of_code(code, function.__globals__)
+
+
+def _of_code(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    names = names_in(code)
     for name in names:
-        if name in function.__globals__:
-            value = function.__globals__[name]
+        if name in scope:
+            value = scope[name]
             yield name, value
             if isinstance(value, ModuleType) and not _is_installed(value.__name__):
                 yield from ((n, vars(value)[n]) for n in names if n in vars(value))
         elif isinstance(sys.modules.get(name), ModuleType) and not _is_installed(name):
             yield name, sys.modules[name]  # imported by the function itself
-
-
-@functools.cache
-def _names(code: CodeType) -> tuple[str, ...]:
-    """Return the names that a function's code, and that of functions in it, looks up."""
-    inner = [_names(constant) for constant in code.co_consts if inspect.iscode(constant)]
-    return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
+        elif name in ("environ", "getenv"):
+            yield name, os.environ
+    if looks_up(code):
+        yield "anything", UNKNOWN
 
 
 @functools.cache

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.findings import Structure
+from curvlinops.core.hidden import UNKNOWN
 from curvlinops.core.references import is_plain
-from curvlinops.core.walk import END, UNKNOWN, contents_of, walk
+from curvlinops.core.walk import END, contents_of, walk
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -2,6 +2,7 @@
 
 import array
 import contextvars
+import io
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.hidden import MEMORY, UNKNOWN, Marker, bytes_of, text_of
 from curvlinops.core.references import SEQUENCES, has_attributes, is_plain, references
 
 #: The state of objects that change, but have no attributes.
@@ -24,21 +26,15 @@ _STATES = {
     np.random.RandomState: lambda part: repr(part.get_state(legacy=False)),
     torch.Generator: lambda part: bytes(part.get_state().tolist()),
     contextvars.ContextVar: lambda part: part.get(None),
+    io.StringIO: text_of,
+    io.BytesIO: text_of,
+    **dict.fromkeys(MEMORY, bytes_of),
 }
 #: An object that refers to more than this, such as a trainer, is not worth a comparison.
 _MOST = 100_000
 
 
-class _Marker:
-    """Something that equals nothing, not even itself."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: Any) -> bool:
-        return False
-
-
-END, UNKNOWN = _Marker(), _Marker()
+END = Marker()
 
 
 def walk(root: Any, contents: list | None = None, empty: list | None = None) -> Iterator[Any]:
@@ -68,7 +64,7 @@ def walk(root: Any, contents: list | None = None, empty: list | None = None) -> 
                 stack.append(attributes)
             elif empty is not None:
                 empty.append(attributes)
-        elif isinstance(part, np.ndarray):
+        elif isinstance(part, np.ndarray) or part is UNKNOWN:
             yield part
         else:
             plain, values = _divided(part, empty)
