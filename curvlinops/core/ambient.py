@@ -1,5 +1,6 @@
 """PyTorch's ambient modes and other threads, on which no number of this package depends."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,16 @@ from curvlinops.core.seeds import preserved_rng
 
 #: Products use the module and the generators of random numbers, of which there is but one.
 _LOCK = threading.RLock()
+
+
+def _renew() -> None:
+    """Let a process that is forked have a lock of its own, which no other thread holds."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
