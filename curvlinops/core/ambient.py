@@ -13,7 +13,6 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from curvlinops.core.functions import in_transform
-from curvlinops.core.seeds import preserved_rng
 
 #: Products use the module and the generators of random numbers, of which there is but one.
 _LOCK = threading.RLock()
@@ -53,9 +52,9 @@ def _hooked() -> bool:
 
 
 @contextmanager
-def alone(device: torch.device) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Let no other thread of this package evaluate models, and nothing around change numbers."""
-    with _LOCK, preserved_rng(device), without_modes():
+    with _LOCK, without_modes():
         yield
 
 

@@ -1,10 +1,12 @@
 """What there is to find out about model and loss before the first step on each batch."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
@@ -54,6 +56,25 @@ class Examination:
         """Look at all batches again."""
         self.seen = Seen()
         self._done: set[int] = set()
+        self._draws: bool | None = None  # until a pass over the data has shown it
+
+    @contextmanager
+    def preserving(self, device: torch.device, data: Iterable) -> Iterator[None]:
+        """Preserve the generators of random numbers in a pass, unless nothing draws from them.
+
+        Other threads may; what they drew would be drawn again.
+
+        Args:
+            device: The device of the pass.
+            data: What the pass is over. Lists draw nothing, loaders do.
+        """
+        if self._draws is False and type(data) in (list, tuple):
+            yield
+            return
+        with preserved_rng(device) as untouched:
+            yield
+            if self._draws is None:
+                self._draws = not untouched()
 
     @contextmanager
     def around(self, bound: Any, purpose: str | None) -> Iterator[None]:

@@ -207,16 +207,17 @@ class EmpiricalRisk:
         batches, device = batches or self.batches, self.space.device
         label = f"{self.name}.{description} on {device}"
         wrap = partial(tqdm, desc=label, disable=not self.progressbar)
-        with alone(device):
+        with alone():
             self.model.follow()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             structure = start()
-            for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
-                if structure is not None and self.findings is None:
-                    kind = Structure.of([risk.batch.X, risk.batch.y, batches.batch_size_fn])
-                    self.findings = recall(self.model, [structure(), kind])
-                with self.examination.around(risk, purpose), whole(self.findings):
-                    step(risk)
+            with self.examination.preserving(device, batches.data):
+                for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
+                    if structure is not None and self.findings is None:
+                        kind = Structure.of([risk.batch.X, risk.batch.y, batches.batch_size_fn])
+                        self.findings = recall(self.model, [structure(), kind])
+                    with self.examination.around(risk, purpose), whole(self.findings):
+                        step(risk)
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""

@@ -247,7 +247,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
-        with alone(self.device):
+        with alone():
             self._kept.clear()
 
     # --- beyond products

@@ -14,6 +14,7 @@ from curvlinops.core.choice import Mode
 from curvlinops.core.containers import leaves
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.gram import gram
 from curvlinops.layers.groups import Group
@@ -182,7 +183,7 @@ class RowsLinearOperator(DataLinearOperator):
         if not batches:  # no row is wanted
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
-        with alone(self.device):  # some gradients take backward passes
+        with alone(), preserved_rng(self.device):  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found
