@@ -17,8 +17,8 @@ from curvlinops.core.parameters import (
     check_params,
     is_named,
     named_parameters,
-    with_attributes,
     read_params,
+    with_attributes,
     without_ties,
 )
 from curvlinops.core.protection import protected

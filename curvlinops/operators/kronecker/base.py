@@ -157,8 +157,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self.compute_kronecker_factors()
         return self._sums
 
-    def _forget(self) -> None:
-        # what was made of the sums
+    def _forget(self) -> None:  # what was made of the sums
         self._structure: BlockDiagonalLinearOperator | None = None
         self._structure_factors: list[BlockFactors] = []
         self._modules: dict[str, ModuleFactors] | None = None
