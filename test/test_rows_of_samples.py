@@ -6,7 +6,7 @@ from contract import error
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
-from curvlinops.layers.detection import TOLERANCES, Detection, digits
+from curvlinops.layers.detection import TOLERANCES, Detection, digits, proofs
 
 SIZES = [3, 2, 4, 1, 5, 2]
 
@@ -194,15 +194,17 @@ def test_digits_tell_samples_apart(dtype: torch.dtype):
     owner = torch.randint(num_samples, (3000,))
     noise = 1 + 0.3 * tolerance * (2 * torch.rand(3000, 1) - 1)
     g = torch.randn(3000, 4).to(dtype)
-    r = digits(num_samples, tolerance, torch.ones((), dtype=dtype))
+    like = torch.ones((), dtype=dtype)
+    numbers = digits(num_samples, tolerance, like)
+    r = [*numbers, *proofs(num_samples, tolerance, like)]
     weighted = [(g.double() * noise * digit.double()[owner, None]).to(dtype) for digit in r]
-    layout = Detection(g, 1, num_samples, tolerance).scattered(weighted, r)
+    layout = Detection(g, 1, num_samples, tolerance).scattered(weighted, r, len(numbers))
     found = layout.by_sample(torch.arange(1, 3001), 0, 1, num_samples)
     for n, rows in enumerate(found):
         assert bool((owner[rows[rows > 0] - 1] == n).all())
     assert int((found > 0).sum()) == 3000
     mixed = [digit + digit.roll(1, 0) for digit in weighted]
-    assert Detection(g, 1, num_samples, tolerance).scattered(mixed, r) is None
+    assert Detection(g, 1, num_samples, tolerance).scattered(mixed, r, len(numbers)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
