@@ -145,6 +145,29 @@ def _without_gradients() -> float:
     return SCALE
 
 
+@torch.enable_grad()
+def _with_gradients() -> float:
+    return SCALE
+
+
+@torch.compiler.disable
+def _not_compiled() -> float:
+    return SCALE
+
+
+@torch.autocast("cpu", enabled=False)
+def _autocast() -> float:
+    return SCALE
+
+
+class Number(float):
+    """Numbers with attributes."""
+
+
+class Text(str):
+    """Texts with attributes."""
+
+
 def _mapped() -> mmap.mmap:
     memory = mmap.mmap(-1, 1)
     memory[0] = 1
@@ -348,6 +371,31 @@ CASES: dict[str, tuple[Callable, Callable[[], dict], Change]] = {
         lambda m: _without_gradients(),
         dict,
         lambda m: _set(2.0),
+    ),
+    "function behind another decorator": (
+        lambda m: _with_gradients(),
+        lambda: {},
+        lambda m: _set(2.0),
+    ),
+    "function that is not compiled": (
+        lambda m: _not_compiled(),
+        lambda: {},
+        lambda m: _set(2.0),
+    ),
+    "function under autocast": (
+        lambda m: _autocast(),
+        lambda: {},
+        lambda m: _set(2.0),
+    ),
+    "value of a subclass": (
+        lambda m: m.number,
+        lambda: {"number": Number(1.0)},
+        lambda m: setattr(m, "number", Number(2.0)),
+    ),
+    "text of a subclass": (
+        lambda m: float(m.text),
+        lambda: {"text": Text("1.0")},
+        lambda m: setattr(m, "text", Text("2.0")),
     ),
 }
 

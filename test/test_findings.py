@@ -25,7 +25,9 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 from curvlinops.core import findings
+from curvlinops.core.dependence import Watch
 from curvlinops.core.findings import Structure
+from curvlinops.core.model import wrap_model
 
 N = 32
 
@@ -169,11 +171,11 @@ def test_modes_are_tested_again_after_a_change(what: str, monkeypatch):
     net, (x, y) = Varying().eval(), batch()
     data = [({"x": x}, y)]
 
-    def multiply(data: list) -> tuple[float, findings.Findings]:
+    def multiply(data: list) -> tuple[float, dict]:
         operator = build(net, JacobianLinearOperator, data)
         v = vectors(operator)
         expected = torch.cat([_jacobian(net, X["x"], X) for X, _ in data]) @ v
-        return error(operator @ v, expected), operator.risk.findings
+        return error(operator @ v, expected), operator.risk.findings._known
 
     before, own = multiply(data)
     again, shared = multiply(data)
@@ -261,7 +263,7 @@ def test_operators_with_other_options_share_nothing(options: dict):
     operators = [build(net, HessianLinearOperator, data, **o) for o in ({}, options, options)]
     for operator in operators:
         product(operator)
-    plain, other, again = (operator.risk.findings for operator in operators)
+    plain, other, again = (operator.risk.findings._known for operator in operators)
     assert plain is not other
     assert (other is again) == ("batch_size_fn" not in options or options["batch_size_fn"] is len)
 
@@ -272,9 +274,10 @@ def test_an_error_leaves_nothing_to_others():
     failing = build(net, GGNLinearOperator, [(X, y + 7)])
     with pytest.raises(ValueError, match="target"):
         product(failing)
+    assert not failing.risk.findings._known
     other = build(net, GGNLinearOperator, [(X, y)])
     product(other)
-    assert other.risk.findings is not failing.risk.findings
+    assert other.risk.findings._known
 
 
 # --- the numbers are those of an operator that is the first one
@@ -346,7 +349,7 @@ def test_only_so_many_structures_are_remembered():
     assert len(known) == findings._MOST
     latest = build(net, GGNLinearOperator, [batch(size=24)])
     product(latest)
-    assert latest.risk.findings is known[0][1]
+    assert latest.risk.findings._known is known[0][1]
 
 
 def test_copies_have_their_own():
@@ -387,3 +390,194 @@ def test_structures_differ(first, second):
 def test_what_cannot_be_compared_differs_from_itself():
     for part in (Opaque(), torch.eye(2).to_sparse()):
         assert Structure.of([part]) != Structure.of([part])
+
+
+# --- numbers that models and losses read
+
+
+class Switched(nn.Module):
+    """Does something else where numbers say so."""
+
+    def __init__(self, what: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.h, self.what = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), what
+        self.register_buffer("on", torch.tensor([0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        if self.what == "wrong derivative" and self.on > 0:
+            return self.h(Wrong.apply(z))
+        if self.what == "no dependence" and self.on.item():
+            return self.h(2 * z).detach()
+        return self.h(2 * z)
+
+
+def test_modes_do_not_outlive_numbers_that_choose_functions():
+    net, data = Switched("wrong derivative"), [batch()]
+    product(build(net, JacobianLinearOperator, data))
+    net.on.fill_(1)
+    later = build(net, JacobianLinearOperator, data)
+    expected = _jacobian(net, data[0][0], data[0][0]) @ vectors(later)
+    assert error(later @ vectors(later), expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "cls", [HessianLinearOperator, GGNLinearOperator, KFACLinearOperator, GGNDiagonalLinearOperator]
+)
+def test_lost_dependence_is_noticed(cls: type):
+    net, data = Switched("no dependence"), [batch()]
+    product(build(net, cls, data))
+    net.on.fill_(1)
+    with pytest.raises(ValueError, match="does not depend on any of the parameters"):
+        product(build(net, cls, data))
+
+
+class PenalizedByTensor(Penalized):
+    """The weight is a number in a tensor, which the loss reads."""
+
+    def __init__(self, net: nn.Module, weight: float):
+        super().__init__(net, weight)
+        self.weight = torch.tensor(weight).double()
+
+
+def test_dependence_of_losses_is_found_again():
+    net, (X, y) = Net(), batch()
+    loss = PenalizedByTensor(net, 0.0)
+    plain = matrix(build(net, HessianLinearOperator, [(X, y)], loss, reduction="mean"))
+    loss.weight.fill_(0.5)
+    found = matrix(build(net, HessianLinearOperator, [(X, y)], loss, reduction="mean"))
+    expected = plain + 0.5 * torch.eye(len(plain)).double()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class Unpadded(nn.Module):
+    """Rows as many as lengths say, in sequences one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, X: dict) -> Tensor:
+        lengths = X["lengths"].tolist()
+        rows = torch.cat([x[:n] for x, n in zip(X["x"], lengths, strict=True)])
+        z = self.layer(rows).tanh().split(lengths)
+        return self.head(torch.stack([part.square().sum(0) for part in z]))
+
+
+@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, EKFACLinearOperator])
+def test_layouts_do_not_outlive_lengths(cls: type):
+    net, x, y = Unpadded(), torch.rand(2, 3, 3).double(), torch.tensor([0, 1])
+
+    def compute(*lengths: int) -> Tensor:
+        data = [({"x": x, "lengths": torch.tensor(lengths)}, y)]
+        return build(net, cls, data, batch_size_fn=lambda X: 2) @ torch.eye(26).double()
+
+    compute(2, 2)
+    later = compute(3, 1)
+    findings._KNOWN.clear()
+    torch.testing.assert_close(later, compute(3, 1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, KFACLinearOperator])
+def test_what_later_batches_show_stays_with_an_operator(cls: type):
+    """Only what the first batch has shown is a matter of its structure."""
+    net = Positions()
+    torch.manual_seed(0)
+    x, y = torch.rand(4, 4, 3).double(), torch.randint(2, (4,))
+    first, second = (({"x": x, "time_first": flag}, y) for flag in (False, True))
+    options = {"batch_size_fn": _four}
+    product(build(net, cls, [first, second], **options))
+    later = product(build(net, cls, [first], **options))
+    findings._KNOWN.clear()
+    torch.testing.assert_close(later, product(build(net, cls, [first], **options)))
+
+
+def _four(X: dict) -> int:
+    return 4
+
+
+class Routed(nn.Module):
+    """Uses a layer in a way without rule, if the input says so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, X: dict) -> Tensor:
+        x, weight = X["x"], self.layer.weight
+        if X["odd"]:
+            return self.head(torch.logaddexp(x.unsqueeze(1), weight).sum(-1) + self.layer.bias)
+        return self.head(torch.tanh(x @ weight.T + self.layer.bias))
+
+
+def test_errors_of_others_do_not_change_an_operator():
+    net, (x, y) = Routed(), batch()
+    plain, odd = (({"x": x, "odd": flag}, y) for flag in (False, True))
+    working = build(net, KFACLinearOperator, [plain], batch_size_fn=_whole)
+    expected = product(working)
+    with pytest.raises(NotImplementedError, match=r"layer\.weight"):
+        product(build(net, KFACLinearOperator, [plain, odd], batch_size_fn=_whole))
+    working.compute_kronecker_factors()
+    torch.testing.assert_close(product(working), expected)
+    other = build(net, KFACLinearOperator, [plain], batch_size_fn=_whole, fallback="diagonal")
+    product(other)
+    assert [b.structure for b in other.blocks()] == [b.structure for b in working.blocks()]
+
+
+def _whole(X: dict) -> int:
+    return N
+
+
+READING: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "branch": lambda x, n: bool(n[0] > 1),
+    "item": lambda x, n: x.sum().item(),
+    "list": lambda x, n: n.tolist(),
+    "loop": lambda x, n: [int(i) for i in n],
+    "array": lambda x, n: np.asarray(x),
+    "slice": lambda x, n: x[: n[1]],
+    "size": lambda x, n: x.new_zeros(n[0]),
+    "mask": lambda x, n: x[x > 0],
+    "nonzero": lambda x, n: torch.where(x > 0),
+    "repeated": lambda x, n: x.repeat_interleave(n, 0),
+    "unique": lambda x, n: n.unique(),
+    "contains": lambda x, n: 2 in n,
+    "equal": lambda x, n: torch.equal(n, n),
+    "packed": lambda x, n: nn.utils.rnn.pack_padded_sequence(
+        x[..., None], n.clamp(max=3), batch_first=True, enforce_sorted=False
+    ),
+}
+NOT_READING: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "slice": lambda x, n: x[:2, 1:],
+    "choice": lambda x, n: torch.where(x > 0, x, 0),
+    "index": lambda x, n: x[n],
+    "layer": lambda x, n: nn.functional.layer_norm(x, (3,)),
+    "attention": lambda x, n: nn.functional.scaled_dot_product_attention(x, x, x),
+    "shapes": lambda x, n: x.reshape(x.shape[0], -1).split([1, 2]),
+    "largest": lambda x, n: x.max(0),
+}
+
+
+def _reads(function: Callable) -> bool:
+    net = Net()
+    with Watch(wrap_model(net, list(net.parameters())), {}) as watch:
+        function(torch.rand(3, 3), torch.tensor([1, 2, 2]))
+    return watch.reads
+
+
+@pytest.mark.parametrize("name", READING)
+def test_reading_numbers_is_seen(name: str):
+    assert _reads(READING[name])
+
+
+@pytest.mark.parametrize("name", NOT_READING)
+def test_other_calls_read_no_numbers(name: str):
+    assert not _reads(NOT_READING[name])
+
+
+def test_structures_are_small():
+    first, second = (Structure.of([bytes([i]) * 10**6, [0.5] * 10**5]) for i in range(2))
+    assert first != second
+    assert len(pickle.dumps(vars(first))) < 1000

@@ -239,3 +239,35 @@ def test_digits_tell_all_samples_apart():
         for tolerance in (1e-6, 1e-3, 0.15):
             found = torch.stack(digits(num_samples, tolerance, torch.zeros(1).double()), 1)
             assert len(found.unique(dim=0)) == num_samples
+
+
+class RoutedLater(nn.Module):
+    """The first samples do not use all layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.o = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.t = nn.Parameter(torch.tensor([0.7]))
+        self.register_buffer("scale", torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = (x[:, 0] > 1).unsqueeze(1)
+        z = self.k(x).tanh()
+        if far.any():
+            z = torch.where(far, self.o(z), z)
+        return z * (self.scale * self.t)
+
+
+def test_what_few_samples_show_is_not_taken_for_other_calls():
+    net = RoutedLater().double()
+    x = torch.rand(40, 3).double()
+    x[9, 0] = 2.0
+    params, loss = list(net.parameters()), nn.MSELoss(reduction="sum")
+    data = [(x, torch.rand(40, 3).double())]
+    operator = PerSampleGradientLinearOperator(net, loss, params, data)
+    torch.testing.assert_close(operator.dense(), loop(net, params, data, loss))
+    assert not operator.fallbacks
+    K = KFACLinearOperator(net, loss, params, data, fallback="diagonal", kfac_approx="expand")
+    found = {block.names: block.structure for block in K.blocks()}
+    assert found["o.weight",] == found["k.weight",] == "kronecker"

@@ -98,36 +98,40 @@ def choose(
 
 
 class Chosen:
-    """The modes that were chosen, for one and for many products with one graph."""
+    """The mode that was chosen.
 
-    def __init__(self) -> None:
-        self._modes: dict[bool, Mode] = {}
+    Args:
+        many: Whether it is for many products with one graph.
+    """
 
-    def find(
-        self,
-        many: bool,
-        bound: Any,
-        seen: Any,
-        choose: Callable[[Any, bool], Mode],
-    ) -> Mode:
+    def __init__(self, many: bool):
+        self._many, self._mode = many, None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is one."""
+        return self._mode is not None
+
+    def find(self, bound: Any, seen: Any, choose: Callable[[Any, bool], Mode]) -> Mode:
         """Return the mode that was chosen before, or choose it.
 
         Args:
-            many: Whether it is for many products.
             bound: A ``BatchRisk``.
             seen: What the first batch has shown.
             choose: Chooses a mode on a batch, for many products or not.
         """
-        if many in self._modes:
-            return self._modes[many]
+        if self._mode is not None:
+            return self._mode
         few = bound.first_samples() if bound.batch.index == 0 else None
         with suppress(Exception):  # if these do not do alone, all show why
             if few is not None and few.resembles(seen):
-                return self._modes.setdefault(many, choose(few, many))
+                self._mode = choose(few, self._many)
+                return self._mode
         try:
-            return self._modes.setdefault(many, choose(bound, many))
+            self._mode = choose(bound, self._many)
         except NothingToTest as found:  # another batch may tell
             return found.mode
+        return self._mode
 
 
 def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head, seed: int = 0) -> float:

@@ -119,7 +119,7 @@ def not_finite(columns: Columns, together: Iterable[Tensor] = ()) -> str | None:
         together: The same numbers in fewer tensors, if there are such: faster to check.
     """
     # sums are fast; only when one overflows or is NaN look at each value
-    sums = [tensor.sum() for tensor in together or columns.values()]
+    sums = [tensor.detach().sum() for tensor in together or columns.values()]
     if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

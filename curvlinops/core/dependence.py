@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from curvlinops.core.containers import leaves
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.model import ClosureModel, Model
@@ -27,6 +28,16 @@ _REENTRANT = (
 )
 
 
+#: What reads numbers into Python, or has outputs of as many rows as numbers say.
+_READING = {
+    *("item", "tolist", "numpy", "__array__", "__dlpack__", "__contains__", "__format__"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
+    *("equal", "allclose", "nonzero", "argwhere", "masked_select", "repeat_interleave"),
+    *("unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"),
+    *("_pack_padded_sequence", "pack_padded_sequence", "where", "masked_scatter"),
+}
+
+
 class Watch(TorchFunctionMode):
     """Watches whether model and loss hide parameters, or differentiate with respect to them.
 
@@ -36,6 +47,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         differentiates: Whether they do.
+        reads: Whether what they do may depend on numbers in tensors.
 
     Raises:
         ValueError: At its end, if they do so with respect to the user's own tensors, which were
@@ -49,12 +61,18 @@ class Watch(TorchFunctionMode):
         self._hidden: str | None = None
         self._reentrant = False
         self.differentiates = False
+        self.reads = any(
+            isinstance(module, torch.jit.ScriptModule)  # it does not show what it does
+            for root in model.roots
+            for module in root.modules()
+        )
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call ``func``, and look at what it differentiates with respect to."""
         kwargs = kwargs or {}
+        self.reads = self.reads or _reads(func, (*args, *kwargs.values()))
         if not torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
             self._reentrant = self._reentrant or _in_reentrant_checkpoint(sys._getframe())
         # transforms of torch.func need no tensors that require gradients
@@ -129,6 +147,24 @@ def _check_held(model: ClosureModel, used: set[str]) -> None:
             "or build a new operator."
         )
     model.held |= held
+
+
+def _reads(func: Callable, args: tuple) -> bool:
+    """Return whether a call reads numbers, or is told by some how long something is."""
+    name = getattr(func, "__name__", "")
+    if name == "where":
+        return len(args) == 1
+    if name in _READING:
+        return True
+    if name in ("__getitem__", "__setitem__"):
+        parts = args[1] if isinstance(args[1], tuple | list) else (args[1],)
+        ends = ((x.start, x.stop, x.step) for x in parts if isinstance(x, slice))
+        if any(isinstance(end, Tensor) for slices in ends for end in slices):
+            return True
+        if any(x.dtype == torch.bool for x in leaves(args[1])):
+            return True
+    counts = (x for x in leaves(args) if x.ndim == 0 and not x.is_floating_point())
+    return next(counts, None) is not None
 
 
 def _requires_grad(args: tuple) -> bool:

@@ -132,6 +132,7 @@ class Examination:
         scope = bound.scope(leaves, purpose)
         with Watch(self._model, leaves) as watch, scope.active():
             value = output = bound.output(scope)
+            reads = watch.reads
             if not self._done:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
@@ -142,6 +143,8 @@ class Examination:
             if unknown and needs_graph(loss, output, y, leaves, self._model.params):
                 loss.needs_graph = self.seen.needs_graph = True
                 value = bound.loss_sum(output)[0]
+        if bound.findings is not None and (watch.reads if unknown else reads):
+            bound.findings.withdraw()  # other numbers may show something else
         self._model.differentiates |= watch.differentiates
         self.seen.differentiates = self._model.differentiates
         check_graph(value, self._model, leaves)

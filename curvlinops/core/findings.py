@@ -1,5 +1,7 @@
 """What operators find out about a model, of which others on the same model make use."""
 
+import copy
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from curvlinops.core.hidden import UNKNOWN
 from curvlinops.core.model import Model
 from curvlinops.core.walk import walk
 
+#: Something that has ``is_complete``: whether others can make use of a copy.
 Found = TypeVar("Found")
 
 #: Values that refer to nothing else.
@@ -26,17 +29,35 @@ _MOST = 16
 
 
 class Findings:
-    """Objects that find out something about a model, and remember it."""
+    """Objects that find out something about a model, and remember it.
 
-    def __init__(self) -> None:
-        self._found: dict[tuple, Any] = {}
+    Args:
+        known: What others have found out, of which this gets copies.
+    """
+
+    def __init__(self, known: dict[tuple, Any]):
+        self._known, self._own = known, {}
 
     def get(self, make: Callable[..., Found], *args: Any) -> Found:
-        """Return what ``make(*args)`` made the first time."""
+        """Return what ``make(*args)`` made the first time, here or elsewhere."""
         key = (make, *args)
-        if key not in self._found:
-            self._found[key] = make(*args)
-        return self._found[key]
+        if key not in self._own:
+            self._own[key] = copy.deepcopy(self._known[key]) if key in self._known else make(*args)
+        return self._own[key]
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let others have what is found out meanwhile, unless there is an error."""
+        before = set(self._own)
+        yield
+        for key in self._own.keys() - before:
+            if self._own[key].is_complete:
+                self._known.setdefault(key, copy.deepcopy(self._own[key]))
+
+    def withdraw(self) -> None:
+        """Let nobody else have anything."""
+        self._known.clear()
+        self._known = {}
 
 
 class Structure:
@@ -48,8 +69,13 @@ class Structure:
         parts: What ``walk`` yields of them.
     """
 
+    __hash__ = None
+
     def __init__(self, parts: list):
-        self._parts = tuple(_weakened(part) for part in parts)
+        self._others: list[weakref.ref] = []
+        self._is_seen = True
+        values = [self._value(part) for part in parts]
+        self._digest = hashlib.blake2b(repr(values).encode("utf-8", "replace")).digest()
 
     @classmethod
     def of(cls, root: Any) -> "Structure":
@@ -57,13 +83,46 @@ class Structure:
         return cls(list(walk(root)))
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Structure) and self._parts == other._parts
+        return (
+            isinstance(other, Structure)
+            and self._is_seen
+            and other._is_seen
+            and self._digest == other._digest
+            and all(
+                own() is its() is not None
+                for own, its in zip(self._others, other._others, strict=True)
+            )
+        )
 
-    __hash__ = None
+    def _value(self, part: Any) -> Any:
+        """Return what shows all of a part that does not refer to something else."""
+        kind = type(part)
+        if kind in _CLOSED or (kind is type and part.__module__ == "builtins"):
+            return part
+        if kind in (list, tuple):
+            return tuple(map(self._value, part))
+        if kind is slice:
+            return tuple(map(self._value, (part.start, part.stop, part.step)))
+        if isinstance(part, Tensor):
+            return (
+                *(self._value(kind), part.shape, part.dtype, part.device, part.stride()),
+                *(part.requires_grad, part.grad_fn is None),
+            )
+        if isinstance(part, np.ndarray):
+            self._is_seen &= part.dtype.kind in "biufcmM"
+            return part.shape, part.dtype.str
+        if isinstance(part, Enum):
+            return self._value(kind), part.name
+        try:
+            self._others.append(weakref.ref(part))
+        except TypeError:  # it may refer to anything
+            self._is_seen = False
+        self._is_seen &= part is not UNKNOWN
+        return "another object"
 
 
 #: By the id of a module or parameter: this, and what is known about it, the latest first.
-_KNOWN: dict[int, tuple[weakref.ref, list[tuple[list[Structure], Findings]]]] = {}
+_KNOWN: dict[int, tuple[weakref.ref, list[tuple[list[Structure], dict[tuple, Any]]]]] = {}
 
 
 def recall(model: Model, structures: list[Structure]) -> Findings:
@@ -77,66 +136,10 @@ def recall(model: Model, structures: list[Structure]) -> Findings:
     """
     users = (*model.roots, *model.params.values())[0]
     _, known = _KNOWN.setdefault(id(users), (weakref.ref(users, _forgetting(id(users))), []))
-    found = next((f for s, f in known if s == structures), None) or Findings()
+    found = next((f for s, f in known if s == structures), {})
     known[:] = [(structures, found), *((s, f) for s, f in known if f is not found)][:_MOST]
-    return found
-
-
-@contextmanager
-def whole(found: Findings | None) -> Iterator[None]:
-    """Let nobody else get findings if there is an error while something is found out."""
-    try:
-        yield
-    except BaseException:
-        for _, known in list(_KNOWN.values()):
-            known[:] = [(s, f) for s, f in known if f is not found]
-        raise
+    return Findings(found)
 
 
 def _forgetting(key: int) -> Callable[[weakref.ref], None]:
     return lambda _: _KNOWN.pop(key, None)
-
-
-class _Weak:
-    """Refers to an object as long as that exists, and equals what refers to the same one."""
-
-    __hash__ = None
-
-    def __init__(self, part: Any):
-        self._ref = weakref.ref(part)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Weak) and self._ref() is other._ref() is not None
-
-
-class _Unlike:
-    """Equals nothing."""
-
-    __hash__ = None
-
-    def __eq__(self, other: Any) -> bool:
-        return False
-
-
-def _weakened(part: Any) -> Any:
-    """Return something to be compared in place of a part that keeps nothing alive."""
-    kind = type(part)
-    if kind in _CLOSED or (kind is type and part.__module__ == "builtins"):
-        return part
-    if kind in (list, tuple):
-        return tuple(map(_weakened, part))
-    if kind is slice:
-        return tuple(map(_weakened, (part.start, part.stop, part.step)))
-    if isinstance(part, Tensor):
-        return (
-            *(_Weak(kind), part.shape, part.dtype, part.device, part.stride()),
-            *(part.requires_grad, part.grad_fn is None),
-        )
-    if isinstance(part, np.ndarray):
-        return part.shape, part.dtype.str
-    if isinstance(part, Enum):
-        return _Weak(kind), part.name
-    try:
-        return _Unlike() if part is UNKNOWN else _Weak(part)
-    except TypeError:  # there is no weak reference, and it may refer to anything
-        return _Unlike()

@@ -206,7 +206,8 @@ class FunctionalModel(Model):
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the function."""
-        return self._function(dict(values), X)
+        own = self.params
+        return self._function({n: with_attributes(x, own[n]) for n, x in values.items()}, X)
 
     def source(self) -> Callable:
         """Return the function."""

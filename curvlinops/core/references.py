@@ -88,8 +88,10 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(part, FunctionType):
         if not _is_installed(part.__globals__.get("__name__")):
             yield from _of_function(part)
-        elif hasattr(part, "__wrapped__"):  # torch.no_grad() and others make decorators
-            yield "__wrapped__", part.__wrapped__
+        else:  # torch.no_grad() and others make decorators
+            yield from ((n, held) for n, held in _of_cells(part) if _runs(held))
+            if hasattr(part, "__wrapped__"):
+                yield "__wrapped__", part.__wrapped__
     elif isinstance(part, Cached):
         if not _is_installed(part.__module__):
             yield from of_cached(part)
@@ -185,13 +187,22 @@ def _slots(part: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(part, name)
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+def _runs(part: Any) -> bool:
+    return isinstance(part, FunctionType | nn.Module) or type(part) in _HOLDERS
+
+
+def _of_cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # a variable that is not assigned yet
             continue
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    yield from _of_cells(function)
     yield "__defaults__", function.__defaults__
     yield "__kwdefaults__", function.__kwdefaults__
     yield "__dict__", function.__dict__

@@ -1,7 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_names
 from curvlinops.core.determinism import check_finite
 from curvlinops.core.examination import Examination, Seen
-from curvlinops.core.findings import Findings, Structure, recall, whole
+from curvlinops.core.findings import Findings, Structure, recall
 from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
 from curvlinops.core.parallel import Ranks
@@ -182,8 +182,7 @@ class EmpiricalRisk:
         self.model, self.loss, self.batches = model, loss, batches
         self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
-        self.term_size: int | None = None
-        self.values_checked = loss is None
+        self.term_size, self.values_checked = None, loss is None
         self.examination = Examination(model)
         self.findings: Findings | None = None
 
@@ -213,16 +212,17 @@ class EmpiricalRisk:
             structure = start()
             with self.examination.preserving(device, batches.data):
                 for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
+                    sharing = nullcontext()
                     if structure is not None and self.findings is None:
-                        kind = Structure.of([risk.batch.X, risk.batch.y, batches.batch_size_fn])
-                        self.findings = recall(self.model, [structure(), kind])
-                    with self.examination.around(risk, purpose), whole(self.findings):
+                        batch = [risk.batch.X, risk.batch.y, batches.batch_size_fn]
+                        self.findings = recall(self.model, [structure(), Structure.of(batch)])
+                        sharing = self.findings.publishing()
+                    with sharing, self.examination.around(risk, purpose):
                         step(risk)
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""
-        self.loss = loss
-        self.values_checked = loss is None
+        self.loss, self.values_checked = loss, loss is None
         self.examination.forget()
         self.findings = self.term_size = None
 

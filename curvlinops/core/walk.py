@@ -118,6 +118,9 @@ def _identity(part: Any) -> Any:
     for kind, state in _STATES.items():
         if isinstance(part, kind):
             return type(part), state(part)
+    for kind in (int, float, complex, str, bytes):  # what others derive from them
+        if isinstance(part, kind):
+            return type(part), kind.__repr__(part)
     if isinstance(part, type | ModuleType):
         return part
     if isinstance(part, BuiltinFunctionType):

@@ -56,6 +56,11 @@ class SampleBackward:
         self._seeing: set[Key] = set()  # calls that see the sample of a batch of one
         self._changes: dict[Call, Change] = {}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether rules are known for all parameters."""
+        return not self.fallbacks
+
     def capture(self, bound: BoundModel) -> SampleGradients:
         """Run the model on a batch; return what computes its samples' gradients."""
         few = None if self._checked or self.fallbacks else bound.first_samples()
@@ -87,6 +92,9 @@ class SampleBackward:
         began = self._checked or self._checked_alone
         truth = None if began else autograd_sums(bound, num_samples)
         batch = self._run(bound, names, num_samples)
+        if batch is not None and self._changes and batch.unrecorded():
+            self._changes.clear()  # on this batch they hit other calls
+            batch = self._run(bound, names, num_samples)
         if batch is None or batch.num_samples == 0:
             return None
         before = len(self.fallbacks)

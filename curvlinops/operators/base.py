@@ -61,8 +61,8 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
             as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
-            and passes a dot-test on the first batch, or its first samples; what that finds also
-            serves later operators, while nothing but the numbers in tensors is different.
+            and passes a dot-test on the first batch, or its first samples. What that finds serves
+            later operators, too, if only numbers differ, on which nothing in the model depends.
         process_group: A ``torch.distributed.ProcessGroup``, whose processes have different data of
             one risk; all of them multiply together. Default: all data is here.
 
@@ -110,7 +110,7 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         self._loss_arguments, name = (loss_func, reduction), type(self).__name__
         ranks = Ranks(process_group)
-        with ranks.guarded():
+        with ranks.guarded(), alone():
             model = wrap_model(model_func, params)
             loss = self._wrap_loss(loss_func, reduction)
             batches = Batches(data, batch_size_fn, num_data)
@@ -237,8 +237,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
-        chosen = bound.findings.get(Chosen)
-        return chosen.find(many, bound, self.risk.examination.seen, self._choose)
+        chosen = bound.findings.get(Chosen, many)
+        return chosen.find(bound, self.risk.examination.seen, self._choose)
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
