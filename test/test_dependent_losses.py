@@ -415,3 +415,34 @@ def test_tensors_of_a_batch_that_were_computed_from_each_other(where: str):
         for _ in range(3):
             found = operator @ torch.eye(len(expected)).double()
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+class ByNumber(nn.Module):
+    """Has a penalty while a number in a tensor is positive."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = [net]
+        self.register_buffer("weight", torch.zeros(()).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        if self.weight > 0:
+            loss = loss + self.weight * sum(p.square().sum() for p in self.net[0].parameters()) / 2
+        return loss
+
+
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+def test_a_dependence_that_numbers_switch_on(cache: str):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2).double()
+    loss, data = ByNumber(net), [(torch.rand(5, 3).double(), torch.tensor([0, 1, 0, 1, 1]))]
+    H = HessianLinearOperator(
+        net, loss, list(net.parameters()), data, reduction="mean", cache=cache
+    )
+    eye = torch.eye(8).double()
+    plain = H @ eye
+    for weight in (0.0, 0.5, 0.25, 0.0, 1.0):
+        loss.weight.fill_(weight)
+        for _ in range(2):
+            torch.testing.assert_close(H @ eye, plain + weight * eye, rtol=1e-10, atol=1e-12)

@@ -219,4 +219,5 @@ def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params:
         return True
     # derivatives that count as zero where there is no graph
     with_graph = loss.sum(output.clone(), target)
-    return not torch.allclose(total, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)
+    with torch._C.DisableTorchFunction():  # the loss reads no numbers here
+        return not torch.allclose(total, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)

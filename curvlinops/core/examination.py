@@ -46,10 +46,11 @@ class Examination:
 
     Attributes:
         seen: What the first batch has shown.
+        loss_reads: Whether the loss reads numbers, by which it may depend on other things.
     """
 
     def __init__(self, model: Model):
-        self._model = model
+        self._model, self.loss_reads = model, False
         self.forget()
 
     def forget(self) -> None:
@@ -132,7 +133,7 @@ class Examination:
         scope = bound.scope(leaves, purpose)
         with Watch(self._model, leaves) as watch, scope.active():
             value = output = bound.output(scope)
-            reads = watch.reads
+            reads, watch.reads = watch.reads, False
             if not self._done:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
@@ -140,10 +141,12 @@ class Examination:
                     custom = custom_functions(graph_nodes(total))
                     self.seen.has_custom_functions = bool(custom)
             unknown = loss is not None and not loss.is_function_of_values
-            if unknown and needs_graph(loss, output, y, leaves, self._model.params):
+            depends = unknown and needs_graph(loss, output, y, leaves, self._model.params)
+            self.loss_reads |= unknown and watch.reads
+            if depends:
                 loss.needs_graph = self.seen.needs_graph = True
                 value = bound.loss_sum(output)[0]
-        if bound.findings is not None and (watch.reads if unknown else reads):
+        if bound.findings is not None and (reads or self.loss_reads):
             bound.findings.withdraw()  # other numbers may show something else
         self._model.differentiates |= watch.differentiates
         self.seen.differentiates = self._model.differentiates

@@ -52,16 +52,17 @@ class Keeper:
         self._most = self._used = 0
         self.active = False
 
-    def start(self, root: Any, device: torch.device) -> bool:
+    def start(self, root: Any, device: torch.device, numbers_matter: bool = False) -> bool:
         """Begin a product: forget all if anything changed.
 
         Args:
             root: All that prepared products depend on, except for the batches.
             device: Where they are kept.
+            numbers_matter: Whether conclusions about the model depend on numbers in tensors.
 
         Returns:
-            Whether more may have changed than numbers in tensors, so that conclusions about the
-            model must be drawn again.
+            Whether more may have changed than numbers, unless these matter, so that the conclusions
+            must be drawn again.
         """
         root = [root, _surroundings(device)]
         known = self._snapshot
@@ -76,7 +77,7 @@ class Keeper:
             limits = {"auto": self._most, "graph": inf}
             self._budget = limits.get(self.cache, self.cache)
         self.active = self._budget > 0 and (unchanged or self.cache != "auto")
-        return change is Change.STRUCTURE
+        return change is Change.STRUCTURE or (numbers_matter and not unchanged)
 
     @property
     def structure(self) -> Structure:

@@ -116,9 +116,8 @@ class DataLinearOperator(TorchLinearOperator):
             batches = Batches(data, batch_size_fn, num_data)
             self.risk = EmpiricalRisk(model, loss, batches, progressbar, name, ranks)
             self._blocks = split_blocks(self.risk.space.names, block_sizes)
-        self._chunk_size = chunk_size
         # whoever does not want checks gets none on the batches either
-        self._trusting = not check_deterministic
+        self._chunk_size, self._trusting = chunk_size, not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
         self._kept = Keeper(cache, name)
         self._checked: set[tuple[bool, ...]] = set()
@@ -218,7 +217,8 @@ class DataLinearOperator(TorchLinearOperator):
         """Call ``step``, which computes a product, on every batch; see ``EmpiricalRisk.run``."""
 
         def start() -> Callable[[], Structure]:
-            if self._kept.start(self._dependencies(), self.risk.space.device):
+            numbers_matter = self.risk.examination.loss_reads
+            if self._kept.start(self._dependencies(), self.device, numbers_matter):
                 try:
                     self._reconsider()
                 except Exception:  # the next product shall meet it, too
