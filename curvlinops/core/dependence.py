@@ -26,8 +26,6 @@ _REENTRANT = (
     "The model uses reentrant activation checkpointing, which supports neither autograd.grad nor "
     "second derivatives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
 )
-
-
 #: What reads numbers into Python, or has outputs of as many rows as numbers say.
 _READING = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__contains__", "__format__"),
