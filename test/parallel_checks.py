@@ -28,6 +28,9 @@ from contract import ALL, CASES, error, matrix
 from problems import Problem
 from test_kfac_storage import Conditional, Experts, Rewired
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, HessianLinearOperator, KFACLinearOperator
@@ -527,6 +530,25 @@ def wrapped_models() -> None:
     torch.testing.assert_close(
         matrix(both("hessian", p)[0]), matrix(both("hessian", classifier())[1])
     )
+
+
+@check()
+def spread_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    p = classifier()
+    weight = distribute_tensor(p.params[0].detach(), mesh, [Shard(0)])
+    with fails(TypeError, r"\['0'\] are DTensors: .*each process has only a part"):
+        ALL["hessian"].build(replace(p, model=lambda x: x @ weight.mT, params=[weight]))
+    fully_shard(p.model, mesh=mesh)
+    with fails(TypeError, "weight.*are DTensors: .*process_group"):
+        ALL["hessian"].build(replace(p, params=list(p.model.parameters())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it would like another device
+        spread = nn.Sequential(
+            FullyShardedDataParallel(classifier().model, device_id=torch.device("cpu"))
+        )
+    with fails(TypeError, "module '0' is FullyShardedDataParallel: .*only a part"):
+        ALL["hessian"].build(replace(p, model=spread, params=list(spread.parameters())))
 
 
 @check()

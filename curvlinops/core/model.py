@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from curvlinops.core.parameters import (
     Given,
     alias,
+    check_complete,
     check_distinct,
-    check_initialized,
     check_params,
     is_named,
     named_parameters,
@@ -116,7 +116,7 @@ class ModuleModel(Model):
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         own, self.module = named_parameters(module)
-        check_initialized({**own, **dict(module.named_buffers())})
+        check_complete({**own, **dict(module.named_buffers())})
         self.roots = find_modules(self.module)
         # name in `params` -> the module's own parameter
         self._targets: dict[str, Tensor] = {}

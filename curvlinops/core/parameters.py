@@ -1,6 +1,7 @@
 """The user's parameters: their names, and what they must be."""
 
 import copy
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Set
 from operator import is_
 from typing import Any
@@ -129,7 +130,7 @@ def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
 
 def check_params(params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that have no values yet, are not real, or not on one device."""
-    check_initialized(params)
+    check_complete(params)
     for name, param in params.items():
         if not param.is_floating_point():
             raise TypeError(
@@ -148,14 +149,28 @@ def check_params(params: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_initialized(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse parameters and buffers of lazy modules that no input has given a shape."""
+def check_complete(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse parameters and buffers that have no values yet, or not all of them here."""
     names = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if names:
         raise ValueError(
             f"{names} are not initialized: lazy modules, such as LazyLinear, get shapes from their "
             "first input. Run the model once before, on any batch."
         )
+    library = sys.modules.get("torch.distributed.tensor")  # imported by whoever spreads a tensor
+    spread = () if library is None else library.DTensor
+    names = [name for name, tensor in tensors.items() if isinstance(tensor, spread)]
+    if names:
+        raise spread_error(f"{names} are DTensors")
+
+
+def spread_error(found: str) -> TypeError:
+    """Return the error that parameters are spread over processes."""
+    return TypeError(
+        f"{found}: each process has only a part of the parameters. Give each a model with all of "
+        "them, with values as by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+        "full_state_dict=True. What can be spread is the data, see process_group."
+    )
 
 
 def alias(param: Tensor) -> Tensor:

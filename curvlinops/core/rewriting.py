@@ -5,6 +5,7 @@ checkpointed parts of the forward). To change how a call is differentiated, add 
 ``DECOMPOSITIONS``; to refuse a call, raise in its decomposition.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.convolution import CONVOLUTIONS
 from curvlinops.core.normalization import NORMALIZATIONS
+from curvlinops.core.parameters import spread_error
 
 
 def _recurrent(packet: Any) -> Callable:
@@ -80,12 +82,16 @@ def check_modules(module: nn.Module) -> None:
     """Refuse a model with a module that cannot be differentiated, by the module's name.
 
     Raises:
-        TypeError: If the model contains TorchScript.
+        TypeError: If the model contains TorchScript, or is spread over processes.
         ValueError: If the gradient of a module is not one, or its forward changes parameters.
     """
+    library = sys.modules.get("torch.distributed.fsdp")  # imported by whoever spreads a module
+    spread = () if library is None else library.FullyShardedDataParallel
     for name, child in module.named_modules():
+        where = f"The model's module '{name}'" if name else "The model"
+        if isinstance(child, spread):
+            raise spread_error(f"{where} is FullyShardedDataParallel")
         if isinstance(child, torch.jit.ScriptModule):
-            where = f"The model's module '{name}'" if name else "The model"
             raise TypeError(
                 f"{where} is TorchScript, whose parameters cannot be replaced. "
                 "Pass the original module."
