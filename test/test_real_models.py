@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops import GGNLinearOperator, HessianLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+)
 
 
 class ResidualBlock(nn.Module):
@@ -149,3 +154,45 @@ def test_wrapped(kind: type, cache: str, wrapper: str):
             torch.testing.assert_close(param.grad, grad)
             param.grad = None
             param.data -= 0.1 * grad
+
+
+class Exportable(nn.Module):
+    """Calls whose derivatives are replaced, and layers of most kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 8, padding_idx=0)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 4, batch_first=True)
+        self.conv = nn.Conv1d(4, 3, 3, padding="same", padding_mode="circular")
+        self.scale = nn.PReLU()
+        self.head = nn.Bilinear(3, 3, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.scale(self.conv(self.recurrent(x)[0].mT)).mean(-1)
+        return self.head(x, x.softmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of LSTMs
+def test_exported():
+    """The operations of an exported program are those of eager mode, by other names."""
+    torch.manual_seed(0)
+    model, y = Exportable().double(), torch.randint(3, (5,))
+    tokens = torch.randint(9, (5, 6))
+    exported = torch.export.export(model, (tokens,)).module()
+    names = [name for name, _ in model.named_parameters()]
+    options = {"fisher_type": "type-2"}
+    kinds = {HessianLinearOperator: {}, EFLinearOperator: {}, EKFACLinearOperator: options}
+    for kind, given in kinds.items():
+        params = (dict(each.named_parameters()) for each in (model, exported))
+        arguments = ({name: own[name] for name in names} for own in params)
+        A, B = (
+            kind(each, nn.CrossEntropyLoss(), own, [(tokens, y)], **given)
+            for each, own in zip((model, exported), arguments, strict=True)
+        )
+        v = torch.randn(A.shape[1]).double()
+        torch.testing.assert_close(A @ v, B @ v, rtol=1e-12, atol=1e-14)
+    assert A.blocks() == B.blocks()

@@ -7,6 +7,7 @@ checkpointed parts of the forward). To change how a call is differentiated, add 
 
 import sys
 from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch._decomp.decompositions  # registers the Python kernels of the recur
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -22,6 +24,8 @@ from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.convolution import CONVOLUTIONS
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.parameters import spread_error
+
+_GENERATED = BuiltinFunctionType | MethodDescriptorType
 
 
 def _recurrent(packet: Any) -> Callable:
@@ -196,6 +200,16 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
 FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS | NORMALIZATIONS | ACTIVATIONS
 
 
+def _eager(func: Callable) -> Callable:
+    """Return the function that is called in eager mode for an operation of an exported program."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return func
+    name = func.overloadpacket.__name__
+    # both are generated from the operation's schema; functions in Python may take other arguments
+    found = (getattr(place, name, None) for place in (torch, torch._C._nn, Tensor))
+    return next((each for each in found if isinstance(each, _GENERATED)), func)
+
+
 def _constant_gradient(*args: Any, create_graph: bool = False, **kwargs: Any) -> tuple:
     """Return gradients whose tangents end where their graph does; PyTorch's have tangents."""
     grads = torch.autograd.grad(*args, create_graph=create_graph, **kwargs)
@@ -224,6 +238,7 @@ class Rewriting(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
+        func = _eager(func)
         if self._tangents and func is torch._C._set_grad_enabled:
             self._set_fwd_grad_enabled(*args)
         out = self._table.get(func, func)(*args, **(kwargs or {}))
