@@ -20,7 +20,9 @@ def fingerprint(tree: Any) -> list[float]:
     """Return numbers that change with the values in a nested structure, and with their order."""
     numbers: list[float] = []
     for leaf in (part for tensor in leaves(tree) for part in strided_parts(tensor)):
-        flat = leaf.detach().flatten().double()
+        leaf = leaf.detach().resolve_conj()
+        leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        flat = leaf.flatten().double()
         ramp = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
         numbers += [float(flat.numel()), float(flat.sum()), float(flat @ ramp.cos_())]
     return numbers
