@@ -409,6 +409,152 @@ def test_batches_of_other_kinds():
         assert error(H @ v, fresh @ v) <= 1e-10
 
 
+# --- batches that are parts of something larger
+
+
+class AnyNumbers(nn.Module):
+    """Takes numbers of any kind, in any layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers((x.real + x.imag if x.is_complex() else x).double())
+
+
+def _windows(base: Tensor) -> Tensor:
+    return base.as_strided((6, 4), (1, 1))
+
+
+#: From a tensor with 12 rows and 5 columns, which has more numbers than the batch.
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda base: base[:6, 1:],
+    "rows": lambda base: base.view(15, 4)[::2][:6],
+    "transposed": lambda base: base.view(4, 15).T[:6],
+    "repeated": lambda base: base[1, :4].expand(6, 4),
+    "overlapping": _windows,
+    "one column": lambda base: base[:6, 2:3].expand(6, 4),
+    "rest": lambda base: base.view(-1)[1:25].view(6, 4),  # of float32 not where an int64 may be
+    "conjugate": lambda base: base[:6, 1:].conj(),
+}
+KINDS = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+]
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count evaluations of linear layers, in a place where no model refers to it."""
+    calls, forward = [], nn.Linear.forward
+
+    def counted(self: nn.Linear, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    return calls
+
+
+def _other(numbers: Tensor) -> Tensor:
+    return ~numbers if numbers.dtype == torch.bool else numbers + 1
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher"])
+def test_parts_of_tensors(case: str, part: str, dtype: torch.dtype, monkeypatch):
+    torch.manual_seed(0)
+    model, base, labels = AnyNumbers(), 3 * torch.rand(12, 5), torch.randint(2, (12, 2))
+    base, cut = (base > 1 if dtype == torch.bool else base.to(dtype)), PARTS[part]
+    calls = _counted(monkeypatch)
+    arguments = (model, nn.CrossEntropyLoss(), list(model.parameters()))
+
+    class Loader:
+        def __iter__(self):
+            yield cut(base), labels[::2, 0]
+
+    kept = CASES[case].operator(*arguments, Loader(), cache="graph")
+    v = vectors(kept)
+    before = kept @ v
+    calls.clear()
+    for _ in range(2):
+        assert torch.equal(kept @ v, before)
+    places = cut(torch.arange(60).view(12, 5)).flatten().tolist()
+    outside = torch.tensor(sorted(set(range(60)) - set(places)))
+    base.view(-1)[outside] = _other(base.view(-1)[outside])
+    labels[:, 1] += 1
+    assert torch.equal(kept @ v, before)
+    assert not calls, "What is kept was not used."
+    for change in (
+        lambda: base.view(-1)[places[-1]].copy_(_other(base.view(-1)[places[-1]])),
+        lambda: labels[4, 0].copy_(1 - labels[4, 0]),
+    ):
+        change()
+        now = kept @ v
+        assert calls, "What has changed was not noticed."
+        fresh = CASES[case].operator(*arguments, Loader(), cache="none")
+        assert error(now, fresh @ v) <= 1e-10
+        calls.clear()
+
+
+def test_layout_is_noticed():
+    """A model may compute something else from it, even of the same numbers."""
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.is_contiguous() else 2 * x)
+
+    base, model = torch.randn(6, 5).double(), Model(4, 2).double()
+    data = [(base[:, 1:].contiguous(), torch.randn(6, 2).double())]
+    build = curvlinops.GGNLinearOperator
+    kept = build(model, nn.MSELoss(), list(model.parameters()), data, cache="graph")
+    kept @ vectors(kept)
+    (entry,) = kept._kept._entries.values()
+    assert entry.snapshot.matches([*data[0]])
+    assert not entry.snapshot.matches([base[:, 1:], data[0][1]])
+
+
+def test_parameters_that_are_parts_of_one_tensor(monkeypatch):
+    calls, flat = _counted(monkeypatch), torch.randn(9)
+    params = {"weight": flat[1:7].view(2, 3), "bias": flat[7:]}
+    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    linear = nn.Linear(3, 2)
+
+    def model(params: dict, X: Tensor) -> Tensor:
+        return torch.func.functional_call(linear, params, X).tanh()
+
+    H = curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache="graph")
+    v = vectors(H)
+    before = H @ v
+    calls.clear()
+    assert torch.equal(H @ v, before)
+    assert not calls
+    flat[2] += 1
+    fresh = curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache="none")
+    assert error(H @ v, fresh @ v) <= 1e-6
+    assert error(H @ v, before) > 1e-3
+
+
+def test_functions_in_batches():
+    """What they refer to is the user's own in the copy of a batch, too."""
+    scale, array, linear = torch.ones(3).double(), np.ones(1), nn.Linear(3, 2).double()
+    params, x = dict(linear.named_parameters()), torch.randn(4, 3).double()
+    data = [({"x": x, "scale": lambda x: x * scale * float(array[0])}, torch.randn(4, 2).double())]
+
+    def model(params: dict, X: dict) -> Tensor:
+        return torch.func.functional_call(linear, params, X["scale"](X["x"])).tanh()
+
+    kept, fresh = (
+        curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache=cache)
+        for cache in ("graph", "none")
+    )
+    v = vectors(kept)
+    for change in (lambda: None, lambda: scale.data.mul_(2), lambda: array.__imul__(3)):
+        change()
+        assert error(kept @ v, fresh @ v) <= 1e-10
+
+
 # --- memory
 
 
@@ -619,6 +765,24 @@ def test_nan_and_negative_zero():
     assert snapshot.matches([x])
     x[1] = -0.0
     assert not snapshot.matches([x])
+
+
+@pytest.mark.parametrize("cut", [lambda x: x[1:4], lambda x: x[::2]], ids=["row", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bits_of_copies(dtype: torch.dtype, cut: Callable):
+    """A copy need not be aligned as what it is a copy of."""
+    x = torch.tensor([1.0, float("nan"), 0.0, 2.0, 3.0, 4.0], dtype=dtype)
+    bits = x.view(torch.int32 if dtype == torch.float32 else torch.int64)
+    for place in range(6):
+        own = Snapshot([cut(x).clone()], copy_of=[cut(x)])
+        assert own.matches([cut(x)])
+        assert own.matches([cut(x.clone())])
+        bits[place] ^= 1
+        assert own.matches([cut(x)]) == (place not in cut(torch.arange(6)).tolist())
+    x[2] = 0.0
+    own = Snapshot([cut(x).clone()], copy_of=[cut(x)])
+    x[2] = -0.0
+    assert not own.matches([cut(x)])
 
 
 def test_dense_matrix_from_kept_graphs():

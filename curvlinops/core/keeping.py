@@ -115,16 +115,16 @@ class Keeper:
             self._used = sum(kept.num_bytes for kept in self._entries.values())
         try:
             # the batch's memory is the user's, and may change
-            batch = _copied(batch)
+            own = _copied(batch)
         except Exception as error:  # whatever the user's own types raise
             _LOGGER.info("%s: batch %d cannot be kept: %s", self.name, batch.index, error)
             self._too_large.add(key)
             return build(batch)
-        product = build(batch)
+        product = build(own)
         num_bytes = footprint(product)
         fits = self._used + num_bytes <= self._budget
         if fits:
-            snapshot = Snapshot([batch.X, batch.y], copied=True)
+            snapshot = Snapshot([own.X, own.y], copy_of=[batch.X, batch.y])
             self._entries[key] = _Entry(product, snapshot, num_bytes)
             self._used += num_bytes
         else:

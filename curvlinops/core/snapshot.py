@@ -31,26 +31,28 @@ class Snapshot:
     views change a tensor behind them, and norms do not see a sign or a permutation.
 
     Args:
-        root: Whatever the computation depends on, e.g. a list of a module and tensors.
-        copied: Whether ``root`` itself is a private copy. If it is not, its tensors must stay in
-            place, too: the computation may use their memory.
+        root: Whatever the computation depends on, e.g. a list of a module and tensors. Tensors must
+            stay in place, too: the computation may use their memory.
+        copy_of: If ``root`` is a private copy, of what; those tensors may move, and lie in memory
+            in another way than their copies.
         numbers: Whether tensors and arrays are copied now; see ``copy_numbers``.
 
     Attributes:
         has_numbers: Whether tensors and arrays are compared, too.
     """
 
-    def __init__(self, root: Any, copied: bool = False, numbers: bool = True):
-        self._root, self.has_numbers = root, copied
+    def __init__(self, root: Any, copy_of: Any = None, numbers: bool = True):
+        self._root, self.has_numbers = root, False
         self._tokens: list[Any] = []
         self._tensors: list[_TensorCopy] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         # what each object refers to, to see at a glance that none refers to anything else
         self._contents: list[tuple[Any, tuple]] = []
         self._empty: list[Any] = []
+        copied = (part for part in walk(copy_of) if isinstance(part, Tensor))
         for token in walk(root, self._contents, self._empty):
             if isinstance(token, Tensor):
-                token = _TensorCopy(token, copied)
+                token = _TensorCopy(token, next(copied, token))
                 self._tensors.append(token)
             elif isinstance(token, np.ndarray):
                 token = _ArrayCopy(token)
@@ -136,43 +138,42 @@ class _ArrayCopy:
 
 
 class _TensorCopy:
-    """A tensor, and a copy of it, as its bits, once it is made."""
+    """A tensor, and a copy of it, as its bits, once it is made.
 
-    def __init__(self, tensor: Tensor, copied: bool):
-        self.original, self._copied = tensor, copied
+    Args:
+        tensor: The tensor.
+        copied: If another one, that of which ``tensor`` is a private copy.
+    """
+
+    def __init__(self, tensor: Tensor, copied: Tensor):
+        self.original = tensor
         self.copy: Tensor | None = None
-        if copied:
-            self._hold(tensor.detach())
+        if copied is not tensor:
+            self._hold(copied, tensor.detach(), None)
 
     def make(self) -> None:
         """Copy it."""
-        self._hold(self.original.detach().clone())
+        if self.copy is None:
+            tensor = self.original
+            self._hold(tensor, tensor.detach().clone(), _place(tensor))
 
-    def _hold(self, copy: Tensor) -> None:
-        tensor = self.original
-        self._place = None if self._copied else _place(tensor)
-        self._kind = self._kind_of(tensor)
-        self.copy, self._bits = copy, _bits(copy, tensor.is_contiguous())
-
-    @staticmethod
-    def _kind_of(tensor: Tensor) -> tuple:
-        return (
-            *(tensor.shape, tensor.dtype, tensor.device),
-            *(tensor.requires_grad, tensor.is_contiguous()),
-        )
+    def _hold(self, tensor: Tensor, copy: Tensor, place: tuple | None) -> None:
+        self.copy, self._place, self._kind = copy, place, _kind_of(tensor)
+        self._bits = _bits(copy, tensor.is_contiguous())
 
     def differs(self, tensor: Tensor) -> bool | Tensor:
         """Return whether a tensor is another one; on a GPU the answer stays there."""
         if self._place is not None and self._place != _place(tensor):
             return True
-        if self._kind != self._kind_of(tensor):
+        if self._kind != _kind_of(tensor):
             return True
-        bits = _bits(tensor, tensor.is_contiguous())
-        if bits.dtype != self._bits.dtype:  # aligned in another way
-            return True
+        bits, known = _bits(tensor, tensor.is_contiguous()), self._bits
+        if bits.dtype != known.dtype:  # aligned in another way
+            narrow = min(bits.dtype, known.dtype, key=lambda dtype: dtype.itemsize)
+            bits, known = bits.view(narrow), known.view(narrow)
         if bits.device.type == "cpu":
-            return not torch.equal(bits, self._bits)
-        return (bits != self._bits).any()
+            return not torch.equal(bits, known)
+        return (bits != known).any()
 
 
 def _same_items(now: tuple, before: tuple) -> bool:
@@ -197,6 +198,12 @@ def _same(token: Any, known: Any) -> bool:
         return bool(token == known)
     except (RuntimeError, ValueError, TypeError):  # an object that cannot be compared
         return False
+
+
+def _kind_of(tensor: Tensor) -> tuple:
+    """Return what a model may treat in another way, numbers aside."""
+    kind = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    return *kind, tensor.is_contiguous()
 
 
 def _place(tensor: Tensor) -> tuple:
