@@ -115,6 +115,45 @@ def test_algebra_is_that_of_matrices(name: str):
     torch.testing.assert_close(left[0] @ operator, expected[0])
 
 
+PLAIN = IdentityLinearOperator(9)
+#: With the identity on plain vectors, which are float32 if nothing else is in question.
+WITH_IDENTITY = {
+    "sum": (A + PLAIN, a + eye),
+    "from the left": (0.1 * PLAIN + A, a + 0.1 * eye),
+    "difference": (A - PLAIN / 3, a - eye / 3),
+    "negative difference": (-(PLAIN - A), a - eye),
+    "sum of several": (PLAIN + A + B + 0.1 * PLAIN, a + b + 1.1 * eye),
+    "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye),
+    "sum of multiples": (3 * (2 * A + PLAIN), 6 * a + 3 * eye),
+    "product": (A @ (0.1 * PLAIN), 0.1 * a),
+    "product from the left": (0.1 * PLAIN @ A, 0.1 * a),
+    "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
+    "adjoint": ((A + 0.1 * PLAIN).T @ (PLAIN @ B).T, (a + 0.1 * eye).T @ b.T),
+    "power": ((A + 0.1 * PLAIN) ** 2, (a + 0.1 * eye) @ (a + 0.1 * eye)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_IDENTITY)
+def test_identity_has_no_precision_of_its_own(name: str):
+    operator, expected = WITH_IDENTITY[name]
+    assert operator.torch_dtype == DOUBLE
+    some = SubmatrixLinearOperator(operator, [1, 3], [0, 1])
+    vectors = torch.eye(len(expected), dtype=DOUBLE)
+    for found, matrix in (
+        (operator @ vectors, expected),
+        (operator.T @ vectors, expected.T),
+        (some @ torch.eye(2, dtype=DOUBLE), expected[[1, 3], :2]),
+    ):
+        torch.testing.assert_close(found, matrix, rtol=1e-13, atol=1e-13)
+
+
+def test_precision_of_the_identity_with_others():
+    single = square(0, dtype=torch.float32)
+    for operator in (single + PLAIN, PLAIN - single, single @ PLAIN, PLAIN @ PLAIN + PLAIN):
+        assert operator.torch_dtype == torch.float32
+    assert PLAIN.torch_dtype == torch.float32  # as before its use in sums
+
+
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_self_adjoint_is_known(name: str):
     operator, expected = EXPRESSIONS[name]

@@ -61,6 +61,10 @@ class LinearMap(LinearOperator):
         out = self._apply_adjoint(self.codomain.fill(columns))
         return {name: out[name] for name in names}
 
+    def _widened(self, dtype: torch.dtype) -> "LinearMap":
+        """Return the matrix with products in ``dtype`` if it has no precision of its own."""
+        return self
+
     @property
     def space(self) -> ParameterSpace:
         """The space of the vectors that the operator takes."""

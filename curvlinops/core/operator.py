@@ -143,8 +143,8 @@ class SumLinearOperator(TorchLinearOperator):
         # of two spaces that agree, keep the one that has parameter structure
         domain = second.domain if first.domain.is_flat else first.domain
         codomain = second.codomain if first.codomain.is_flat else first.codomain
-        self.terms = (first, second)
         dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
+        self.terms = (first._widened(dtype), second._widened(dtype))
         symmetric = first.self_adjoint and second.self_adjoint
         super().__init__(domain.widened(dtype), codomain.widened(dtype), symmetric)
 
@@ -199,8 +199,8 @@ class ProductLinearOperator(TorchLinearOperator):
     def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
         check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
         left.domain.check_compatible(right.codomain)
-        self.left, self.right = left, right
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
+        self.left, self.right = left._widened(dtype), right._widened(dtype)
         super().__init__(right.domain.widened(dtype), left.codomain.widened(dtype))
 
     def _apply(self, columns: Columns) -> Columns:

@@ -18,7 +18,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     Args:
         space: The space; every operator of this package has one as ``space``. Or the dimension of
-            plain float32 vectors on the CPU.
+            plain vectors on the CPU, which are float32 unless the identity is added to, or
+            multiplied with, an operator of higher precision.
         scalar: The number by which vectors are multiplied.
 
     Raises:
@@ -87,6 +88,9 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     def _squared_entries(self) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar**2)
+
+    def _widened(self, dtype: torch.dtype) -> "IdentityLinearOperator":
+        return self._to(self.device, dtype)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain.to(device, dtype), self.scalar)
