@@ -119,6 +119,23 @@ def test_saving(cls: type, name: str, tmp_path):
     assert error(matrix(restored), matrix(operator)) <= 1e-12
 
 
+@both
+@pytest.mark.parametrize(
+    "leave_out, options, message",
+    [
+        ("loss", {}, "missing a required argument: 'data'"),
+        (None, {"sed": 1}, "unexpected keyword argument 'sed'"),
+    ],
+)
+def test_arguments_of_from_state_dict(cls: type, leave_out: str, options: dict, message: str):
+    p = problems.make("mlp-ce-mean")
+    arguments = {n: getattr(p, n) for n in ("model", "loss", "params", "data") if n != leave_out}
+    with pytest.raises(TypeError, match=message) as error:
+        cls.from_state_dict({}, *arguments.values(), **options)
+    text = f"{cls.__name__}.from_state_dict takes 1. state_dict, 2. model_func, 3. loss_func, "
+    assert str(error.value).startswith(text)
+
+
 GROWING = {
     "update": lambda operator, batch: operator.update(batch),
     "decay": lambda operator, batch: operator.update(batch, decay=0.5),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_choice, check_count
+from curvlinops.core.arguments import check_call, check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
@@ -104,8 +104,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
                 "block_sizes cannot be chosen."
             )
-        # factors that sum over all rows do not depend on which belongs to which sample; of exact
-        # blocks the first batch decides
+        # factors that sum over all rows need no samples; of exact blocks the first batch decides
         trusting = self._trusting or not (self._options.reduced or self._corrected)
         self._passes = Passes(type(self).__name__, self.risk, self._options, terms, trusting)
         self._sums: Sums | None = None
@@ -239,6 +238,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         cls, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> "KroneckerFactoredLinearOperator":
         """Build an operator from saved factors and its arguments, without a pass over the data."""
+        check_call(f"{cls.__name__}.from_state_dict", cls, args, kwargs, "state_dict")
         operator = cls(*args, **{"check_deterministic": False, **kwargs})
         operator.load_state_dict(state_dict)
         return operator
