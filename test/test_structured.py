@@ -480,6 +480,28 @@ def test_dtypes_are_promoted():
     assert Blocks([single, Diag(a)]).torch_dtype == DOUBLE
 
 
+def test_identity_on_shapes():
+    shapes, cpu = [(2, 3), (2,), ()], torch.device("cpu")
+    for identity, dtype in (
+        (IdentityLinearOperator(shapes), torch.float32),
+        (IdentityLinearOperator(shapes, cpu, DOUBLE), DOUBLE),
+        (IdentityLinearOperator(shapes, "cpu"), torch.float32),
+        (IdentityLinearOperator(shapes, device="cpu", dtype=DOUBLE), DOUBLE),
+        (IdentityLinearOperator(9, cpu, DOUBLE), DOUBLE),
+        (IdentityLinearOperator(ParameterSpace({"a": (9,)}), dtype=DOUBLE), DOUBLE),
+    ):
+        assert identity.torch_dtype == dtype and identity.device == cpu
+        torch.testing.assert_close((3 * identity).to_dense(), 3 * torch.eye(9, dtype=dtype))
+    vectors = [torch.randn(shape, dtype=DOUBLE) for shape in shapes]
+    named = ParameterSpace(dict(zip("abc", shapes, strict=True)), DOUBLE)
+    for identity in (IdentityLinearOperator(shapes, cpu, DOUBLE), IdentityLinearOperator(shapes)):
+        damped = IdentityLinearOperator(named) + 2 * identity
+        for found, x in zip(damped @ vectors, vectors, strict=True):
+            torch.testing.assert_close(found, 3 * x, rtol=1e-14, atol=0.0)
+    with pytest.raises(TypeError):
+        IdentityLinearOperator(2.5)
+
+
 def test_device():
     operator, _ = network()
     assert operator.to_device("cpu") is operator

@@ -1,5 +1,6 @@
 """The identity, to damp other operators with."""
 
+from collections.abc import Sequence
 from operator import index
 
 import torch
@@ -18,19 +19,30 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     Args:
         space: The space; every operator of this package has one as ``space``. Or the dimension of
-            plain vectors on the CPU, which are float32 unless the identity is added to, or
-            multiplied with, an operator of higher precision.
-        scalar: The number by which vectors are multiplied.
+            plain vectors, or the shapes of several tensors, on the CPU: these are float32 unless
+            the identity is added to, or multiplied with, an operator of higher precision.
+        scalar: The number by which vectors are multiplied; one, if the device is in its place, as
+            in ``IdentityLinearOperator(shapes, device, dtype)``.
+        dtype: The type of the vectors, if not the space's.
+        device: Where they live, if not where the space's do.
 
     Raises:
         ValueError: If the dimension is negative, or the number not finite in the space's precision.
     """
 
-    def __init__(self, space: ParameterSpace | int, scalar: float = 1.0):
-        if not isinstance(space, ParameterSpace):
-            if index(space) < 0:
-                raise ValueError(f"The dimension must not be negative, got {space}.")
-            space = ParameterSpace.flat(index(space), torch.float32, torch.device("cpu"))
+    def __init__(
+        self,
+        space: ParameterSpace | int | Sequence[Sequence[int]],
+        scalar: float | torch.device | str = 1.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if isinstance(scalar, torch.device | str):
+            scalar, device = 1.0, scalar
+        space = space if isinstance(space, ParameterSpace) else _space(space)
+        if device is not None:  # "cuda" becomes "cuda:0"
+            device = torch.empty(0, device=device).device
+        space = space.to(device or space.device, dtype)
         super().__init__(space)
         self.scalar = self._multiple = float(without_graph(scalar, "The scalar"))
         if not abs(self.scalar) <= torch.finfo(space.dtype).max:
@@ -94,3 +106,11 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain.to(device, dtype), self.scalar)
+
+
+def _space(size: int | Sequence[Sequence[int]]) -> ParameterSpace:
+    if isinstance(size, Sequence):
+        return ParameterSpace({str(i): shape for i, shape in enumerate(size)})
+    if index(size) < 0:
+        raise ValueError(f"The dimension must not be negative, got {size}.")
+    return ParameterSpace.flat(index(size), torch.float32, torch.device("cpu"))
