@@ -330,6 +330,27 @@ def indices() -> list[Tensor]:
 
 PLACES = torch.tensor([0, 2, 1, 2])
 
+
+def _with(x: Tensor, *changes: Callable[[Tensor], object]) -> Tensor:
+    """Return a copy of a tensor into which something was written."""
+    x = x.clone()
+    for change in changes:
+        change(x)
+    return x
+
+
+def _assigned(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.clone()
+    x[..., 1:3] -= weight
+    return x
+
+
+def _part_alone(x: Tensor, weight: Tensor) -> Tensor:
+    part = x.tanh()[..., ::2]
+    part.mul_(weight)
+    return part.exp()
+
+
 #: A call, the parameters' shapes, inputs.
 CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
     "torch.add": (lambda x, weight: torch.add(x, weight, alpha=2), [(4,)], sequences),
@@ -393,6 +414,30 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
     ),
     "torch.hypot, in place": (lambda x, weight: x.clone().hypot_(weight), [(4,)], sequences),
     "torch.atan2, in place": (lambda x, weight: x.clone().atan2_(weight), [(4,)], sequences),
+    "torch.add, into a part": (
+        lambda x, weight: _with(x, lambda x: x[..., :1].add_(weight, alpha=2)),
+        [(1,)],
+        sequences,
+    ),
+    "torch.sub, into a part": (_assigned, [(2,)], sequences),
+    "torch.mul, into a part alone": (_part_alone, [(2,)], sequences),
+    "torch.mul, into parts": (
+        lambda x, one, two: _with(
+            x, lambda x: x[:, 1:].mT[:, ::2].mul_(one), lambda x: x[:, :2, 1:].mul_(two)
+        ),
+        [(2, 1), (3,)],
+        sequences,
+    ),
+    "torch.div, into a part, then all": (
+        lambda x, one, two: _with(x, lambda x: x[..., 3].div_(one), lambda x: x.mul_(two)),
+        [(1,), (4,)],
+        sequences,
+    ),
+    "torch.add, into one sample after the other": (
+        lambda x, weight: _with(x, lambda x: [x[i, :1].add_(weight) for i in range(len(x))]),
+        [(4,)],
+        sequences,
+    ),
     "torch.cosine_similarity": (
         lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
         [(3, 4)],

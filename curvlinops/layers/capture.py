@@ -41,6 +41,7 @@ class Recorded:
         edge: Where the output's gradient passes, perhaps in another shape.
         shape: The output's shape.
         inputs: The call's other tensors, with their versions.
+        in_place: Whether the output was written to.
     """
 
     def __init__(
@@ -50,17 +51,28 @@ class Recorded:
         tensor: Tensor,
         output: Tensor,
         inputs: Iterable[Tensor],
+        in_place: bool,
     ):
         self.use, self.call, self.tensor = use, call, tensor
         self.shape, self.dtype = output.shape, output.dtype
         kept = list(inputs)
         # writing to a view takes its node out of the graph, but not that of what it is a view of
+        self._entries: Tensor | None = None
         if output._is_view() and _covers(output, output._base):
+            output = output._base
+        elif output._is_view() and in_place and _lies_in(output, output._base):
+            self._entries = _entries(output, output._base)
             output = output._base
         elif output._is_view():
             kept.append(output.detach())
         self.edge: GradientEdge = get_gradient_edge(output)
         self._versions = [(x, x._version) for x in kept if not x.is_inference()]
+
+    def at_output(self, g: Tensor) -> Tensor:
+        """Return gradients at the output, ``[V, *shape]``, given those that pass the edge."""
+        if self._entries is not None:
+            g = g.flatten(1)[:, self._entries]
+        return g.reshape(len(g), *self.shape)
 
     @property
     def overwritten(self) -> bool:
@@ -152,7 +164,9 @@ class Capture(TorchFunctionMode):
         kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(known[key], func, tensor, out, constant.values())
+            self.uses[index, key] = Recorded(
+                known[key], func, tensor, out, constant.values(), rule.in_place
+            )
         return out
 
     def _enlarge(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -202,8 +216,20 @@ def _selects(index: Any) -> bool:
 
 def _covers(view: Tensor, base: Tensor) -> bool:
     """Return whether a view has all entries of a tensor, in their order."""
-    same = view.is_contiguous() and base.is_contiguous() and view.numel() == base.numel()
-    return same and base.requires_grad and base.dtype == view.dtype
+    same = view.is_contiguous() and view.numel() == base.numel()
+    return same and _lies_in(view, base)
+
+
+def _lies_in(view: Tensor, base: Tensor) -> bool:
+    """Return whether a view has some entries of a tensor with a gradient."""
+    return base.is_contiguous() and base.requires_grad and base.dtype == view.dtype
+
+
+def _entries(view: Tensor, base: Tensor) -> Tensor:
+    """Return which entries of a contiguous tensor a view of it has."""
+    places = torch.arange(base.numel(), device=base.device)
+    start = view.storage_offset() - base.storage_offset()
+    return places.as_strided(view.shape, view.stride(), start)
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -231,10 +257,9 @@ def gradients_at(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Co
     """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
     vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
     found = pull_several({"": output}, u, edges)
-    shapes = {key: (len(vectors), *recorded.shape) for key, recorded in uses.items()}
     return {
-        key: vectors.new_zeros(shapes[key], dtype=uses[key].dtype)
+        key: vectors.new_zeros(len(vectors), *uses[key].shape, dtype=uses[key].dtype)
         if g is None
-        else g.reshape(shapes[key])
+        else uses[key].at_output(g)
         for key, g in found.items()
     }
