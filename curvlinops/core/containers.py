@@ -2,7 +2,7 @@
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -200,17 +200,30 @@ def to_double(tree: Any) -> Any:
     return map_leaves(tree, double)
 
 
+#: Types of most of what has no tensors.
+_LEAFLESS = {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
 def leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested mappings, lists, tuples and dataclasses."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if tree is None or isinstance(tree, int | float | str):  # abstract classes take longer
-        return []
-    if isinstance(tree, Mapping):
-        return [leaf for value in tree.values() for leaf in leaves(value)]
-    if isinstance(tree, list | tuple):
-        return [leaf for value in tree for leaf in leaves(value)]
-    return leaves(_fields(tree)) if _is_dataclass(tree) else []
+    found: list[Tensor] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(trees: Iterable[Any], found: list[Tensor]) -> None:
+    for tree in trees:
+        kind = type(tree)
+        if kind in _LEAFLESS:  # abstract classes take longer
+            continue
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif kind is dict or isinstance(tree, Mapping):
+            _collect(tree.values(), found)
+        elif isinstance(tree, list | tuple):
+            _collect(tree, found)
+        elif _is_dataclass(tree):
+            _collect((_fields(tree),), found)
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:

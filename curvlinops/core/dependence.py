@@ -14,6 +14,7 @@ from curvlinops.core.containers import leaves
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.model import ClosureModel, Model
+from curvlinops.core.protection import modules_of
 from curvlinops.core.walk import walk
 
 Tensors = Mapping[str, Tensor]
@@ -61,8 +62,7 @@ class Watch(TorchFunctionMode):
         self.differentiates = False
         self.reads = any(
             isinstance(module, torch.jit.ScriptModule)  # it does not show what it does
-            for root in model.roots
-            for module in root.modules()
+            for module in modules_of(model.roots)
         )
 
     def __torch_function__(

@@ -31,6 +31,8 @@ _MOST = 16
 class Findings:
     """Objects that find out something about a model, and remember it.
 
+    They remember it in attributes: values that never change, and containers of such values.
+
     Args:
         known: What others have found out, of which this gets copies.
     """
@@ -42,7 +44,7 @@ class Findings:
         """Return what ``make(*args)`` made the first time, here or elsewhere."""
         key = (make, *args)
         if key not in self._own:
-            self._own[key] = copy.deepcopy(self._known[key]) if key in self._known else make(*args)
+            self._own[key] = _copied(self._known[key]) if key in self._known else make(*args)
         return self._own[key]
 
     @contextmanager
@@ -50,14 +52,22 @@ class Findings:
         """Let others have what is found out meanwhile, unless there is an error."""
         before = set(self._own)
         yield
-        for key in self._own.keys() - before:
+        for key in self._own.keys() - before - self._known.keys():
             if self._own[key].is_complete:
-                self._known.setdefault(key, copy.deepcopy(self._own[key]))
+                self._known[key] = _copied(self._own[key])
 
     def withdraw(self) -> None:
         """Let nobody else have anything."""
         self._known.clear()
         self._known = {}
+
+
+def _copied(found: Found) -> Found:
+    """Return a copy with containers of its own."""
+    twin = copy.copy(found)
+    containers = {n: x for n, x in vars(twin).items() if isinstance(x, dict | set | list)}
+    vars(twin).update({name: copy.copy(x) for name, x in containers.items()})
+    return twin
 
 
 class Structure:
@@ -100,7 +110,7 @@ class Structure:
         if kind in _CLOSED or (kind is type and part.__module__ == "builtins"):
             return part
         if kind in (list, tuple):
-            return tuple(map(self._value, part))
+            return tuple([x if type(x) in _CLOSED else self._value(x) for x in part])
         if kind is slice:
             return tuple(map(self._value, (part.start, part.stop, part.step)))
         if isinstance(part, Tensor):

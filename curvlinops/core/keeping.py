@@ -41,6 +41,7 @@ class Keeper:
 
     def __init__(self, cache: str | int, name: str):
         self.cache, self.name = cache, name
+        self._keeps = cache not in ("none", 0)
         self.clear()
 
     def clear(self) -> None:
@@ -48,9 +49,23 @@ class Keeper:
         self._snapshot: Snapshot | None = None
         self._entries: dict[Any, _Entry] = {}
         self._too_large: set[Any] = set()
-        self._budget: float = 0  # infinity for all batches
-        self._most = self._used = 0
+        self._device, self._free = torch.device("cpu"), None
+        self._used = 0
         self.active = False
+
+    @property
+    def _most(self) -> int:
+        """The most that is kept by default, measured where it is asked for, once."""
+        if self._free is None:
+            self._free = _automatic_budget(self._device)
+        return self._free
+
+    @property
+    def _budget(self) -> float:
+        """How much may be kept: infinity for all batches."""
+        if self.cache == "auto":
+            return self._most
+        return {"graph": inf, "none": 0}.get(self.cache, self.cache)
 
     def start(self, root: Any, device: torch.device, numbers_matter: bool = False) -> bool:
         """Begin a product: forget all if anything changed.
@@ -72,11 +87,9 @@ class Keeper:
         if change is not Change.NOTHING:
             self.clear()
             self._snapshot = Snapshot(root, numbers=False)
-        if not unchanged and self.cache != "none":
-            self._most = _automatic_budget(device)
-            limits = {"auto": self._most, "graph": inf}
-            self._budget = limits.get(self.cache, self.cache)
-        self.active = self._budget > 0 and (unchanged or self.cache != "auto")
+        if not unchanged:
+            self._device, self._free = device, None
+        self.active = self._keeps and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE or (numbers_matter and not unchanged)
 
     @property
@@ -86,7 +99,7 @@ class Keeper:
 
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""
-        if self._budget > 0:
+        if self._keeps:
             self._snapshot.copy_numbers()  # with which the next product compares
         return self.active and key not in self._too_large
 

@@ -21,7 +21,7 @@ from curvlinops.core.parameters import (
     with_attributes,
     without_ties,
 )
-from curvlinops.core.protection import protected
+from curvlinops.core.protection import modules_of, protected
 from curvlinops.core.references import find_modules
 from curvlinops.core.rewriting import check_modules
 
@@ -118,8 +118,6 @@ class ModuleModel(Model):
         own, self.module = named_parameters(module)
         check_complete({**own, **dict(module.named_buffers())})
         self.roots = find_modules(self.module)
-        # name in `params` -> the module's own parameter
-        self._targets: dict[str, Tensor] = {}
         user = params
         if not is_named(params):
             names = {id(param): name for name, param in reversed(own.items())}
@@ -142,8 +140,9 @@ class ModuleModel(Model):
                 )
         given = Given(user, {name: own[name] for name in params}) if is_named(user) else None
         super().__init__(without_ties(params, own), given)
+        # name in `params` -> the module's own parameter
+        self._targets = {name: own[name] for name in self.params}
         for name, param in self.params.items():
-            self._targets[name] = own[name]
             if param.shape != own[name].shape:
                 raise ValueError(
                     f"'{name}' in params has shape {list(param.shape)}, the model's parameter "
@@ -181,11 +180,13 @@ class ModuleModel(Model):
         swap = {id(param): with_attributes(values[name], param) for name, param in own}
         missing = {id(target): name for name, target in self._targets.items()}
         with protected(self.roots, state):
-            for module in self.module.modules():
+            for module in modules_of([self.module]):
                 for name, param in module._parameters.items():
                     if param is not None:
                         missing.pop(id(param), None)
-                        module._parameters[name] = swap.setdefault(id(param), alias(param))
+                        if id(param) not in swap:
+                            swap[id(param)] = alias(param)
+                        module._parameters[name] = swap[id(param)]
             if missing:
                 raise ValueError(
                     f"The model's parameters {list(missing.values())} were replaced by other "

@@ -19,6 +19,17 @@ _OBSERVERS = ("_backward_hooks", "_backward_pre_hooks")
 TRACES = "traces"
 
 
+def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and all their children, each once, faster than ``nn.Module.modules``."""
+    found, stack = {}, list(reversed([*roots]))
+    while stack:
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            stack += [x for x in reversed([*module._modules.values()]) if x is not None]
+    return list(found.values())
+
+
 @contextmanager
 def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) -> Iterator[None]:
     """Undo all that happens to modules inside the context.
@@ -36,8 +47,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         constant: Whether buffers are constants. If not, those that require gradients, such as what
             the model computed in this very pass, stay as they are.
     """
-    children = dict.fromkeys(child for root in roots for child in root.modules())
-    modules = [child for child in children if not isinstance(child, torch.jit.ScriptModule)]
+    modules = [m for m in modules_of(roots) if not isinstance(m, torch.jit.ScriptModule)]
     if not state:
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
@@ -63,8 +73,9 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             _fill(part, contents)
         yield
     finally:
-        changed = [(part, before) for part, before in inner if _differ(part, before)]
-        prepared = [(part, before) for part, before in own if _differ(part, before)]
+        # most are empty
+        changed = [(part, old) for part, old in inner if (part or old) and _differ(part, old)]
+        prepared = [(part, old) for part, old in own if (part or old) and _differ(part, old)]
         if TRACES not in state:
             traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
             state[TRACES] = [(part, _copy(part)) for part, _ in traces]
@@ -97,8 +108,6 @@ def _copy(part: Collection) -> dict | list:
 
 def _differ(part: Collection, before: Collection) -> bool:
     """Return whether a container has not the very objects, in the same order, that it had."""
-    if not part and not before:
-        return False
     if len(part) != len(before) or any(map(is_not, part, before)):
         return True
     return isinstance(part, dict) and any(map(is_not, part.values(), before.values()))

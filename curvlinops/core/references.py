@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -60,19 +60,23 @@ _METADATA = {
 }
 
 
-def references(part: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield name and value of everything an object refers to; nothing for a plain value.
+def references(part: Any) -> Iterable[tuple[Any, Any]]:
+    """Return name and value of everything an object refers to; nothing for a plain value.
 
     Functions are followed into closures, defaults and the globals that their code names,
     modules and other objects into their attributes and their classes. Installed code is taken as
     constant, objects that it made are not. A value is ``UNKNOWN`` where anything may be.
     """
     if isinstance(part, nn.Module):  # most objects are
-        yield from _of_object(part)
-        return
+        return _of_object(part)
     if type(part) is dict:
-        yield from part.items()
-        return
+        return part.items()
+    if type(part) in (list, tuple):
+        return enumerate(part)
+    return _of_others(part)
+
+
+def _of_others(part: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(part, Mapping):
         yield from part.items()
     elif isinstance(part, SEQUENCES):
@@ -111,11 +115,10 @@ def references(part: Any) -> Iterator[tuple[Any, Any]]:
         yield from _of_object(part)
 
 
-def _of_object(part: Any) -> Iterator[tuple[Any, Any]]:
-    if not _is_installed(type(part).__module__):
-        yield "__class__", type(part)
-    yield from getattr(part, "__dict__", {}).items()
-    yield from _slots(part)
+def _of_object(part: Any) -> list[tuple[Any, Any]]:
+    kind = type(part)
+    own = [] if _is_installed(kind.__module__) else [("__class__", kind)]
+    return [*own, *getattr(part, "__dict__", {}).items(), *_slots(part)]
 
 
 _PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset, deque, MethodType}
@@ -128,7 +131,7 @@ def is_plain(part: Any) -> bool:
 
 def has_attributes(part: Any) -> bool:
     """Return whether all that an object holds is in attributes, dictionary or slots."""
-    return hasattr(part, "__dict__") or next(_slots(part), None) is not None
+    return hasattr(part, "__dict__") or bool(_slots(part))
 
 
 def find_modules(function: Any) -> list[nn.Module]:
@@ -175,16 +178,25 @@ def _holds(part: Any) -> bool:
     return isinstance(part, (Mapping, *SEQUENCES)) or type(part) in _HOLDERS or callable(part)
 
 
-def _slots(part: Any) -> Iterator[tuple[str, Any]]:
-    for kind in type(part).__mro__:
-        slots = vars(kind).get("__slots__", ())
+def _slots(part: Any) -> list[tuple[str, Any]]:
+    names = _SLOTS.get(type(part))
+    if names is None:
+        names = _SLOTS[type(part)] = _names_of_slots(type(part))
+    return [(name, getattr(part, name)) for name in names if hasattr(part, name)]
+
+
+#: The names of what objects of a class have in slots.
+_SLOTS: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _names_of_slots(kind: type) -> list[str]:
+    names = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            if hasattr(part, name):
-                yield name, getattr(part, name)
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _runs(part: Any) -> bool:

@@ -66,8 +66,7 @@ class Scope:
             stack.enter_context(self._model.installed(self._values, self._state))
             if self.purpose != "gradient":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_without_attention_fast_path())
-            stack.enter_context(_without_cached_parametrizations())
+            stack.enter_context(_without_shortcuts())
             if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             table = FOR_DOUBLE_BACKWARD if self.purpose == "reverse" else DECOMPOSITIONS
@@ -90,21 +89,16 @@ class Scope:
 
 
 @contextmanager
-def _without_attention_fast_path() -> Iterator[None]:
-    """Let attention layers in eval mode use differentiable operations."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+def _without_shortcuts() -> Iterator[None]:
+    """Let attention layers in eval mode use differentiable operations.
+
+    And compute parametrized weights anew from the parameters in use, not from the user's.
+    """
+    fast, cached = torch.backends.mha.get_fastpath_enabled(), parametrize._cache_enabled
     torch.backends.mha.set_fastpath_enabled(False)
+    parametrize._cache_enabled = 0
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def _without_cached_parametrizations() -> Iterator[None]:
-    """Compute parametrized weights anew from the parameters in use, not from the user's."""
-    enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = enabled
+        torch.backends.mha.set_fastpath_enabled(fast)
+        parametrize._cache_enabled = cached

@@ -65,22 +65,27 @@ def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
     What it yields tells whether nothing has been drawn from them so far.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    _, words, *position = numpy_state
     devices = [device] if device.type == "cuda" else []
     states = _torch_states(devices)
 
     def untouched() -> bool:
+        _, new_words, *new_position = np.random.get_state()
         return (
             python_state == random.getstate()
-            and all(map(np.array_equal, numpy_state, np.random.get_state()))
+            and position == new_position
+            and np.array_equal(words, new_words)
             and all(map(torch.equal, states, _torch_states(devices)))
         )
 
     try:
-        with torch.random.fork_rng(devices):
-            yield untouched
+        yield untouched
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        torch.set_rng_state(states[0])
+        for own, state in zip(devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, own)
 
 
 def _torch_states(devices: list[torch.device]) -> list[Tensor]:

@@ -75,22 +75,26 @@ def walk(root: Any, contents: list | None = None, empty: list | None = None) -> 
 
 
 _DICTS = (dict, OrderedDict)
+#: Plain values that are the same if they are equal.
+_EQUAL = {bool, int, str, bytes, type(None)}
 _COMMON = (nn.Module, dict, list, tuple, set)
 
 
 def _divided(part: Any, empty: list | None) -> tuple[list, list]:
     """Return what identifies an object and the plain values of it, and all else it refers to."""
-    plain, values = [_identity(part)], []
+    plain, values, empty = [_identity(part)], [], [] if empty is None else empty
     is_module = isinstance(part, nn.Module)
     for name, value in references(part):
-        if is_module and type(value) in _DICTS and not value:
+        kind = type(value)
+        if is_module and kind in _DICTS and not value:
             # most of a module's attributes are empty dictionaries of hooks
-            if empty is not None:
-                empty.append(value)
+            empty.append(value)
             continue
         plain.append(name)
-        if is_plain(value):
-            plain += (type(value), value_of(value))
+        if kind in _EQUAL:
+            plain += (kind, value)
+        elif is_plain(value):
+            plain += (kind, value_of(value))
         else:
             values.append(value)
     return plain, values

@@ -24,7 +24,7 @@ class SampleGradients:
     def __init__(self, bound: BoundModel, batch: RecordedBatch | None, fallbacks: dict[str, str]):
         self._bound, self._batch, self.fallbacks = bound, batch, dict(fallbacks)
         names = [] if batch is None else batch.names
-        self._rest = [name for name in bound.leaves() if name not in names]
+        self._rest = [name for name in bound.space.names if name not in names]
         if self._rest:
             self._apply, self.output = transposed_jacobian(bound)
         else:

@@ -84,7 +84,7 @@ class SampleBackward:
 
     def _record(self, bound: BoundModel) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
-        names = [name for name in bound.leaves() if name not in self.fallbacks]
+        names = [name for name in bound.space.names if name not in self.fallbacks]
         if not names:
             return None
         # on the first batch while no other graph is in memory

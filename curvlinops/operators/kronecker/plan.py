@@ -1,9 +1,10 @@
 """Which structure the blocks of an approximation have, given how layers use the parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
@@ -185,9 +186,9 @@ def _known(
         return [_fallback(name, reason, space, options)]
     blocks = []
     # in the same order whatever was seen first
-    for place in sorted(by_place, key=repr):
+    for place in _ordered(by_place, repr):
         own = by_place[place]
-        kinds = tuple(sorted({usage.kind for usage in own}, key=lambda k: (k.lookup, repr(k))))
+        kinds = tuple(_ordered({usage.kind for usage in own}, lambda k: (k.lookup, repr(k))))
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
             return [_fallback(name, reason, space, options)]
@@ -197,6 +198,10 @@ def _known(
             names, places, scale = (name, bias), (place, partner.place), partner.scale
         blocks.append(Block(names, "kronecker", kinds, places, scale))
     return blocks
+
+
+def _ordered(some: Collection[Any], key: Callable[[Any], Any]) -> list[Any]:
+    return sorted(some, key=key) if len(some) > 1 else list(some)
 
 
 def _disjoint(places: Sequence[Place | None]) -> bool:
