@@ -11,7 +11,11 @@ from problems import Problem
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops import (
+    EKFACLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 
 class Parts(nn.Module):
@@ -264,6 +268,58 @@ def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
     data = [(torch.randn(n, 5, 4).double(), torch.randint(3, (n,))) for n in (3, 2)]
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
     assert {block.structure for block in operator.blocks()} == {"kronecker"}
+
+
+class RMSNorm(nn.Module):
+    """Computes in a dtype of its own, as those of language models do."""
+
+    def __init__(self, inner: torch.dtype):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.ones(8)), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.inner)
+        return self.weight * (z * (z.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x)
+
+
+class Block(nn.Module):
+    def __init__(self, inner: torch.dtype):
+        super().__init__()
+        self.first, self.second, self.inner = RMSNorm(inner), RMSNorm(inner), inner
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.first(x)).chunk(3, -1)
+        x = x + self.out((q @ k.mT / 8**0.5).softmax(-1, dtype=self.inner).to(x) @ v)
+        return x + self.down(F.silu(self.up(self.second(x))))
+
+
+@pytest.mark.parametrize(
+    "outer, inner, tolerance",
+    [(torch.float64, torch.float32, 1e-5), (torch.float32, torch.bfloat16, 0.1)],
+    ids=str,
+)
+def test_norms_and_softmax_in_another_precision(
+    outer: torch.dtype, inner: torch.dtype, tolerance: float
+):
+    """Gradients of layers have the rounding errors of what the model computes in between."""
+    loss = nn.CrossEntropyLoss()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        blocks = nn.Embedding(7, 8), Block(inner), Block(inner), RMSNorm(inner)
+        model = nn.Sequential(*blocks, nn.Flatten(1), nn.Linear(48, 3)).to(outer)
+        data = [(torch.randint(7, (n, 6)), torch.randint(3, (n,))) for n in (3, 2)]
+        arguments = model, loss, list(model.parameters()), data
+        rows = PerSampleGradientLinearOperator(*arguments)
+        expected = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(x), y), arguments[2])])
+            for X, Y in data
+            for x, y in zip(X.split(1), Y.split(1), strict=True)
+        ]
+        assert error(rows.dense(), torch.stack(expected)) <= tolerance, seed
+        assert not rows.fallbacks, seed
+        KFACLinearOperator(*arguments).trace()  # refuses what it cannot assign to samples
 
 
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])

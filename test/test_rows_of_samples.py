@@ -6,6 +6,7 @@ from contract import error
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.core.graph import graph_nodes, least_precise
 from curvlinops.layers.detection import TOLERANCES, Detection, digits, proofs
 
 SIZES = [3, 2, 4, 1, 5, 2]
@@ -198,13 +199,45 @@ def test_digits_tell_samples_apart(dtype: torch.dtype):
     numbers = digits(num_samples, tolerance, like)
     r = [*numbers, *proofs(num_samples, tolerance, like)]
     weighted = [(g.double() * noise * digit.double()[owner, None]).to(dtype) for digit in r]
-    layout = Detection(g, 1, num_samples, tolerance).scattered(weighted, r, len(numbers))
+    layout = Detection(g, 1, num_samples, dtype).scattered(weighted, r, len(numbers))
     found = layout.by_sample(torch.arange(1, 3001), 0, 1, num_samples)
     for n, rows in enumerate(found):
         assert bool((owner[rows[rows > 0] - 1] == n).all())
     assert int((found > 0).sum()) == 3000
     mixed = [digit + digit.roll(1, 0) for digit in weighted]
-    assert Detection(g, 1, num_samples, tolerance).scattered(mixed, r, len(numbers)) is None
+    assert Detection(g, 1, num_samples, dtype).scattered(mixed, r, len(numbers)) is None
+
+
+class Numbered(torch.autograd.Function):
+    """Returns integers beside the numbers."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        index = x.argsort(0)
+        ctx.mark_non_differentiable(index)
+        return 2 * x, index
+
+    @staticmethod
+    def backward(ctx, g: Tensor, _: Tensor) -> Tensor:
+        return 2 * g
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: x.sin(), torch.float64),
+        (lambda x: Numbered.apply(x)[0], torch.float64),
+        (lambda x: x.sort()[0] + x.float().detach(), torch.float64),
+        (lambda x: x.softmax(0, dtype=torch.float32).double(), torch.float32),
+        (lambda x: torch.view_as_complex(x.reshape(-1, 2)).to(torch.complex64), torch.float32),
+        (lambda x: x.float().sin().bfloat16().double(), torch.bfloat16),
+        (lambda x: x.bfloat16(), torch.bfloat16),
+    ],
+)
+def test_precision_within_a_model(function, expected: torch.dtype):
+    """Only what gradients pass counts."""
+    output = function(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    assert least_precise(graph_nodes(output), output) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

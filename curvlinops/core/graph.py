@@ -5,6 +5,7 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -25,6 +26,19 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
 def operations(output: Tensor) -> frozenset[str]:
     """Return the names of all operations of a graph."""
     return frozenset(node.name() for node in graph_nodes(output))
+
+
+def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
+    """Return the least precise of the real dtypes in which gradients pass a graph.
+
+    Args:
+        nodes: All nodes of the graph.
+        output: What it computed.
+    """
+    edges = (edge for node in nodes for edge in node.next_functions)
+    found = {node._input_metadata[index].dtype for node, index in edges if node is not None}
+    real = (dtype.to_real() for dtype in found | {output.dtype})
+    return max(real, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def custom_functions(nodes: Iterable[Any]) -> set[str]:

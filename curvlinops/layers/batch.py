@@ -1,7 +1,7 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes, leaf_variables
+from curvlinops.core.graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
 from curvlinops.layers.check import disagreeing, probe, shares, weighted
 from curvlinops.layers.detection import (
-    TOLERANCES,
     Detection,
     digits,
     proofs,
     settle,
     sketch,
+    tolerance_of,
     weights,
 )
 from curvlinops.layers.forms import Direct, Form
@@ -173,7 +173,7 @@ class RecordedBatch:
         detections, largest = {}, dict.fromkeys(self.names, 0.0)
         for key in keys:
             num_lead = len(self.uses[key].use.lead)
-            found = Detection(plain.pop(key), num_lead, self.num_samples, self._tolerance)
+            found = Detection(plain.pop(key), num_lead, self.num_samples, self._dtype)
             detections[key] = found
             largest |= {name: max(largest[name], found.size) for name in self.names_of(key)}
         candidates = {}
@@ -197,8 +197,9 @@ class RecordedBatch:
             else:
                 del self.uses[key]
         keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]
-        numbers = digits(self.num_samples, self._tolerance, output)
-        r = [*numbers, *proofs(self.num_samples, self._tolerance, output)] if keys else []
+        tolerance = tolerance_of(self._dtype)
+        numbers = digits(self.num_samples, tolerance, output)
+        r = [*numbers, *proofs(self.num_samples, tolerance, output)] if keys else []
         passes = [self._sketches(keys, self.gradients(weighted(u, some)[None])) for some in r]
         for key in keys:
             layout = detections[key].scattered([x.pop(key) for x in passes], r, len(numbers))
@@ -211,11 +212,10 @@ class RecordedBatch:
         rows = {key: uses[key].use.split(gradients.pop(key))[0] for key in keys}
         return {key: sketch(rows.pop(key), len(uses[key].use.lead)) for key in keys}
 
-    @property
-    def _tolerance(self) -> float:
-        """The relative error of the least precise of the layers."""
-        dtypes = {recorded.dtype for recorded in self.uses.values()} | {self.output.dtype}
-        return max(TOLERANCES.get(dtype.to_real(), 0.15) for dtype in dtypes)
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        """The least precise dtype in which gradients are computed, also within the model."""
+        return least_precise(self._nodes, self.output)
 
     def check(self, truth: Mapping[str, Tensor]) -> list[str]:
         """Return the parameters whose gradients do not add up to ``autograd_sums``."""
@@ -223,8 +223,8 @@ class RecordedBatch:
         if found is None:
             found = self.gradients(probe(self.output.detach())[None])
         own, summands = self._weighted_sums(dict(found)), self._weighted_sums(found, absolute=True)
-        eps = torch.finfo(self.output.dtype).eps
-        return disagreeing(self._known(own), own, summands, truth, self._tolerance, eps)
+        tolerance, eps = tolerance_of(self._dtype), torch.finfo(self.output.dtype).eps
+        return disagreeing(self._known(own), own, summands, truth, tolerance, eps)
 
     def _weighted_sums(
         self, gradients: dict[Key, Tensor], absolute: bool = False

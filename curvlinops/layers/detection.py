@@ -22,6 +22,11 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, to
 _SKETCHED = 4
 
 
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the relative error up to which two gradients agree."""
+    return TOLERANCES.get(dtype, 0.15)
+
+
 def weights(num_samples: int, like: Tensor) -> Tensor:
     """Return distinct weights for the samples, in no order."""
     return (1 + _order(num_samples).to(like) / num_samples).to(like.device)
@@ -86,7 +91,8 @@ class Detection:
         plain: Gradient of the sum of the samples' losses, ``[*lead, *features]``, or its sketch.
         num_lead: Number of leading axes.
         num_samples: N.
-        tolerance: Relative error of the gradients.
+        dtype: The least precise one in which the gradient was computed, be it that of ``plain`` or
+            one within the model.
 
     Attributes:
         size: The norm of the gradient.
@@ -94,12 +100,13 @@ class Detection:
         has_blanks: Whether gradients of some rows are zero, up to rounding.
     """
 
-    def __init__(self, plain: Tensor, num_lead: int, num_samples: int, tolerance: float):
+    def __init__(self, plain: Tensor, num_lead: int, num_samples: int, dtype: torch.dtype):
         self._plain, self._lead = plain, tuple(plain.shape[:num_lead])
-        self._num_samples, self._tolerance = num_samples, tolerance
+        self._num_samples, self._tolerance = num_samples, tolerance_of(dtype)
+        self._eps = torch.finfo(dtype).eps
         norms = self._rows(plain).norm(dim=1)
         self.size = float(norms.norm())
-        self._rounding = 10 * min(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
+        self._rounding = 10 * min(self._eps, torch.finfo(torch.float32).eps)
         self.has_blanks = bool((norms <= self._rounding * self.size).any())
         self.is_blank = self.size == 0.0
 
@@ -185,7 +192,7 @@ class Detection:
         # rounding errors are relative to the largest numbers; in half precision, many of them
         # would hide a wrong layout
         is_half = self._tolerance >= TOLERANCES[torch.float16]
-        noise = 100 * torch.finfo(self._plain.dtype).eps * self.size
+        noise = 100 * self._eps * self.size
         allowed = 0.2 * self._tolerance * norms.max() if is_half else noise
         return bool((error <= self._tolerance * norms + allowed).all())
 
