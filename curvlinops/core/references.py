@@ -26,10 +26,12 @@ from curvlinops.core.hidden import (
     MEMORY,
     UNKNOWN,
     Cached,
+    imports_in,
     looks_up,
     names_in,
     of_cached,
     of_memory,
+    paths_in,
 )
 
 _INSTALLED = tuple(
@@ -40,6 +42,8 @@ _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _PLAIN = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    # operators of PyTorch, whose kernels are registered elsewhere, and their namespaces
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, type(torch.ops.aten), type(torch.ops)),
 }
 #: Containers whose items are what they refer to.
 SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
@@ -63,9 +67,10 @@ _METADATA = {
 def references(part: Any) -> Iterable[tuple[Any, Any]]:
     """Return name and value of everything an object refers to; nothing for a plain value.
 
-    Functions are followed into closures, defaults and the globals that their code names,
-    modules and other objects into their attributes and their classes. Installed code is taken as
-    constant, objects that it made are not. A value is ``UNKNOWN`` where anything may be.
+    Functions are followed into closures, defaults and the globals that their code names, and of
+    modules among these into what the code takes of them, unless it passes a module on; modules and
+    other objects into their attributes and their classes. Installed code is taken as constant,
+    objects that it made are not. A value is ``UNKNOWN`` where anything may be.
     """
     if isinstance(part, nn.Module):  # most objects are
         return _of_object(part)
@@ -221,20 +226,62 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from _of_code(code, function.__globals__)
 
 
-def _of_code(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _of_code(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    found = {(path, id(value)): (path, value) for path, value in _read(code, scope)}
+    yield from found.values()
     names = names_in(code)
-    for name in names:
-        if name in scope:
-            value = scope[name]
-            yield name, value
-            if isinstance(value, ModuleType) and not _is_installed(value.__name__):
-                yield from ((n, vars(value)[n]) for n in names if n in vars(value))
-        elif isinstance(sys.modules.get(name), ModuleType) and not _is_installed(name):
-            yield name, sys.modules[name]  # imported by the function itself
-        elif name in ("environ", "getenv"):
-            yield name, os.environ
+    for _, value in found.values():
+        if _is_own(value):  # for those who pass over modules
+            yield from ((n, vars(value)[n]) for n in names if n in vars(value))
+    if not {"environ", "getenv"}.isdisjoint(names):
+        yield "environ", os.environ
     if looks_up(code):
         yield "anything", UNKNOWN
+
+
+def _read(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
+    """Yield what code reads of globals and of modules that it imports itself, and the paths."""
+    paths = paths_in(code)
+    yield from (_along(path, scope[path[0]]) for path in paths if path[0] in scope)
+    for variable, module, name in imports_in(code):
+        full = _absolute(module, scope)
+        value = sys.modules.get(full)
+        if name is None and variable is not None:
+            value = sys.modules.get(full.partition(".")[0])
+        if not _is_own(value):
+            continue
+        wanted = (full,) if name is None else (full, name)
+        path, value = _along(wanted, value)
+        if variable is None or path != wanted or not _is_own(value):
+            yield path, value
+        else:  # a module: what is taken of it
+            uses = (use for use in paths if use[0] == variable)
+            yield from ((path + rest[1:], held) for rest, held in (_along(u, value) for u in uses))
+
+
+def _absolute(module: str, scope: dict[str, Any]) -> str:
+    """Return the name of a module that code imports."""
+    name = module.lstrip(".")
+    level = len(module) - len(name)
+    if level == 0:
+        return name
+    package = (scope.get("__package__") or "").rsplit(".", level - 1)[0]
+    return f"{package}.{name}" if name else package
+
+
+def _along(path: tuple[str, ...], value: Any) -> tuple[tuple[str, ...], Any]:
+    """Follow a path that begins with a value through the user's modules, as far as they have it."""
+    for i, name in enumerate(path[1:], 1):
+        # modules of another type may make attributes up
+        if type(value) is not ModuleType or not _is_own(value) or name not in vars(value):
+            return path[:i], value
+        value = vars(value)[name]
+    return path, value
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether something is a module of the user."""
+    return isinstance(value, ModuleType) and not _is_installed(value.__name__)
 
 
 @functools.cache

@@ -1,0 +1,270 @@
+"""What code reads of the modules that it names, and how much is looked at to know of a change."""
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops import HessianLinearOperator
+from curvlinops.core.references import find_modules
+from curvlinops.core.walk import walk
+
+FILES = {
+    "__init__.py": "from curved import config, helpers, lazy, deep\nFACTOR = 1.0",
+    "config.py": """
+        import types
+        SCALE = 1.0
+        TABLE = {"scale": 1.0}
+        settings = types.SimpleNamespace(scale=1.0)
+        def scale():
+            return SCALE
+        """,
+    "helpers.py": """
+        from curved import config
+        def scale_of(module):
+            return module.SCALE
+        def by_function():
+            return config.scale()
+        """,
+    "lazy.py": """
+        from curved import config
+        SCALE = 5.0
+        def __getattr__(name):
+            return config if name == "made" else getattr(config, name.upper())
+        """,
+    "deep/__init__.py": "from curved.deep import net",
+    "deep/net.py": "",
+}
+
+HEAD = """
+import operator
+import curved
+import curved as other
+import curved.config as renamed
+from curved import config, helpers, lazy
+from curved.config import *
+KEY, KEYS = "SCALE", ("SCALE",)
+class Holder:
+    module = config
+"""
+
+#: Functions that read the scale of ``curved.config``.
+READERS = {
+    "attribute": "return config.SCALE",
+    "attribute of a module in a package": "return curved.config.SCALE",
+    "through several modules": "return curved.helpers.config.SCALE",
+    "other name": "return renamed.SCALE",
+    "item": "return config.TABLE['scale']",
+    "attribute of an object": "return curved.config.settings.scale",
+    "function": "return curved.config.scale()",
+    "function of a function": "return helpers.by_function()",
+    "passed on": "return helpers.scale_of(config)",
+    "attribute passed on": "return curved.helpers.scale_of(curved.config)",
+    "package passed on": "return helpers.scale_of(operator.attrgetter('config')(curved))",
+    "variable": "module = config\n    return module.SCALE",
+    "container": "return [config][0].SCALE",
+    "chosen": "return (None or config).SCALE",
+    "chosen by a condition": "return (config if config else helpers).SCALE",
+    "assigned at once": "return (module := config) and module.SCALE",
+    "constant name": "return getattr(config, 'SCALE')",
+    "name in a variable": "return getattr(config, KEY)",
+    "path": "return operator.attrgetter('config.SCALE')(curved)",
+    "variables": "return vars(config)['SCALE']",
+    "dictionary": "return curved.__dict__['config'].SCALE",
+    "default": "return (lambda module=config: module.SCALE)()",
+    "attribute of a class": "return Holder.module.SCALE",
+    "function within": "return (lambda: curved.config.SCALE)()",
+    "comprehension": "return sum(config.SCALE for _ in range(1))",
+    "class within": "class Inner:\n        s = config.SCALE\n    return Inner.s",
+    "closure": "module = config\n    return (lambda: module.SCALE)()",
+    "attribute that a module makes up": "return lazy.scale",
+    "module that a module makes up": "return lazy.made.SCALE",
+    "import of what a module makes up": "from ..lazy import made as c\n    return c.SCALE",
+    "import": "import curved.config\n    return curved.config.SCALE",
+    "import of the package": "import curved\n    return curved.config.SCALE",
+    "import under another name": "import curved.config as c\n    return c.SCALE",
+    "import from the package": "from curved import config as c\n    return c.SCALE",
+    "import from the module": "from curved.config import SCALE as s\n    return s",
+    "relative import": "from .. import config as c\n    return c.SCALE",
+    "relative import from the module": "from ..config import TABLE as t\n    return t['scale']",
+    "import, passed on": "from .. import config as c\n    return helpers.scale_of(c)",
+    "import, passed on with another": (
+        "from .. import config as c\n    h = helpers\n    return (lambda a, b: b.SCALE)(h, c)"
+    ),
+    "import, in another variable": "from .. import config as c\n    d = c\n    return d.SCALE",
+    "import, in a closure": "from .. import config as c\n    return (lambda: c.SCALE)()",
+    "import, by name": "import curved.config\n    return getattr(curved.config, KEY)",
+    "import, under the name of a global": (
+        "def f():\n        from .. import config as lazy\n        return lazy.SCALE\n    return f()"
+    ),
+    "import, where a global has the same path": (
+        "def f():\n        from other import config as c\n        return c.SCALE\n"
+        "    from curved import config as c\n    return f() * other.config.SCALE * c.SCALE"
+    ),
+    "import, of several": (
+        "from .. import helpers, config as c, lazy\n    return c.TABLE['scale']"
+    ),
+    "import of several packages": "import math, curved.config as c, os\n    return c.SCALE",
+    "import in a function within": (
+        "def f():\n        from ..config import SCALE as s\n        return s\n    return f()"
+    ),
+}
+
+
+def _load(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        lines = text.splitlines()
+        indent = 8 if len(lines) > 1 and lines[1].startswith(" " * 8) else 0
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(line[indent:] for line in lines))
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "curved"]:
+        del sys.modules[name]
+
+
+class Net(nn.Module):
+    def __init__(self, module: types.ModuleType):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2).double(), module.read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scale() * self.layer(x))
+
+
+def _set(value: float) -> None:
+    config = sys.modules["curved.config"]
+    config.SCALE = config.TABLE["scale"] = config.settings.scale = value
+
+
+def _is_noticed(model: nn.Module, change) -> None:
+    X, y = torch.linspace(-1, 2, 12).sin().reshape(4, 3).double(), torch.ones(4, 2).double()
+    arguments = model, nn.MSELoss(), list(model.parameters()), [(X, y)]
+    kept, v = HessianLinearOperator(*arguments, cache="graph"), torch.ones(8).double()
+    before = kept @ v
+    change()
+    expected = HessianLinearOperator(*arguments, cache="none") @ v
+    assert not torch.allclose(before, expected, rtol=1e-3)
+    torch.testing.assert_close(kept @ v, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_changes_of_what_code_reads_of_modules(reader: str, tmp_path: Path):
+    code = f"{HEAD}\ndef read():\n    {READERS[reader]}\n"
+    _load(tmp_path / "curved", {**FILES, "deep/net.py": code})
+    _load(tmp_path / "other", {"__init__.py": "", "config.py": "SCALE = 1.0"})
+    _is_noticed(Net(importlib.import_module("curved.deep.net")), lambda: _set(2.0))
+
+
+@pytest.mark.parametrize("reader", ["FACTOR", "curved.FACTOR", "curved.config.TABLE['scale']"])
+def test_changes_of_what_an_import_in_a_function_makes_a_variable(reader: str, tmp_path: Path):
+    text = f"FACTOR = 1.0\ndef read():\n    import curved.config\n    return {reader}\n"
+    _load(tmp_path / "curved", {**FILES, "deep/net.py": text})
+    model = Net(net := importlib.import_module("curved.deep.net"))
+
+    def change():
+        _set(2.0)
+        net.FACTOR = sys.modules["curved"].FACTOR = 2.0
+
+    _is_noticed(model, change)
+
+
+@pytest.mark.parametrize("name", ["config", "config.scale"])
+def test_replaced_modules_and_functions(name: str, tmp_path: Path):
+    code = f"{HEAD}\ndef read():\n    return curved.config.scale()\n"
+    _load(tmp_path / "curved", {**FILES, "deep/net.py": code})
+    model = Net(importlib.import_module("curved.deep.net"))
+    *path, last = name.split(".")
+    owner = sys.modules[".".join(["curved", *path])]
+    new = (lambda: 2.0) if path else types.SimpleNamespace(scale=lambda: 2.0)
+    _is_noticed(model, lambda: setattr(owner, last, new))
+
+
+def test_properties_of_modules(tmp_path: Path):
+    code = f"{HEAD}\ndef read():\n    return curved.config.scale\n"
+    _load(tmp_path / "curved", {**FILES, "deep/net.py": code})
+    module = importlib.import_module("curved.deep.net")
+    config = sys.modules["curved.config"]
+
+    class Special(types.ModuleType):
+        scale = property(lambda self: self.SCALE)
+
+    del config.scale
+    config.__class__ = Special
+    _is_noticed(Net(module), lambda: _set(2.0))
+
+
+@pytest.mark.parametrize(
+    "reader", ["curved.layers.net(x)", "getattr(curved.layers, 'n' + 'et', curved.layers.net)(x)"]
+)
+def test_networks_in_modules_are_found(reader: str, tmp_path: Path):
+    layers = "from torch import nn\nnet = nn.Linear(1, 1)"
+    code = f"import curved.layers\ndef read(x):\n    return {reader}\n"
+    files = {"__init__.py": "", "layers.py": layers, "net.py": code}
+    _load(tmp_path / "curved", files)
+    read = importlib.import_module("curved.net").read
+    assert find_modules(read) == [sys.modules["curved.layers"].net]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "curved.part1.scale()",
+        "part1.scale()",
+        "Thing1.scale",
+        "curved.part1.Thing1().scale",
+        "curved.scale()",
+    ],
+)
+@pytest.mark.parametrize("place", ["global", "local"])
+def test_effort_does_not_grow_with_a_library(reader: str, place: str, tmp_path: Path):
+    """What a package has beside what the model uses does not count."""
+    part = """
+        import curved
+        class Thing{i}:
+            scale = 1.0
+            def method(self):
+                return curved.part{i}.scale()
+        def scale():
+            return Thing{i}.scale * curved.part0.Thing0.scale
+        """
+    imports = "from curved import part1\nfrom curved.part1 import Thing1"
+    found = []
+    for count in (3, 50):
+        names = "".join(f"from curved.part{i} import Thing{i}, scale\n" for i in range(count))
+        text = f"import curved\n{imports}\ndef read():\n    return {reader}\n"
+        if place == "local":
+            local = "import curved\n    from curved import part1\n    from .part1 import Thing1"
+            text = f"def read():\n    {local}\n    return {reader}\n"
+        files = {f"part{i}.py": part.format(i=i) for i in range(count)}
+        folder = tmp_path / str(count)
+        _load(folder / "curved", {**files, "__init__.py": names, "net.py": text})
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        found.append(sum(1 for _ in walk(Net(importlib.import_module("curved.net")))))
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "curved"]:
+            del sys.modules[name]
+    assert found[0] == found[1] < 500
+
+
+@pytest.mark.parametrize(
+    "operators",
+    [torch.ops, torch.ops.aten, torch.ops.aten.sin, torch.ops.aten.sin.default],
+    ids=str,
+)
+def test_operators_of_pytorch_are_values(operators: object):
+    """Their namespaces look like modules of users, and lead to all others."""
+    model = nn.Linear(2, 2)
+    known = sum(1 for _ in walk(model))
+    model.operators = operators
+    assert sum(1 for _ in walk(model)) == known
