@@ -11,6 +11,8 @@ from contract import CASES, dense
 
 from curvlinops import ConvergenceError, ConvergenceWarning, Eigenpairs, eigsh
 from curvlinops.algorithms.confirmation import Confirmation
+from curvlinops.algorithms.krylov import KrylovSpace
+from curvlinops.algorithms.matrix import Matrix
 
 WHICH = ["LM", "LA", "SA", "BE"]
 # the small ends of these are dense, relative to the whole spectrum
@@ -93,6 +95,34 @@ def test_no_more_products_than_scipy(name: str, which: str):
     # equal accuracy: a few units of rounding, relative to the norm, for both
     assert pairs.residuals.max() <= max(accuracy, 1e-14 * np.abs(spectra.EIGENVALUES[name]).max())
     assert pairs.num_products <= A.count
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize("name, which", HARD)
+def test_dense_ends_take_hardly_more_products_than_the_dimension(
+    name: str, which: str, confirm: bool
+):
+    pairs = eigsh(spectra.matrix(name), 4, which, seed=0, confirm=confirm)
+    check(spectra.matrix(name), pairs, 4, which, 1e-13)
+    assert pairs.num_products <= 1.3 * spectra.DIM
+
+
+@pytest.mark.parametrize("which, k", [("SA", 1), ("SA", 6), ("BE", 3)])
+@pytest.mark.parametrize("dim", [120, 200])
+def test_ends_below_rounding(dim: int, which: str, k: int):
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0]
+    A = (basis * 0.5 ** np.arange(dim)) @ basis.T
+    for seed in range(3):
+        pairs = eigsh(A, k, which, seed=seed)
+        check((A + A.T) / 2, pairs, k, which, 1e-13)
+        assert pairs.num_products <= 2 * dim
+
+
+def test_basis_grows_where_restarts_do_not_suffice():
+    A = sp.diags_array(1 / np.arange(1.0, 1101))
+    pairs = eigsh(A, 3, "SA", tol=1e-3, seed=0)
+    np.testing.assert_allclose(pairs.eigenvalues, 1 / np.array([1100, 1099, 1098]), atol=1e-6)
+    assert pairs.num_products <= 1100
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name].square])
@@ -244,16 +274,37 @@ def test_bound_on_what_is_missing_is_sharp(which: str, point: int):
     v /= v.norm()
     weight = float(v[point] ** 2)
     confirmation = Confirmation(values[[point]], which, torch.zeros(1), 7)
-    before, beta = torch.zeros_like(v), 0.0
+    basis, before, beta = [], torch.zeros_like(v), 0.0
     for _ in range(6):  # after D - 1 products the bound is an equality
         assert weight <= 1 / float(confirmation._sum) + 1e-15
         w = values * v - beta * before
         alpha = float(v @ w)
         w -= alpha * v
+        basis.append(v)
+        coefficients = torch.stack(basis) @ (values * v)
         beta = float(w.norm())
-        confirmation.add(alpha, beta)
+        confirmation.add(coefficients, beta)
         before, v = v, w / beta
     assert 1 / float(confirmation._sum) == pytest.approx(weight, rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("which, point", [("LA", -1), ("SA", 0)])
+def test_bound_on_what_is_missing_outlives_restarts(which: str, point: int, seed: int):
+    values = torch.linspace(-1, 1, 100, dtype=torch.float64)
+    v = torch.randn(1, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    weight = float(v[0, point] ** 2 / v.square().sum())
+    space = KrylovSpace(Matrix(values.diag()), v, 12)
+    confirmation = Confirmation(values[[point]], which, torch.zeros(1), 10**9)
+    for _ in range(61):
+        if space.dim == 12:
+            Y = space.ritz().vectors[:, -6:] if which == "LA" else space.ritz().vectors[:, :6]
+            space.restart(Y)
+            confirmation.restart(Y)
+        confirmation.add(*(space.unit * part for part in space.expand()))
+        assert weight <= 1.000001 / float(confirmation._sum)
+    # the basis contains the eigenvector in the end
+    assert 1 / float(confirmation._sum) == pytest.approx(weight, rel=1e-6)
 
 
 @pytest.mark.parametrize(

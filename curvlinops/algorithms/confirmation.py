@@ -20,34 +20,50 @@ class Confirmation:
     products determine (the Christoffel function; Golub and Meurant, Matrices, Moments and
     Quadrature, 2010, section 2). Beyond the eigenvalues of which v has more they grow quickly. A
     random v contains less than ``risk^2 / D`` of an eigenvector with probability below ``risk``:
-    where the bound is as low as that, there is none.
+    where the bound is as low as that, there is none. The same holds for the sum over any orthonormal
+    vectors ``p_i(A) v``, such as those that restarts leave; it is the largest one so far that counts.
 
     Args:
         values: The eigenvalues that have been found, ascending.
         which: Which ones of the matrix they shall be, as in ``eigsh``.
         slack: By how much something missing may change each of them.
         dim: The matrix's dimension D.
+        before: The number of vectors of the basis that come before v. They contain the eigenvectors
+            that have been found.
     """
 
-    def __init__(self, values: Tensor, which: str, slack: Tensor, dim: int):
+    def __init__(self, values: Tensor, which: str, slack: Tensor, dim: int, before: int = 0):
         self.values = values
         self._enough = dim / RISK**2
         self._points = _read(values, which, slack)
-        self._before, self._last = torch.zeros_like(self._points), torch.ones_like(self._points)
-        self._sum, self._beta = self._last**2, 0.0
+        # the polynomials of the basis, at the points
+        self._basis = values.new_zeros(len(self._points), before)
+        self._next = torch.ones_like(self._points)
+        self._sum = self._next**2
 
     def agrees(self, values: Tensor, slack: Tensor) -> bool:
         """Return whether these are the values that are being confirmed."""
         return bool(((values - self.values).abs() <= slack).all())
 
-    def add(self, alpha: float, beta: float) -> None:
-        """Take in one more step of the recurrence, ``A v = beta w + alpha v + ...``."""
+    def add(self, coefficients: Tensor, beta: float) -> None:
+        """Take in one more product.
+
+        Args:
+            coefficients: The h in ``A q = V h + beta r`` for the vector q that is the last one of
+                the basis V now.
+            beta: The coefficient of the next vector r.
+        """
         if self.certain:
             return
-        following = (self._points - alpha) * self._last - self._beta * self._before
-        following = following / beta if beta > 0 else torch.full_like(following, inf)
-        self._before, self._last, self._beta = self._last, following, beta
-        self._sum = self._sum + following**2
+        self._basis = torch.cat([self._basis, self._next[:, None]], dim=1)
+        rest = self._points * self._next - self._basis @ coefficients
+        self._next = rest / beta if beta > 0 else torch.full_like(rest, inf)
+        self._sum = self._sum.maximum((self._basis**2).sum(1) + self._next**2)
+
+    def restart(self, Y: Tensor) -> None:
+        """Follow a restart, which replaces the basis V by ``V Y``."""
+        if not self.certain:
+            self._basis = self._basis @ Y
 
     @property
     def certain(self) -> bool:

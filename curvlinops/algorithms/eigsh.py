@@ -15,6 +15,8 @@ from curvlinops.core.seeds import read_generator
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
 _BASIS_BYTES = 2**30
+#: Up to this dimension the whole space is a cheap basis.
+_SMALL = 1000
 
 
 @free_of_modes
@@ -47,8 +49,9 @@ def eigsh(
             one, which needs the fewest products. More pay where a product with several vectors
             costs little more than with one.
         ncv: Largest number of basis vectors that are kept, at least ``k + 2 * block_size`` or D.
-            More need memory (``D * ncv`` numbers) and fewer products. Default: ``2 k + 50`` as
-            long as that is at most 1 GiB, then fewer, but not below ``max(2 k + 1, 20)``.
+            More need memory (``D * ncv`` numbers) and fewer products. Default: D up to a dimension
+            of 1000, and ``2 k + 50`` beyond, twice as many after every other time that these are
+            used up, as long as that is at most 1 GiB; but not below ``max(2 k + 1, 20)``.
         v0: Start vectors, ``[D]`` or ``[D, block_size]``; or, for an operator on named parameters,
             a list or dictionary of tensors, like the vectors that it multiplies. Default: random.
         tol: Residuals shall be at most ``tol * |lambda|``, or about ten units of rounding
@@ -88,9 +91,9 @@ def eigsh(
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
     start = _start(matrix, v0, block_size, rng)
-    ncv = _basis_size(matrix, k, len(start), ncv)
+    ncv, max_ncv = _basis_sizes(matrix, k, len(start), ncv)
     space = KrylovSpace(matrix, start, ncv)
-    search = LanczosSearch(matrix, space, k, which, tol, ncv, confirm, rng)
+    search = LanczosSearch(matrix, space, k, which, tol, ncv, max_ncv, confirm, rng)
     finished = search.run(maxiter)
     return search.result(finished, on_failure)
 
@@ -107,9 +110,14 @@ def _start(matrix: Matrix, v0: Any, block_size: int | None, generator: torch.Gen
     return given
 
 
-def _basis_size(matrix: Matrix, k: int, block: int, ncv: int | None) -> int:
+def _basis_sizes(matrix: Matrix, k: int, block: int, ncv: int | None) -> tuple[int, int]:
+    """Return how many vectors the basis may have at first, and in the end."""
     dim, least = matrix.shape[0], k + 2 * block
-    if ncv is None:
-        affordable = _BASIS_BYTES // (dim * matrix.dtype.itemsize)
-        return min(dim, max(2 * k + 1, 20, k + 4 * block, min(2 * k + 50, affordable)))
-    return min(check_count("ncv", ncv, at_least=min(least, dim)), dim)
+    if ncv is not None:
+        ncv = min(check_count("ncv", ncv, at_least=min(least, dim)), dim)
+        return ncv, ncv
+    if dim <= _SMALL:
+        return dim, dim
+    affordable = _BASIS_BYTES // (dim * matrix.dtype.itemsize)
+    first = max(2 * k + 1, 20, k + 4 * block, min(2 * k + 50, affordable))
+    return min(dim, first), min(dim, max(first, affordable))

@@ -86,12 +86,18 @@ class KrylovSpace:
         self._set_pending(q, torch.zeros(len(q), self.dim, dtype=torch.float64, device="cpu"))
         self._coupled = 0
 
-    def expand(self) -> tuple[float, float]:
+    def grow(self, max_dim: int) -> None:
+        """Let the basis have more rows."""
+        used = self._rows[: self.dim + self.pending]
+        self._rows = used.new_zeros(max_dim + self.pending, used.shape[1])
+        self._rows[: len(used)] = used
+
+    def expand(self) -> tuple[Tensor, float]:
         """Multiply Q, and make it a part of V.
 
         Returns:
-            For a single row q, the coefficients alpha and beta of ``A q = alpha q + beta r + ...``,
-            where r is the row that is multiplied next.
+            For a single row q, the coefficients h and beta of ``A q = V h + beta r``, where r is
+            the row that is multiplied next.
         """
         start, end = self.dim, self.dim + self.pending
         W = self._multiply(self._rows[start:end])
@@ -118,7 +124,7 @@ class KrylovSpace:
         B = torch.zeros(len(q), end, dtype=torch.float64, device="cpu")
         B[:, start:] = R
         self._set_pending(q, B)
-        return float(H[start, start]), float(R.norm())
+        return H[:, start], float(R.norm())
 
     def _multiply(self, rows: Tensor) -> Tensor:
         W = (self._A @ rows.T).T.contiguous()

@@ -46,31 +46,39 @@ class LanczosSearch:
         which: str,
         tol: float,
         ncv: int,
+        max_ncv: int,
         confirm: bool,
         generator: torch.Generator,
     ):
         self.matrix, self.space, self.generator = matrix, space, generator
-        self.k, self.which, self.tol, self.ncv = k, which, tol, ncv
+        self.k, self.which, self.tol, self.ncv, self.max_ncv = k, which, tol, ncv, max_ncv
         self.confirm = confirm
         self.confirmation: Confirmation | None = None
+        self.unconfirmed = 0  # how many products came before the first confirmation
+        self.exhaust = False  # whether to go on to the whole space, which needs no confirmation
 
     def run(self, maxiter: int) -> bool:
         """Iterate until the pairs are found; return whether they are."""
         space, dim = self.space, self.matrix.shape[0]
-        restarts, checked = 0, 0
+        restarts, checked, patient = 0, 0, True
         while space.dim < dim:
             if space.dim + max(space.pending, 1) > self.ncv:
-                if restarts == maxiter:
+                if self.ncv < self.max_ncv and not patient:
+                    self._grow(2 * self.ncv)
+                    patient = True
+                elif restarts == maxiter:
                     return False
-                restarts, checked = restarts + 1, 0
-                self._restart()
+                else:
+                    restarts, checked, patient = restarts + 1, 0, False
+                    self._restart()
             if not space.pending:
                 space.inject(random_rows(1, self.matrix, self.generator))
             step = space.expand()
             if self.confirmation is not None:
                 self.confirmation.add(*step)
             # in large spaces Ritz pairs cost more than they may save
-            if space.dim >= self.k and space.dim - checked > space.dim // 80:
+            asked = space.dim >= self.k and not self.exhaust
+            if asked and space.dim - checked > (space.dim / 160) ** 2:
                 if self._finished(space.ritz()):
                     return True
                 checked = space.dim
@@ -84,15 +92,36 @@ class LanczosSearch:
             return False
         if not self.confirm:
             return True
-        if self.ncv >= self.matrix.shape[0] and self.matrix.shape[0] - self.space.dim <= _FEW:
-            return False  # the whole space, soon, leaves nothing to confirm
         values, slack = ritz.values[wanted], 2 * self._goal(ritz, wanted) + ritz.residuals[wanted]
         if self.confirmation is not None and self.confirmation.agrees(values, slack):
             return self.confirmation.certain
+        dim, products = self.matrix.shape[0], self.matrix.num_products
+        if self.confirmation is None:
+            self.unconfirmed = products
+        # as soon as confirmations have taken as many products as the rest of the whole space would
+        cost = max(products - self.unconfirmed, self._rehearse(ritz, wanted, slack))
+        if self.ncv >= dim and dim - self.space.dim <= cost:
+            self.exhaust = True
+            return False
         fresh = random_rows(1, self.matrix, self.generator)
         self.space.lock(ritz.vectors[:, wanted], fresh)
-        self.confirmation = Confirmation(values, self.which, slack, self.matrix.shape[0])
+        self.confirmation = Confirmation(values, self.which, slack, dim, self.k)
         return False
+
+    def _rehearse(self, found: RitzPairs, wanted: Tensor, slack: Tensor) -> int:
+        """Return about how many products a confirmation takes, if the spectrum is as found."""
+        dim, values = self.matrix.shape[0], found.values
+        others = torch.ones_like(values, dtype=torch.bool)
+        others[wanted] = False
+        if int(others.sum()) < dim - self.space.dim:
+            return _FEW  # at most as many as there are others, so the space is no closer
+        rehearsal = Confirmation(values[wanted], self.which, slack, dim)
+        spectrum = Matrix(values[others].diag())
+        space = KrylovSpace(spectrum, values.new_ones(1, spectrum.shape[0]), spectrum.shape[0])
+        while space.pending and not rehearsal.certain:
+            coefficients, beta = space.expand()
+            rehearsal.add(space.unit * coefficients, space.unit * beta)
+        return max(_FEW, space.dim)
 
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
         return (self.tol * ritz.values[chosen].abs()).clamp(min=self._rounding())
@@ -104,17 +133,26 @@ class LanczosSearch:
     def _rounding(self) -> float:
         return 10 * torch.finfo(self.matrix.dtype).eps * self.space.norm
 
+    def _grow(self, ncv: int) -> None:
+        self.ncv = min(ncv, self.max_ncv)
+        self.space.grow(self.ncv)
+
     def _restart(self) -> None:
         ritz = self.space.ritz()
         order = _order(ritz.values, self.which)
         if not self.space.pending:  # nothing is lost, everything has converged
-            self.space.restart(ritz.vectors[:, order[: self.k]])
+            self._keep(ritz.vectors[:, order[: self.k]])
             return
         wanted = order[: self.k]
         done = self.k - int(self._unfinished(ritz, wanted).sum())
         keep = self.k + done // 2 + (self.ncv - self.k) // 2
         keep = min(keep, self.ncv - 2 * self.space.pending)
-        self.space.restart(ritz.vectors[:, order[:keep]])
+        self._keep(ritz.vectors[:, order[:keep]])
+
+    def _keep(self, Y: Tensor) -> None:
+        self.space.restart(Y)
+        if self.confirmation is not None:
+            self.confirmation.restart(Y)
 
     def _check_symmetric(self, noise: Tensor) -> None:
         # what locking drops looks like asymmetry, and so does rounding of half precision
