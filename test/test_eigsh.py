@@ -68,6 +68,26 @@ def test_tolerance_on_true_residuals(name: str, which: str, tol: float):
     assert (exact <= 2 * residuals + rounding).all()
 
 
+@pytest.mark.parametrize(
+    "zeros, others, which, k, seeds",
+    [
+        (500, np.arange(1, 30), "SA", 6, [0, 3, 4, 5]),
+        (1500, np.r_[np.linspace(0.1, 1, 400), 8:11], "BE", 6, [0, 1]),
+    ],
+)
+def test_tolerance_at_eigenvalues_of_zero(
+    zeros: int, others: np.ndarray, which: str, k: int, seeds: list
+):
+    values = np.r_[np.zeros(zeros), others]
+    A = sp.diags_array(values)
+    for seed in seeds:  # what confirmations drop of other pairs must not stay in those of zero
+        found, vectors, residuals = eigsh(A, k, which, tol=1e-3, seed=seed)
+        np.testing.assert_allclose(found, wanted(np.sort(values), k, which), atol=1e-5)
+        exact = np.linalg.norm(A @ vectors - vectors * found, axis=0)
+        assert (exact <= 2e-3 * np.abs(found) + 1e-13 * np.abs(values).max()).all()
+        assert (exact <= 2 * residuals + 1e-13 * np.abs(values).max()).all()
+
+
 @pytest.mark.parametrize("k", [1, 5, 6, 7])
 @pytest.mark.parametrize("dim", [7, 8])
 def test_small_matrices_and_all_eigenvalues(dim: int, k: int):

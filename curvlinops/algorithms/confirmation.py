@@ -20,8 +20,8 @@ class Confirmation:
     products determine (the Christoffel function; Golub and Meurant, Matrices, Moments and
     Quadrature, 2010, section 2). Beyond the eigenvalues of which v has more they grow quickly. A
     random v contains less than ``risk^2 / D`` of an eigenvector with probability below ``risk``:
-    where the bound is as low as that, there is none. The same holds for the sum over any orthonormal
-    vectors ``p_i(A) v``, such as those that restarts leave; it is the largest one so far that counts.
+    where the bound is as low as that, there is none. The same holds for the sum over any
+    orthonormal vectors ``p_i(A) v``, such as those that restarts leave; the largest one counts.
 
     Args:
         values: The eigenvalues that have been found, ascending.

@@ -89,7 +89,7 @@ class KrylovSpace:
     def grow(self, max_dim: int) -> None:
         """Let the basis have more rows."""
         used = self._rows[: self.dim + self.pending]
-        self._rows = used.new_zeros(max_dim + self.pending, used.shape[1])
+        self._rows = used.new_zeros(max_dim + max(self.pending, 1), used.shape[1])
         self._rows[: len(used)] = used
 
     def expand(self) -> tuple[Tensor, float]:
@@ -174,6 +174,12 @@ class KrylovSpace:
         """Reduce the space to Ritz vectors that have converged, and go on with another block."""
         self.restart(Y)
         self._drift = torch.hypot(self._drift, self._B.norm(dim=0))
+        self.inject(block)
+
+    def renew(self, Y: Tensor) -> None:
+        """Start again from ``V Y`` as the first block, which forgets what has been dropped."""
+        block = self.combine(Y).T
+        self.dim, self._H, self._drift = 0, self._H[:0, :0], self._drift[:0]
         self.inject(block)
 
     def _carry(self, Y: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The search for eigenpairs in a Krylov space: what to keep, and when to stop."""
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -54,27 +55,60 @@ class LanczosSearch:
         self.k, self.which, self.tol, self.ncv, self.max_ncv = k, which, tol, ncv, max_ncv
         self.confirm = confirm
         self.confirmation: Confirmation | None = None
+        self.restarts = 0
         self.unconfirmed = 0  # how many products came before the first confirmation
         self.exhaust = False  # whether to go on to the whole space, which needs no confirmation
 
     def run(self, maxiter: int) -> bool:
-        """Iterate until the pairs are found; return whether they are."""
+        """Iterate until the pairs are found, with true residuals; return whether they are."""
+        worst = inf
+        while self._iterate(maxiter):
+            excess = self._excess()
+            if excess <= 1 or not excess < worst / 2 or not self._renew():
+                return True
+            worst = excess
+        return False
+
+    def _excess(self) -> float:
+        """Return how many times as large as allowed residuals are after locking.
+
+        What it drops of a pair with a large goal stays in pairs with small ones.
+        """
+        ritz = self.space.ritz()
+        wanted = self._wanted(ritz)
+        if self.confirmation is None or self.tol == 0:
+            return 0.0
+        return float((ritz.residuals[wanted] / self._allowed(ritz, wanted)).max())
+
+    def _renew(self) -> bool:
+        """Start again from the wanted pairs, which are confirmed; return whether there is room."""
+        dim = self.matrix.shape[0]
+        room = min(dim, 3 * self.k)
+        if self.max_ncv < room:
+            return False
+        ritz = self.space.ritz()
+        self.space.renew(ritz.vectors[:, self._wanted(ritz)])
+        self._grow(max(self.ncv, room))
+        self.confirm = self.exhaust = False
+        return True
+
+    def _iterate(self, maxiter: int) -> bool:
         space, dim = self.space, self.matrix.shape[0]
-        restarts, checked, patient = 0, 0, True
+        checked, patient = 0, True
         while space.dim < dim:
             if space.dim + max(space.pending, 1) > self.ncv:
                 if self.ncv < self.max_ncv and not patient:
                     self._grow(2 * self.ncv)
                     patient = True
-                elif restarts == maxiter:
+                elif self.restarts == maxiter:
                     return False
                 else:
-                    restarts, checked, patient = restarts + 1, 0, False
                     self._restart()
+                    checked, patient = 0, False
             if not space.pending:
                 space.inject(random_rows(1, self.matrix, self.generator))
             step = space.expand()
-            if self.confirmation is not None:
+            if self.confirm and self.confirmation is not None:
                 self.confirmation.add(*step)
             # in large spaces Ritz pairs cost more than they may save
             asked = space.dim >= self.k and not self.exhaust
@@ -86,7 +120,7 @@ class LanczosSearch:
 
     def _finished(self, ritz: RitzPairs) -> bool:
         """Return whether the wanted pairs have converged, and are confirmed by a fresh start."""
-        wanted = _order(ritz.values, self.which)[: self.k].sort().values
+        wanted = self._wanted(ritz)
         self._check_symmetric(ritz.noise[wanted])
         if bool(self._unfinished(ritz, wanted).any()):
             return False
@@ -123,6 +157,12 @@ class LanczosSearch:
             rehearsal.add(space.unit * coefficients, space.unit * beta)
         return max(_FEW, space.dim)
 
+    def _wanted(self, ritz: RitzPairs) -> Tensor:
+        return _order(ritz.values, self.which)[: self.k].sort().values
+
+    def _allowed(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
+        return 2 * self._goal(ritz, chosen) + 10 * self._rounding()
+
     def _goal(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
         return (self.tol * ritz.values[chosen].abs()).clamp(min=self._rounding())
 
@@ -138,6 +178,7 @@ class LanczosSearch:
         self.space.grow(self.ncv)
 
     def _restart(self) -> None:
+        self.restarts += 1
         ritz = self.space.ritz()
         order = _order(ritz.values, self.which)
         if not self.space.pending:  # nothing is lost, everything has converged
@@ -151,7 +192,7 @@ class LanczosSearch:
 
     def _keep(self, Y: Tensor) -> None:
         self.space.restart(Y)
-        if self.confirmation is not None:
+        if self.confirm and self.confirmation is not None:
             self.confirmation.restart(Y)
 
     def _check_symmetric(self, noise: Tensor) -> None:
@@ -166,7 +207,7 @@ class LanczosSearch:
     def result(self, finished: bool, on_failure: str) -> Eigenpairs:
         """Return the wanted pairs; say so if they are not what was asked for."""
         ritz = self.space.ritz()
-        wanted = _order(ritz.values, self.which)[: self.k].sort().values
+        wanted = self._wanted(ritz)
         self._check_symmetric(ritz.noise[wanted])
         values, residuals, goal = (
             ritz.values[wanted],
@@ -179,7 +220,7 @@ class LanczosSearch:
         if self.tol > 0 and bool((residuals > goal).any()):  # or estimates are too large
             difference = (self.matrix @ X) / unit - X * values.to(X)
             residuals = difference.norm(dim=0).double().cpu()
-            missed |= residuals > 2 * goal + 10 * self._rounding()
+            missed |= residuals > self._allowed(ritz, wanted)
         if bool(missed.any()) or not finished:
             self._fail(int(missed.sum()), unit * float(residuals.max()), on_failure)
         out = ((unit * values).to(X), X, (unit * residuals).to(X))
