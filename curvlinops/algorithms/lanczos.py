@@ -74,16 +74,15 @@ class LanczosSearch:
 
         What it drops of a pair with a large goal stays in pairs with small ones.
         """
-        ritz = self.space.ritz()
-        wanted = self._wanted(ritz)
         if self.confirmation is None or self.tol == 0:
             return 0.0
+        ritz = self.space.ritz()
+        wanted = self._wanted(ritz)
         return float((ritz.residuals[wanted] / self._allowed(ritz, wanted)).max())
 
     def _renew(self) -> bool:
         """Start again from the wanted pairs, which are confirmed; return whether there is room."""
-        dim = self.matrix.shape[0]
-        room = min(dim, 3 * self.k)
+        room = min(self.matrix.shape[0], 3 * self.k)
         if self.max_ncv < room:
             return False
         ritz = self.space.ritz()
