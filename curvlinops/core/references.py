@@ -2,16 +2,11 @@
 
 import enum
 import functools
-import os
-import sys
-import sysconfig
 import weakref
 from collections import deque
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from pathlib import Path
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     GeneratorType,
     MethodType,
@@ -22,23 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.hidden import (
-    MEMORY,
-    UNKNOWN,
-    Cached,
-    imports_in,
-    looks_up,
-    names_in,
-    of_cached,
-    of_memory,
-    paths_in,
-)
+from curvlinops.core.bytecode import is_installed, names_in, read_by
+from curvlinops.core.hidden import MEMORY, Cached, of_cached, of_memory
 
-_INSTALLED = tuple(
-    str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "purelib", "platlib")
-)
-#: Folders of packages, also those of another environment that this one is built on.
-_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 _PLAIN = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -95,24 +76,24 @@ def _of_others(part: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(part, MethodType):
         yield "__dict__", getattr(part.__self__, "__dict__", {})
     elif isinstance(part, FunctionType):
-        if not _is_installed(part.__globals__.get("__name__")):
+        if not is_installed(part.__globals__.get("__name__")):
             yield from _of_function(part)
         else:  # torch.no_grad() and others make decorators
             yield from ((n, held) for n, held in _of_cells(part) if _runs(held))
             if hasattr(part, "__wrapped__"):
                 yield "__wrapped__", part.__wrapped__
     elif isinstance(part, Cached):
-        if not _is_installed(part.__module__):
+        if not is_installed(part.__module__):
             yield from of_cached(part)
     elif isinstance(part, GeneratorType):
         frame = part.gi_frame
         if frame is not None:  # it has not ended
             yield "f_lasti", frame.f_lasti
             yield from frame.f_locals.items()
-            if not _is_installed(frame.f_globals.get("__name__")):
-                yield from _of_code(part.gi_code, frame.f_globals)
+            if not is_installed(frame.f_globals.get("__name__")):
+                yield from read_by(part.gi_code, frame.f_globals)
     elif isinstance(part, type | ModuleType):
-        if not _is_installed(part.__name__ if isinstance(part, ModuleType) else part.__module__):
+        if not is_installed(part.__name__ if isinstance(part, ModuleType) else part.__module__):
             # what a user changes on a class or module, such as a method or a constant
             yield from ((n, v) for n, v in list(vars(part).items()) if n not in _METADATA)
             yield "__bases__", getattr(part, "__bases__", ())
@@ -122,7 +103,7 @@ def _of_others(part: Any) -> Iterator[tuple[Any, Any]]:
 
 def _of_object(part: Any) -> list[tuple[Any, Any]]:
     kind = type(part)
-    own = [] if _is_installed(kind.__module__) else [("__class__", kind)]
+    own = [] if is_installed(kind.__module__) else [("__class__", kind)]
     return [*own, *getattr(part, "__dict__", {}).items(), *_slots(part)]
 
 
@@ -168,7 +149,7 @@ def _find_modules(function: Any, names: set[str]) -> list[nn.Module]:
             found.append(part)
         for each in part.modules() if isinstance(part, nn.Module) else (part,):
             seen[id(each)] = each
-            if isinstance(each, FunctionType) and not _is_installed(each.__module__):
+            if isinstance(each, FunctionType) and not is_installed(each.__module__):
                 names.update(names_in(each.__code__))
             whole = _holds(each)
             held = (value for name, value in references(each) if whole or name in names)
@@ -223,77 +204,4 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "__defaults__", function.__defaults__
     yield "__kwdefaults__", function.__kwdefaults__
     yield "__dict__", function.__dict__
-    yield from _of_code(code, function.__globals__)
-
-
-def _of_code(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    found = {(path, id(value)): (path, value) for path, value in _read(code, scope)}
-    yield from found.values()
-    names = names_in(code)
-    for _, value in found.values():
-        if _is_own(value):  # for those who pass over modules
-            yield from ((n, vars(value)[n]) for n in names if n in vars(value))
-    if not {"environ", "getenv"}.isdisjoint(names):
-        yield "environ", os.environ
-    if looks_up(code):
-        yield "anything", UNKNOWN
-
-
-def _read(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
-    """Yield what code reads of globals and of modules that it imports itself, and the paths."""
-    paths = paths_in(code)
-    yield from (_along(path, scope[path[0]]) for path in paths if path[0] in scope)
-    for variable, module, name in imports_in(code):
-        full = _absolute(module, scope)
-        value = sys.modules.get(full)
-        if name is None and variable is not None:
-            value = sys.modules.get(full.partition(".")[0])
-        if not _is_own(value):
-            continue
-        wanted = (full,) if name is None else (full, name)
-        path, value = _along(wanted, value)
-        if variable is None or path != wanted or not _is_own(value):
-            yield path, value
-        else:  # a module: what is taken of it
-            uses = (use for use in paths if use[0] == variable)
-            yield from ((path + rest[1:], held) for rest, held in (_along(u, value) for u in uses))
-
-
-def _absolute(module: str, scope: dict[str, Any]) -> str:
-    """Return the name of a module that code imports."""
-    name = module.lstrip(".")
-    level = len(module) - len(name)
-    if level == 0:
-        return name
-    package = (scope.get("__package__") or "").rsplit(".", level - 1)[0]
-    return f"{package}.{name}" if name else package
-
-
-def _along(path: tuple[str, ...], value: Any) -> tuple[tuple[str, ...], Any]:
-    """Follow a path that begins with a value through the user's modules, as far as they have it."""
-    for i, name in enumerate(path[1:], 1):
-        # modules of another type may make attributes up
-        if type(value) is not ModuleType or not _is_own(value) or name not in vars(value):
-            return path[:i], value
-        value = vars(value)[name]
-    return path, value
-
-
-def _is_own(value: Any) -> bool:
-    """Return whether something is a module of the user."""
-    return isinstance(value, ModuleType) and not _is_installed(value.__name__)
-
-
-@functools.cache
-def _is_installed(module: str | None) -> bool:
-    """Return whether a module is installed code or this package, not the user's own."""
-    if module is None or module.split(".")[0] == "curvlinops":
-        return module is not None
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # built into Python, or typed interactively
-        return module in sys.builtin_module_names
-    # some installers link to files elsewhere
-    paths = (Path(file), Path(file).resolve())
-    return str(paths[1]).startswith(_INSTALLED) or any(
-        not _INSTALLED_FOLDERS.isdisjoint(path.parts) for path in paths
-    )
+    yield from read_by(code, function.__globals__)
