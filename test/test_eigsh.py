@@ -338,6 +338,19 @@ def test_multiple_eigenvalues_close_to_others(copies: int, gap: float, which: st
         check(A, eigsh(A, k, which, seed=seed), k, which, 1e-13)
 
 
+@pytest.mark.parametrize(("k", "tol", "most"), [(1, 0.0, 180), (1, 1e-3, 60), (3, 0.0, 120)])
+def test_opposite_eigenvalues(k: int, tol: float, most: int):
+    """Which of two comes first is up to rounding, and nothing to confirm anew."""
+    B = torch.randn(100, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zero = torch.zeros_like(B)
+    A = torch.cat([torch.cat([zero, B], 1), torch.cat([B.T, zero], 1)])
+    found = eigsh(A, k, tol=tol, seed=0)
+    expected = torch.linalg.svdvals(B).repeat_interleave(2)[:k]
+    sizes = found.eigenvalues.abs().sort(descending=True).values
+    torch.testing.assert_close(sizes, expected, rtol=1e-5, atol=0)
+    assert found.num_products <= most
+
+
 @pytest.mark.parametrize("ncv", [4, 6, 8, 9, 10, 12])
 def test_few_basis_vectors_of_a_small_space(ncv: int):
     pairs = eigsh(np.diag(np.arange(1.0, 11)), 2, ncv=ncv, seed=0)

@@ -816,3 +816,27 @@ def test_dense_matrix_from_kept_graphs():
     p = problems.make("mlp-ce-all-mean")
     kept, fresh = (matrix(CASES["hessian"].build(p, cache=c)) for c in ("graph", "none"))
     assert error(kept, fresh) <= p.tolerance
+
+
+@pytest.mark.parametrize("cache", ["auto", "graph"])
+def test_attributes_of_tensors_in_batches(cache: str):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    X, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    X.scale = torch.tensor(3.0).double()
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).tanh() * x.scale
+
+    arguments = Scaled(), nn.MSELoss(), list(model.parameters()), [(X, y)]
+    kept, v = curvlinops.HessianLinearOperator(*arguments, cache=cache), torch.randn(8).double()
+    for scale in (3.0, 2.0):
+        X.scale.fill_(scale)
+        expected = curvlinops.HessianLinearOperator(*arguments, cache="none") @ v
+        for _ in range(3):
+            torch.testing.assert_close(kept @ v, expected)

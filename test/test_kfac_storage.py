@@ -17,6 +17,7 @@ from curvlinops import (
     EKFACLinearOperator,
     IdentityLinearOperator,
     KFACLinearOperator,
+    PerSampleGradientLinearOperator,
     SubmatrixLinearOperator,
 )
 
@@ -299,15 +300,36 @@ def test_counts_below_one():
 
 
 @both
-def test_failed_updates_change_nothing(cls: type):
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_failed_updates_change_nothing(cls: type, fisher: str, approx: str):
     p = problems.make("mlp-ce-mean")
-    operator = build(cls, p)
-    before = matrix(operator)
+    operator = build(cls, p, fisher_type=fisher, kfac_approx=approx, fallback="diagonal")
+    before, blocks = matrix(operator), operator.blocks()
     X, y = p.data[0]
-    for batch in ((X * float("nan"), y), (X[:, :2], y), (X, y[:1])):
-        with pytest.raises((ValueError, RuntimeError)):
+    message = {0: "loss on batch . is nan", 2: "Batch 2: CrossEntropyLoss", 3: "has targets from"}
+    for i, batch in enumerate(
+        ((X * float("nan"), y), (X[:, :2], y), (X, y[:1]), (X, y + 100), (X, y.double()))
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message.get(i)):
             operator.update(batch, decay=0.5)
         assert torch.equal(matrix(operator), before)
+    operator.compute_kronecker_factors()  # nothing is concluded from numbers that are none
+    assert operator.blocks() == blocks
+    assert error(matrix(operator), before) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["dense", "norms"])
+def test_rows_after_a_divergence(name: str):
+    p = problems.make("mlp-ce-mean")
+    operator = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    before, weight = getattr(operator, name)(), p.params[0].detach().clone()
+    p.params[0].data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="loss on batch 0 is nan"):
+        getattr(operator, name)()
+    p.params[0].data.copy_(weight)
+    torch.testing.assert_close(getattr(operator, name)(), before)
+    assert not operator.fallbacks
 
 
 def test_merge():

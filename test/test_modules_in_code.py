@@ -42,15 +42,28 @@ FILES = {
 }
 
 HEAD = """
+import functools
 import operator
 import curved
 import curved as other
 import curved.config as renamed
 from curved import config, helpers, lazy
 from curved.config import *
+from importlib import import_module as load
+everything = globals
 KEY, KEYS = "SCALE", ("SCALE",)
 class Holder:
     module = config
+class Meta(type):
+    scale = property(lambda self: config.SCALE)
+class Settings(metaclass=Meta):
+    pass
+@functools.singledispatch
+def of(x):
+    return 1.0
+@of.register
+def _of_int(x: int):
+    return config.SCALE
 """
 
 #: Functions that read the scale of ``curved.config``.
@@ -78,6 +91,10 @@ READERS = {
     "dictionary": "return curved.__dict__['config'].SCALE",
     "default": "return (lambda module=config: module.SCALE)()",
     "attribute of a class": "return Holder.module.SCALE",
+    "look-up under another name": "return load('curved.config').SCALE",
+    "globals under another name": "return everything()['config'].SCALE",
+    "metaclass": "return Settings.scale",
+    "chosen by type": "return of(1)",
     "function within": "return (lambda: curved.config.SCALE)()",
     "comprehension": "return sum(config.SCALE for _ in range(1))",
     "class within": "class Inner:\n        s = config.SCALE\n    return Inner.s",
@@ -178,9 +195,11 @@ def test_changes_of_what_an_import_in_a_function_makes_a_variable(reader: str, t
     _is_noticed(model, change)
 
 
+@pytest.mark.parametrize("how", ["", "import curved.config as c", "from curved import config as c"])
 @pytest.mark.parametrize("name", ["config", "config.scale"])
-def test_replaced_modules_and_functions(name: str, tmp_path: Path):
-    code = f"{HEAD}\ndef read():\n    return curved.config.scale()\n"
+def test_replaced_modules_and_functions(name: str, how: str, tmp_path: Path):
+    reader = f"    {how}\n    return c.scale()" if how else "    return curved.config.scale()"
+    code = f"{HEAD}\ndef read():\n{reader}\n"
     _load(tmp_path / "curved", {**FILES, "deep/net.py": code})
     model = Net(importlib.import_module("curved.deep.net"))
     *path, last = name.split(".")

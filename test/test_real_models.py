@@ -10,6 +10,7 @@ from curvlinops import (
     EKFACLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    TransposedJacobianLinearOperator,
 )
 
 
@@ -196,3 +197,51 @@ def test_exported():
         v = torch.randn(A.shape[1]).double()
         torch.testing.assert_close(A @ v, B @ v, rtol=1e-12, atol=1e-14)
     assert A.blocks() == B.blocks()
+
+
+class Distances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.EmbeddingBag(9, 4)
+        self.centers = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.hardsigmoid(torch.cdist(self.embed(tokens), self.centers))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported_functions_of_python(decomposed: bool):
+    """They are other operations in the program than the ones that eager mode calls."""
+    torch.manual_seed(0)
+    model, y, tokens = Distances().double(), torch.randint(3, (5,)), torch.randint(9, (5, 6))
+    model.embed.requires_grad_(not decomposed)  # then its kernel is called, which has no rule
+    program = torch.export.export(model, (tokens,))
+    exported = (program.run_decompositions() if decomposed else program).module()
+    for kind in (HessianLinearOperator, EFLinearOperator, TransposedJacobianLinearOperator):
+        operators = []
+        for each in (model, exported):
+            params = {name: p for name, p in each.named_parameters() if p.requires_grad}
+            ordered = {name: params[name] for name in sorted(params)}
+            loss = () if kind is TransposedJacobianLinearOperator else (nn.CrossEntropyLoss(),)
+            operators.append(kind(each, *loss, ordered, [(tokens, y)]))
+        V = torch.randn(operators[0].shape[1], 3).double()
+        torch.testing.assert_close(*(A @ V for A in operators), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Embedding(9, 4, max_norm=1.0), "max_norm"),
+        (nn.EmbeddingBag(9, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    ],
+)
+def test_exported_lookups_that_are_refused(layer: nn.Module, message: str):
+    tokens, before = torch.randint(9, (5, 3)), layer.weight.detach().clone()
+    exported = torch.export.export(nn.Sequential(layer, nn.Flatten()), (tokens,)).module()
+    torch.testing.assert_close(layer.weight.detach(), before)
+    with pytest.raises(ValueError, match=message):
+        EFLinearOperator(
+            exported, nn.MSELoss(), list(exported.parameters()), [(tokens, torch.zeros(5, 1))]
+        )
+    torch.testing.assert_close(layer.weight.detach(), before)

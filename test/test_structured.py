@@ -972,3 +972,18 @@ def test_sums_too_large_to_be_written(first, second):
     draws = inverse.sample(torch.Generator().manual_seed(0), 20_000)
     error = (draws @ draws.T / 20_000 - expected).norm() / expected.norm()
     assert error < 5 * (len(dense) / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([(-1,), (3,)],), ValueError, "list of lists of lengths"),
+        (([3, 4],), ValueError, "list of lists of lengths"),
+        (([(3, 0.5)],), ValueError, "list of lists of lengths"),
+        ((3, 1.0, torch.int32), TypeError, "real floating-point"),
+        ((3, 1.0, "float64"), TypeError, "real floating-point"),
+    ],
+)
+def test_wrong_arguments_of_the_identity(arguments: tuple, error: type, message: str):
+    with pytest.raises(error, match=message):
+        IdentityLinearOperator(*arguments)

@@ -33,7 +33,7 @@ class Confirmation:
     """
 
     def __init__(self, values: Tensor, which: str, slack: Tensor, dim: int, before: int = 0):
-        self.values = values
+        self.values, self._which = values, which
         self._enough = dim / RISK**2
         self._points = _read(values, which, slack)
         # the polynomials of the basis, at the points
@@ -42,8 +42,12 @@ class Confirmation:
         self._sum = self._next**2
 
     def agrees(self, values: Tensor, slack: Tensor) -> bool:
-        """Return whether these are the values that are being confirmed."""
-        return bool(((values - self.values).abs() <= slack).all())
+        """Return whether these are the values that are being confirmed, ties aside."""
+        own = self.values
+        if self._which == "LM":  # which of two opposite ones comes first is up to rounding
+            (values, order), own = values.abs().sort(), own.abs().sort().values
+            slack = slack[order]
+        return bool(((values - own).abs() <= slack).all())
 
     def add(self, coefficients: Tensor, beta: float) -> None:
         """Take in one more product.

@@ -90,6 +90,9 @@ class BoundModel(Protocol):
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model inside an active scope."""
 
+    def check(self, output: Tensor) -> None:
+        """Raise an error if output and target do not fit, or there is no finite loss."""
+
     def recording(self, purpose: str) -> AbstractContextManager[Evaluation]:
         """Evaluate the model for backward passes of some purpose; its scope is active inside."""
 

@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import importlib
 import inspect
 import itertools
 import os
@@ -21,6 +22,8 @@ _INSTALLED = tuple(
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 #: Global names by which code looks up what it does not name.
 _LOOKUPS = {"globals", "eval", "exec", "__import__"}
+#: The ids of what looks up anything, by whatever name code knows it.
+_FINDERS = {*map(id, (importlib.import_module, __import__, eval, exec, globals))}
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 _STORE = {"STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL"}
 _ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -42,7 +45,7 @@ def read_by(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             yield from ((n, vars(value)[n]) for n in names if n in vars(value))
     if not {"environ", "getenv"}.isdisjoint(names):
         yield "environ", os.environ
-    if looks_up(code):
+    if looks_up(code) or any(id(value) in _FINDERS for _, value in found.values()):
         yield "anything", UNKNOWN
 
 
@@ -53,8 +56,10 @@ def _read(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
     for variable, module, name in imports_in(code):
         full = _absolute(module, scope)
         value = sys.modules.get(full)
-        if name is None and variable is not None:
-            value = sys.modules.get(full.partition(".")[0])
+        if name is None:
+            outermost, wanted = sys.modules.get(full.partition(".")[0]), tuple(full.split("."))
+            path, found = _along(wanted, outermost)  # which `import a.b as c` takes
+            value = outermost if variable else found if path == wanted else value
         if not is_own(value):
             continue
         wanted = (full,) if name is None else (full, name)

@@ -135,6 +135,20 @@ def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:
     ]
 
 
+def check_kind(batch: Batch, output: Any) -> None:
+    """Raise an error that names the batch if the output is not of the kind that is expected."""
+    if isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 0:
+        return
+    found = type(output).__name__
+    if isinstance(output, Tensor):
+        found = f"a tensor of shape {list(output.shape)} and {output.dtype}"
+    raise TypeError(
+        f"The model returned {found} on batch {batch.index}, expected one real tensor with the "
+        "batch axis first. Wrap the model, e.g. in a Module whose forward returns "
+        "self.inner(**X).logits."
+    )
+
+
 def check_numbers(batch: Batch, output: Tensor) -> None:
     """Raise an error that names the batch if the output has NaN; masked entries are infinite."""
     if bool(output.isnan().any()):

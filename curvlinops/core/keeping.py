@@ -186,7 +186,10 @@ def _copied(batch: Batch) -> Batch:
         id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
         for leaf in leaves((batch.X, batch.y))
     }
-    return copy.deepcopy(batch, tensors)
+    own = copy.deepcopy(batch, tensors)
+    for leaf in leaves((batch.X, batch.y)):
+        vars(tensors[id(leaf)]).update(copy.deepcopy(vars(leaf), tensors))
+    return own
 
 
 class _Entry:

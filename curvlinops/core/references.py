@@ -79,7 +79,7 @@ def _of_others(part: Any) -> Iterator[tuple[Any, Any]]:
         if not is_installed(part.__globals__.get("__name__")):
             yield from _of_function(part)
         else:  # torch.no_grad() and others make decorators
-            yield from ((n, held) for n, held in _of_cells(part) if _runs(held))
+            yield from ((n, held) for n, held in _of_cells(part) if _runs(held) or _registers(held))
             if hasattr(part, "__wrapped__"):
                 yield "__wrapped__", part.__wrapped__
     elif isinstance(part, Cached):
@@ -96,7 +96,10 @@ def _of_others(part: Any) -> Iterator[tuple[Any, Any]]:
         if not is_installed(part.__name__ if isinstance(part, ModuleType) else part.__module__):
             # what a user changes on a class or module, such as a method or a constant
             yield from ((n, v) for n, v in list(vars(part).items()) if n not in _METADATA)
-            yield "__bases__", getattr(part, "__bases__", ())
+            if isinstance(part, type):
+                yield "__bases__", part.__bases__
+            if not is_installed(type(part).__module__):
+                yield "__class__", type(part)
     elif type(part) not in _PLAIN_CONTAINERS:
         yield from _of_object(part)
 
@@ -187,6 +190,11 @@ def _names_of_slots(kind: type) -> list[str]:
 
 def _runs(part: Any) -> bool:
     return isinstance(part, FunctionType | nn.Module) or type(part) in _HOLDERS
+
+
+def _registers(part: Any) -> bool:
+    """Return whether this is a dictionary of functions, as that of functools.singledispatch."""
+    return type(part) is dict and any(isinstance(value, FunctionType) for value in part.values())
 
 
 def _of_cells(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -182,6 +182,29 @@ def _embedding_bag(
     return total / count.clamp(min=1).unsqueeze(-1)
 
 
+def _raw_embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kind = ("sum", "mean", "max")[mode]
+    options = per_sample_weights, include_last_offset, padding_idx
+    checked = None, 2.0, scale_grad_by_freq
+    out = _embedding_bag(indices, weight, offsets, *checked, kind, sparse, *options)
+    return out, *(indices.new_zeros(0) for _ in range(3))  # of use to the fused backward only
+
+
+def _renormalized(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    _check_lookup("Embedding", max_norm, False)
+    return weight
+
+
 DECOMPOSITIONS: dict[Callable, Callable] = {
     torch.lstm: _recurrent(torch.ops.aten.lstm),
     torch.gru: _recurrent(torch.ops.aten.gru),
@@ -194,6 +217,12 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     F.embedding: _embedding,
     torch.embedding: _raw_embedding,
     F.embedding_bag: _embedding_bag,
+    # what exported programs call
+    torch._C._nn.hardsigmoid: _hardsigmoid,
+    torch.ops.aten._cdist_forward.default: _cdist,
+    torch.ops.aten.cdist.default: _cdist,
+    torch.embedding_bag: _raw_embedding_bag,
+    torch.embedding_renorm_: _renormalized,
 }
 
 #: In addition, where the graph of the backward pass is differentiated.

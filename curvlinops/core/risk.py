@@ -15,7 +15,7 @@ from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_names
-from curvlinops.core.determinism import check_finite
+from curvlinops.core.determinism import check_finite, check_kind, check_numbers
 from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, Structure, recall
 from curvlinops.core.graph import operations
@@ -97,17 +97,7 @@ class BatchRisk:
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model in an active scope."""
         output = scope.output(self.batch.X)
-        if not isinstance(output, Tensor) or not output.is_floating_point() or output.ndim == 0:
-            found = (
-                f"a tensor of shape {list(output.shape)} and {output.dtype}"
-                if isinstance(output, Tensor)
-                else type(output).__name__
-            )
-            raise TypeError(
-                f"The model returned {found} on batch {self.batch.index}, expected one real tensor "
-                "with the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
-                "self.inner(**X).logits."
-            )
+        check_kind(self.batch, output)
         return output
 
     @contextmanager
@@ -146,9 +136,13 @@ class BatchRisk:
             return (self.loss.sum(output, self.batch.y), None), terms
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), terms
 
-    def check_loss(self, output: Tensor) -> None:
-        """Raise an error that names the batch if the loss is not finite."""
-        check_finite(self.batch, self.loss.sum(output.detach(), self.batch.y), {})
+    def check(self, output: Tensor) -> None:
+        """Raise an error that names the batch if it does not fit, or has no finite loss."""
+        self.terms(output)
+        if self.loss is None:
+            check_numbers(self.batch, output)
+        else:
+            check_finite(self.batch, self.loss.sum(output.detach(), self.batch.y), {})
 
 
 class EmpiricalRisk:
@@ -217,8 +211,12 @@ class EmpiricalRisk:
                         batch = [risk.batch.X, risk.batch.y, batches.batch_size_fn]
                         self.findings = recall(self.model, [structure(), Structure.of(batch)])
                         sharing = self.findings.publishing()
-                    with sharing, self.examination.around(risk, purpose):
-                        step(risk)
+                    try:
+                        with sharing, self.examination.around(risk, purpose):
+                            step(risk)
+                    except Exception:  # numbers that are none, say, which show nothing
+                        self.findings = None
+                        raise
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""

@@ -97,6 +97,7 @@ class SampleBackward:
             batch = self._run(bound, names, num_samples)
         if batch is None or batch.num_samples == 0:
             return None
+        bound.check(batch.model_output)  # else numbers that are none tell which rows belong where
         before = len(self.fallbacks)
         batch = self._sort(bound, batch)
         if batch is None:

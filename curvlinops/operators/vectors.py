@@ -32,7 +32,7 @@ def check_sampling(
 
 def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
-    bound.check_loss(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
+    bound.check(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
     generator = seeded(output.device, seed, bound.number)
     return bound.loss.sample(output, bound.batch.y, num_samples, generator)
 
@@ -78,6 +78,6 @@ def signed_hessian_roots(
 
 def _roots(bound: BatchRisk, output: Tensor, num_samples: int | None) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
-    bound.check_loss(output)
+    bound.check(output)
     roots = bound.loss.to_terms(bound.loss.hessian_root(output, bound.batch.y))
     return roots.unflatten(1, (num_samples or output.shape[0], -1))

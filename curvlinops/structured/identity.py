@@ -6,7 +6,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import without_graph
+from curvlinops.core.arguments import as_integer, without_graph
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
@@ -27,7 +27,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
         device: Where they live, if not where the space's do.
 
     Raises:
-        ValueError: If the dimension is negative, or the number not finite in the space's precision.
+        TypeError: If the dtype is not a real floating-point type.
+        ValueError: If a dimension is negative, or the number not finite in the space's precision.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
         space = space if isinstance(space, ParameterSpace) else _space(space)
         if device is not None:  # "cuda" becomes "cuda:0"
             device = torch.empty(0, device=device).device
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a real floating-point type of PyTorch, got {dtype}.")
         space = space.to(device or space.device, dtype)
         super().__init__(space)
         self.scalar = self._multiple = float(without_graph(scalar, "The scalar"))
@@ -110,7 +113,14 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
 def _space(size: int | Sequence[Sequence[int]]) -> ParameterSpace:
     if isinstance(size, Sequence):
+        if not all(isinstance(shape, Sequence) and _are_lengths(shape) for shape in size):
+            raise ValueError(f"Shapes must be a list of lists of lengths, got {size}.")
         return ParameterSpace({str(i): shape for i, shape in enumerate(size)})
     if index(size) < 0:
         raise ValueError(f"The dimension must not be negative, got {size}.")
     return ParameterSpace.flat(index(size), torch.float32, torch.device("cpu"))
+
+
+def _are_lengths(shape: Sequence[int]) -> bool:
+    lengths = [as_integer(length) for length in shape]
+    return None not in lengths and min(lengths, default=0) >= 0
