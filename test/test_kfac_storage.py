@@ -319,6 +319,33 @@ def test_failed_updates_change_nothing(cls: type, fisher: str, approx: str):
     assert error(matrix(operator), before) <= 1e-12
 
 
+class Solved(nn.Module):
+    """No rule knows how it uses its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3).double() + 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(self.weight, x.unsqueeze(-1)).squeeze(-1)
+
+
+@both
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+@pytest.mark.parametrize("fallback", ["dense", "diagonal"])
+def test_failed_updates_without_rules(cls: type, fisher: str, fallback: str):
+    model, X = Solved(), torch.linspace(-1, 2, 12).sin().reshape(4, 3).double()
+    arguments = model, nn.MSELoss(), list(model.parameters()), [(X, X.cos())]
+    operator = cls(*arguments, fisher_type=fisher, fallback=fallback)
+    before = matrix(operator)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="The loss on batch 1 is"):
+            operator.update((X, bad * X.cos()), decay=0.5)
+        with pytest.raises(ValueError, match="Batch 1: MSELoss needs a target"):
+            operator.update((X, X[:2]))
+        assert torch.equal(matrix(operator), before)
+
+
 @pytest.mark.parametrize("name", ["dense", "norms"])
 def test_rows_after_a_divergence(name: str):
     p = problems.make("mlp-ce-mean")

@@ -27,6 +27,8 @@ class SampleGradients:
         self._rest = [name for name in bound.space.names if name not in names]
         if self._rest:
             self._apply, self.output = transposed_jacobian(bound)
+            if batch is None and len(self.output):  # else it was checked before it was sorted
+                bound.check(self.output)
         else:
             self.output = batch.model_output.detach()
         self.num_samples = len(self.output) if batch is None else batch.num_samples
