@@ -1,7 +1,7 @@
 """What Kronecker-factored approximations share."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         terms = num_per_example_loss_terms
         terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
         if len(self._blocks) > 1:
-            raise ValueError(
-                f"{type(self).__name__} has its own diagonal blocks, one for each layer; "
-                "block_sizes cannot be chosen."
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
         # factors that sum over all rows need no samples; of exact blocks the first batch decides
         trusting = self._trusting or not (self._options.reduced or self._corrected)
         self._passes = Passes(type(self).__name__, self.risk, self._options, terms, trusting)
@@ -165,7 +163,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def blocks(self) -> list[BlockReport]:
         """Return for each diagonal block which structure it has, and why."""
-        return report(self._factors())
+        return report(self._factors(self._computed()))
 
     @property
     def input_covariances(self) -> dict[str, Tensor]:
@@ -191,7 +189,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def _by_module(self) -> dict[str, ModuleFactors]:
         if self._modules is None:
-            self._modules = by_module(self._factors(), self.space.names)
+            self._modules = by_module(self._factors(self._computed()), self.space.names)
         return self._modules
 
     def _parts(self, kind: str) -> dict[str, Tensor]:
@@ -261,7 +259,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
         if self._structure is None:
-            self._structure_factors = self._factors()
+            self._structure_factors = self._unbuilt()
             blocks = assemble(self._structure_factors, self.space, self._builder())
             self._structure = BlockDiagonalLinearOperator(blocks, self.space)
         return self._structure
@@ -274,9 +272,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         """Return the damped inverses of all blocks."""
 
-    def _factors(self, sums: Sums | None = None) -> list[BlockFactors]:
-        sums = self._computed() if sums is None else sums
-        return normalized(sums, self.risk.scale(sums.terms), self._options)
+    def _unbuilt(self) -> list[BlockFactors]:  # of what structure and inverses are built
+        return self._structure_factors or self._factors(self._computed())
+
+    def _factors(self, sums: Sums, without: Collection[int] = ()) -> list[BlockFactors]:
+        return normalized(sums, self.risk.scale(sums.terms), self._options, without)
 
     def inverse(
         self,

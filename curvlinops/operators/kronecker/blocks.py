@@ -1,6 +1,6 @@
 """Turns sums over the data into structured matrices."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,21 +56,25 @@ class BlockFactors(NamedTuple):
     matrix: Tensor | None = None
 
 
-def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]:
+def normalized(
+    sums: Sums, scale: float, options: Options, without: Collection[int] = ()
+) -> list[BlockFactors]:
     """Turn sums into means.
 
     Args:
         sums: The sums.
         scale: The risk's normalization c.
         options: The options of the approximation.
+        without: The numbers of blocks whose products nobody needs.
     """
+    wanted = {key: own for key, own in sums.products.items() if key[0] not in without}
     if options.fisher_type is FisherType.FORWARD_ONLY:
         gradients = {
             key: Diagonal(own.inputs.new_ones(key[1].groups, key[1].outputs))
-            for key, own in sums.products.items()
+            for key, own in wanted.items()
         }
     else:
-        known = {k: own.gradients for k, own in sums.products.items() if own.gradients is not None}
+        known = {k: own.gradients for k, own in wanted.items() if own.gradients is not None}
         gradients = _factors(known, lambda batch, keys, sizes: scale * batch)
 
     def mean(batch: Tensor, keys: list[tuple[int, Kind]], sizes: list[int]) -> Tensor:
@@ -80,12 +84,12 @@ def normalized(sums: Sums, scale: float, options: Options) -> list[BlockFactors]
         count = count.masked_fill(count == 0, 1.0).to(batch)
         return batch / count.view(-1, *[1] * (batch.ndim - 1))
 
-    weights = {key: own.inputs for key, own in sums.products.items() if not key[1].shift}
+    weights = {key: own.inputs for key, own in wanted.items() if not key[1].shift}
     inputs = _factors(weights, mean)
     found = []
     for number, block in enumerate(sums.blocks):
         twin, products = block.twin, []
-        for kind in block.kinds:
+        for kind in () if number in without else block.kinds:
             own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
             products.append(Product(kind, gradients[own], inputs.get((number, kind))))
         matrix = sums.matrices.get(number)

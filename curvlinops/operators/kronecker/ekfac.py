@@ -216,14 +216,18 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     # --- the structured matrix
 
+    def _unbuilt(self) -> list[BlockFactors]:
+        sums = self._computed()
+        return self._factors(sums, without=self._bases)
+
     def _builder(self) -> Build:
         scale = self.risk.scale(self._computed().terms)
         numbers = {block: number for number, block in enumerate(self._sums.blocks)}
 
         def build(factors: BlockFactors) -> StructuredLinearOperator:
-            if not factors.products:
+            number = numbers.get(factors.block)
+            if number not in self._bases:
                 return operator_of(factors, self.space)
-            number = numbers[factors.block]
             basis, moment = self._bases[number], self._moments[number]
             vectors = [basis.outputs] + ([] if basis.inputs is None else [basis.inputs])
             if len({factor.groups for factor in vectors} - {1}) == 0 and basis.kind.groups > 1:
@@ -240,11 +244,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         def invert(factors: BlockFactors) -> StructuredLinearOperator:
             block, retry = build(factors), damping.retry_double_precision
-            if factors.products and damping.values[1] == 0:
+            if isinstance(block, EighDecomposedLinearOperator) and damping.values[1] == 0:
                 _check_regular(block.eigenvalues)
             return block.inverse(damping.values[1], retry_double_precision=retry)
 
-        return assemble(self._factors(), self.space, invert)
+        return assemble(self._unbuilt(), self.space, invert)
 
     def to_device(self, device: torch.device | str) -> "EKFACLinearOperator":
         """Move the operator, and the user's module and loss, to another device."""

@@ -37,7 +37,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
         if damping.exact:
             return self._exact_inverse_blocks(damping)
-        factors = self._factors()
+        factors = self._unbuilt()
         return assemble(factors, self.space, damping.inverter(factors, self.space))
 
     def _exact_inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
