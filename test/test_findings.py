@@ -26,8 +26,8 @@ from curvlinops import (
 )
 from curvlinops.core import findings
 from curvlinops.core.dependence import Watch
-from curvlinops.core.findings import Structure
 from curvlinops.core.model import wrap_model
+from curvlinops.core.walk import Structure
 
 N = 32
 

@@ -14,7 +14,7 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops.operators.kronecker.vectors as vectors_room
+import curvlinops.operators.kronecker.passes as passes_room
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
@@ -107,7 +107,7 @@ def test_given_would_be_gradients(monkeypatch, name: str, reduce: bool):
     p = kfac_models.make(name)
     draws = [torch.randn(2, *p.model(X).shape).double() for X, _ in p.data]
     monkeypatch.setattr(
-        vectors_room, "would_be_gradients", lambda bound, *_: draws[bound.batch.index]
+        passes_room, "would_be_gradients", lambda bound, *_: draws[bound.batch.index]
     )
     single = [draw[:, [n]] for draw in draws for n in range(draw.shape[1])]
     expected = kfac_reference.kfac(p, lambda p, n, *_: single[n] / 2**0.5, reduce=reduce)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Probes, check_count
+from curvlinops.algorithms.probes import Average, Probes
 from curvlinops.algorithms.quadrature import Lanczos, Quadrature, check_ncv
+from curvlinops.core.arguments import check_count
 
 #: Smallest and largest eigenvalue, as far as they are known.
 Boundaries = tuple[float | None, float | None] | None

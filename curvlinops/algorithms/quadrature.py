@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Goal, Probes, average, check_count
+from curvlinops.algorithms.probes import Goal, Probes, average
 from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.arguments import check_count
 from curvlinops.core.norms import double_norm
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, check_count
+from curvlinops.algorithms.probes import Average
 from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.arguments import check_count
 
 
 class SpectralDensity(NamedTuple):

@@ -129,29 +129,3 @@ def without_graph(x: Any, name: str) -> Any:
             "torch.no_grad()."
         )
     return x
-
-
-def row_indices(subsampling: Any, num_rows: int, device: torch.device) -> Tensor:
-    """Return the indices of the rows to keep, all if ``None``, after checking them."""
-    if subsampling is None:
-        return torch.arange(num_rows, device=device)
-    try:
-        given = subsampling if isinstance(subsampling, Tensor) else list(subsampling)
-        indices = torch.as_tensor(given, device=device)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"subsampling must be a list of indices of rows, got {subsampling!r}."
-        ) from error
-    if indices.ndim == 1 and not len(indices):
-        return indices.to(device, torch.int64)
-    if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
-        raise ValueError(
-            "subsampling must be a list of indices of rows, got "
-            f"{indices.dtype} of shape {list(indices.shape)}."
-        )
-    if not (0 <= int(indices.min()) and int(indices.max()) < num_rows):
-        raise ValueError(
-            f"subsampling has indices from {int(indices.min())} to {int(indices.max())}, but the "
-            f"data has {num_rows} rows."
-        )
-    return indices.to(device, torch.int64)

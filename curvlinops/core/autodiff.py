@@ -63,7 +63,7 @@ class LossLike(Protocol):
 
 
 class BoundModel(Protocol):
-    """A model on one batch, as a function of its parameters."""
+    """A model on one batch, as a function of its parameters (see ``BatchRisk``)."""
 
     space: ParameterSpace
     batch: Batch
@@ -72,29 +72,14 @@ class BoundModel(Protocol):
     graph_bytes: int
     owns_graph: bool
 
-    def on(self, batch: Batch) -> "BoundModel":
-        """Return the same on another batch."""
-
-    def first_samples(self, at_least: int = 2) -> "BoundModel | None":
-        """Return the same on the first few samples of a batch that can be cut, else ``None``."""
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, which require gradients."""
-
-    def constants(self) -> dict[str, Tensor]:
-        """Return tensors with these values for a pass that nobody differentiates."""
-
-    def scope(self, values: Tensors, purpose: str) -> Scope:
-        """Return the scope in which the parameters have these values."""
-
-    def output(self, scope: Scope) -> Tensor:
-        """Evaluate the model inside an active scope."""
-
-    def check(self, output: Tensor) -> None:
-        """Raise an error if output and target do not fit, or there is no finite loss."""
-
-    def recording(self, purpose: str) -> AbstractContextManager[Evaluation]:
-        """Evaluate the model for backward passes of some purpose; its scope is active inside."""
+    def on(self, batch: Batch) -> "BoundModel": ...
+    def first_samples(self, at_least: int = 2) -> "BoundModel | None": ...
+    def leaves(self) -> dict[str, Tensor]: ...
+    def constants(self) -> dict[str, Tensor]: ...
+    def scope(self, values: Tensors, purpose: str) -> Scope: ...
+    def output(self, scope: Scope) -> Tensor: ...
+    def check(self, output: Tensor) -> None: ...
+    def recording(self, purpose: str) -> AbstractContextManager[Evaluation]: ...
 
 
 def evaluate(bound: BoundModel) -> Tensor:

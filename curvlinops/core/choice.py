@@ -134,7 +134,7 @@ class Chosen:
         return self._mode
 
 
-def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head, seed: int = 0) -> float:
+def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head, seed: int) -> float:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
 
     Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
@@ -157,7 +157,7 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head, seed: int = 0
     return abs(dot(u, Hv) - dot(v, Hu)) / (found + _noise(seeds[0]))
 
 
-def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head, seed: int = 0) -> float:
+def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head, seed: int) -> float:
     """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
 
     Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In

@@ -134,7 +134,7 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
 
 def _check_held(model: ClosureModel, used: set[str]) -> None:
     """Refuse a closure that held parameters before, and neither holds nor uses them now."""
-    parts = {id(part) for part in walk(model.source()) if isinstance(part, Tensor)}
+    parts = {id(part) for part in walk(model.source) if isinstance(part, Tensor)}
     held = {name for name, param in model.params.items() if id(param) in parts}
     lost = model.held - held - used
     if lost:

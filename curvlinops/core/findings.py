@@ -1,29 +1,17 @@
 """What operators find out about a model, of which others on the same model make use."""
 
 import copy
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from curvlinops.core.hidden import UNKNOWN
 from curvlinops.core.model import Model
-from curvlinops.core.walk import walk
+from curvlinops.core.walk import Structure
 
 #: Something that has ``is_complete``: whether others can make use of a copy.
 Found = TypeVar("Found")
 
-#: Values that refer to nothing else.
-_CLOSED = {
-    *(bool, int, str, bytes, type(None), type(Ellipsis), range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-}
 #: For how many structures of a model and of its batches something is remembered.
 _MOST = 16
 
@@ -68,67 +56,6 @@ def _copied(found: Found) -> Found:
     containers = {n: x for n, x in vars(twin).items() if isinstance(x, dict | set | list)}
     vars(twin).update({name: copy.copy(x) for name, x in containers.items()})
     return twin
-
-
-class Structure:
-    """What objects are made of, except for the numbers in tensors and arrays.
-
-    It keeps none of these objects alive.
-
-    Args:
-        parts: What ``walk`` yields of them.
-    """
-
-    __hash__ = None
-
-    def __init__(self, parts: list):
-        self._others: list[weakref.ref] = []
-        self._is_seen = True
-        values = [self._value(part) for part in parts]
-        self._digest = hashlib.blake2b(repr(values).encode("utf-8", "replace")).digest()
-
-    @classmethod
-    def of(cls, root: Any) -> "Structure":
-        """Return the structure of whatever an object refers to."""
-        return cls(list(walk(root)))
-
-    def __eq__(self, other: Any) -> bool:
-        return (
-            isinstance(other, Structure)
-            and self._is_seen
-            and other._is_seen
-            and self._digest == other._digest
-            and all(
-                own() is its() is not None
-                for own, its in zip(self._others, other._others, strict=True)
-            )
-        )
-
-    def _value(self, part: Any) -> Any:
-        """Return what shows all of a part that does not refer to something else."""
-        kind = type(part)
-        if kind in _CLOSED or (kind is type and part.__module__ == "builtins"):
-            return part
-        if kind in (list, tuple):
-            return tuple([x if type(x) in _CLOSED else self._value(x) for x in part])
-        if kind is slice:
-            return tuple(map(self._value, (part.start, part.stop, part.step)))
-        if isinstance(part, Tensor):
-            return (
-                *(self._value(kind), part.shape, part.dtype, part.device, part.stride()),
-                *(part.requires_grad, part.grad_fn is None),
-            )
-        if isinstance(part, np.ndarray):
-            self._is_seen &= part.dtype.kind in "biufcmM"
-            return part.shape, part.dtype.str
-        if isinstance(part, Enum):
-            return self._value(kind), part.name
-        try:
-            self._others.append(weakref.ref(part))
-        except TypeError:  # it may refer to anything
-            self._is_seen = False
-        self._is_seen &= part is not UNKNOWN
-        return "another object"
 
 
 #: By the id of a module or parameter: this, and what is known about it, the latest first.

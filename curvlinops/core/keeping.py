@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from curvlinops.core.arguments import as_integer
 from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch
-from curvlinops.core.findings import Structure
 from curvlinops.core.graph import footprint
 from curvlinops.core.snapshot import Change, Snapshot
+from curvlinops.core.walk import Structure
 
 _LOGGER = logging.getLogger("curvlinops")
 

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
 
     Attributes:
+        source: The user's module or function.
         params: The user's parameters by name, in the user's order.
         as_list: Whether the user gave them as a list.
         module: The user's module, if the model is one.
@@ -40,13 +41,13 @@ class Model(ABC):
     """
 
     module: nn.Module | None = None
-    roots: Sequence[nn.Module] = ()
     substitutable = True
     differentiates = False
 
-    def __init__(self, params: dict[str, Tensor], given: Given | None = None):
+    def __init__(self, source: Any, params: dict[str, Tensor], given: Given | None = None):
         check_params(params)
-        self.params, self._given = params, given
+        self.source, self.params, self._given = source, params, given
+        self.roots = find_modules(source)
         self._shapes = {name: param.shape for name, param in params.items()}
         self.as_list = given is None
 
@@ -95,11 +96,7 @@ class Model(ABC):
 
     def dependencies(self) -> list:
         """Return everything that the output depends on, apart from the input."""
-        return [self.params, self.source()]
-
-    @abstractmethod
-    def source(self) -> Any:
-        """Return the user's module or function."""
+        return [self.params, self.source]
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -117,7 +114,6 @@ class ModuleModel(Model):
         check_modules(module)
         own, self.module = named_parameters(module)
         check_complete({**own, **dict(module.named_buffers())})
-        self.roots = find_modules(self.module)
         user = params
         if not is_named(params):
             names = {id(param): name for name, param in reversed(own.items())}
@@ -139,7 +135,7 @@ class ModuleModel(Model):
                     f"'{name}' in params is {kind}. The model's parameters are {list(own)}."
                 )
         given = Given(user, {name: own[name] for name in params}) if is_named(user) else None
-        super().__init__(without_ties(params, own), given)
+        super().__init__(self.module, without_ties(params, own), given)
         # name in `params` -> the module's own parameter
         self._targets = {name: own[name] for name in self.params}
         for name, param in self.params.items():
@@ -152,10 +148,6 @@ class ModuleModel(Model):
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the module."""
         return self.module(X)
-
-    def source(self) -> nn.Module:
-        """Return the module."""
-        return self.module
 
     def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
         """Return a copy in float64, at other parameter values."""
@@ -200,23 +192,18 @@ class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
-        super().__init__(dict(params), Given(params, {name: name for name in params}))
+        given = Given(params, {name: name for name in params})
+        super().__init__(function, dict(params), given)
         check_distinct(list(self.params.values()), {id(p): n for n, p in self.params.items()})
-        self._function = function
-        self.roots = find_modules(function)
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the function."""
         own = self.params
-        return self._function({n: with_attributes(x, own[n]) for n, x in values.items()}, X)
-
-    def source(self) -> Callable:
-        """Return the function."""
-        return self._function
+        return self.source({n: with_attributes(x, own[n]) for n, x in values.items()}, X)
 
     def in_double(self, values: Mapping[str, Tensor]) -> "FunctionalModel":
         """Return the same function at other parameter values."""
-        return FunctionalModel(self._function, values)
+        return FunctionalModel(self.source, values)
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters."""
@@ -237,28 +224,22 @@ class ClosureModel(Model):
 
     def __init__(self, function: Callable, params: Iterable[Tensor]):
         params = list(params)
-        super().__init__({str(i): param for i, param in enumerate(params)})
+        super().__init__(function, {str(i): param for i, param in enumerate(params)})
         check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
-        self._function = function
         self.held: set[str] = set()  # those that the function was seen to refer to
-        self.roots = find_modules(function)
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the closure."""
-        return self._function(X)
+        return self.source(X)
 
     def to(self, device: torch.device | str) -> None:
         """Move the values of the user's tensors."""
         for param in self.params.values():
             param.data = param.data.to(device)
 
-    def source(self) -> Callable:
-        """Return the function."""
-        return self._function
-
     def __deepcopy__(self, memo: dict) -> "ClosureModel":
         """Share the tensors: the function, which is not copied, uses these."""
-        return ClosureModel(self._function, self.params.values())
+        return ClosureModel(self.source, self.params.values())
 
     def leaves(self) -> dict[str, Tensor]:
         """Return the user's tensors; ``installed`` lets them require gradients."""

@@ -1,21 +1,18 @@
-"""Two passes over data, model and loss, compared."""
+"""Is a pass over data, model and loss repeatable? If it is not: why?"""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.core import autodiff
 from curvlinops.core.columns import norm
-from curvlinops.core.determinism import (
-    agree,
-    check_finite,
-    check_numbers,
-    explain_data,
-    explain_model,
-    fingerprint,
-)
+from curvlinops.core.containers import leaves, strided_parts
 from curvlinops.core.independence import COUPLED, couples_samples
+from curvlinops.core.outputs import check_finite, check_numbers
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.seeds import preserved_rng, seed_everything
 
@@ -103,3 +100,97 @@ def _explain_model(risk: EmpiricalRisk, index: int) -> str:
 
     risk.run(step, "check_deterministic")
     return f"{explanation} (Noticed on batch {index}.)"
+
+
+def fingerprint(tree: Any) -> list[float]:
+    """Return numbers that change with the values in a nested structure, and with their order."""
+    numbers: list[float] = []
+    for leaf in (part for tensor in leaves(tree) for part in strided_parts(tensor)):
+        leaf = leaf.detach().resolve_conj()
+        leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        flat = leaf.flatten().double()
+        ramp = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
+        numbers += [float(flat.numel()), float(flat.sum()), float(flat @ ramp.cos_())]
+    return numbers
+
+
+def agree(first: list[list[float]], second: list[list[float]], tolerance: float) -> bool:
+    """Return whether the numbers of two passes agree up to a relative tolerance."""
+    if [len(values) for values in first] != [len(values) for values in second]:
+        return False
+    one = torch.tensor([v for values in first for v in values], dtype=torch.float64, device="cpu")
+    two = torch.tensor([v for values in second for v in values], dtype=torch.float64, device="cpu")
+    return torch.allclose(one, two, rtol=tolerance, atol=1e-12, equal_nan=True)
+
+
+def explain_data(data: Any, first: list[list[float]], second: list[list[float]]) -> str:
+    """Say why two passes saw different batches, given the batches' fingerprints."""
+    if len(first) != len(second):
+        return (
+            f"The first pass over data yields {len(first)} batches, the second {len(second)}. "
+            "Each iteration must start anew; pass a DataLoader or a list."
+        )
+    reasons = []
+    if isinstance(data, DataLoader):
+        if isinstance(data.sampler, RandomSampler):
+            reasons.append("the DataLoader shuffles (shuffle=True)")
+        if data.drop_last:
+            reasons.append("the DataLoader drops the last, incomplete batch (drop_last=True)")
+    if not reasons:
+        same = np.allclose(_totals(first), _totals(second), rtol=1e-6, equal_nan=True)
+        reasons.append("data shuffles" if same else "data is drawn or augmented at random")
+    return (
+        f"Two passes over data yield different batches: {', and '.join(reasons)}. Use a loader "
+        "that always yields the same batches in the same order, e.g. shuffle=False."
+    )
+
+
+def _totals(fingerprints: list[list[float]]) -> list[float]:
+    # each leaf has its number of entries, its sum, and an order-dependent sum
+    return [sum(sum(f[i::3]) for f in fingerprints) for i in (0, 1)]
+
+
+def explain_model(module: nn.Module | None, evaluate: Callable[[], Any]) -> str:
+    """Say which module is random, by evaluating the model twice.
+
+    Args:
+        module: The user's module, if there is one.
+        evaluate: Evaluates the model on one batch.
+    """
+    culprit = None if module is None else _find_random_module(module, evaluate)
+    if culprit is None:
+        return (
+            "The model or the loss gives different values for the same batch. Remove what draws "
+            "random numbers in it (module.eval() switches Dropout off)."
+        )
+    name, kind, training = culprit
+    remedy = "It is in train mode: call eval() on it." if training else "Make it deterministic."
+    return (
+        f"The model is not deterministic: its module '{name}' ({kind}) gives different outputs "
+        f"for the same input. {remedy}"
+    )
+
+
+def _find_random_module(
+    module: nn.Module, evaluate: Callable[[], Any]
+) -> tuple[str, str, bool] | None:
+    names = {child: name for name, child in module.named_modules()}
+    runs: list[list[tuple[nn.Module, list[float], list[float]]]] = []
+
+    def record(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        runs[-1].append((child, fingerprint((args, kwargs)), fingerprint(output)))
+
+    handles = [child.register_forward_hook(record, with_kwargs=True) for child in names]
+    try:
+        for seed in (0, 1):
+            runs.append([])
+            seed_everything(seed)
+            evaluate()
+    finally:
+        for handle in handles:
+            handle.remove()
+    # inner modules finish first, so the first one found is the innermost
+    for (child, inputs, output), (_, inputs_again, output_again) in zip(*runs, strict=False):
+        if inputs == inputs_again and output != output_again:
+            return names[child], type(child).__name__, child.training
+    return None

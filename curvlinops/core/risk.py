@@ -15,15 +15,16 @@ from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_names
-from curvlinops.core.determinism import check_finite, check_kind, check_numbers
 from curvlinops.core.examination import Examination, Seen
-from curvlinops.core.findings import Findings, Structure, recall
+from curvlinops.core.findings import Findings, recall
 from curvlinops.core.graph import operations
 from curvlinops.core.model import Model
+from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.walk import Structure
 
 #: Called before a pass; returns a function that says what all steps depend on, data apart.
 Start = Callable[[], Callable[[], Structure] | None]

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.findings import Structure
 from curvlinops.core.hidden import UNKNOWN
 from curvlinops.core.references import is_plain
-from curvlinops.core.walk import END, contents_of, walk
+from curvlinops.core.walk import END, Structure, contents_of, walk
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,7 +44,7 @@ class Snapshot:
         self._root, self.has_numbers = root, False
         self._tokens: list[Any] = []
         self._tensors: list[_TensorCopy] = []
-        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._arrays: list[_ArrayCopy] = []
         # what each object refers to, to see at a glance that none refers to anything else
         self._contents: list[tuple[Any, tuple]] = []
         self._empty: list[Any] = []
@@ -78,7 +77,7 @@ class Snapshot:
         """Return whether the object's tensors and values are those of the snapshot."""
         return self.compare(root) is Change.NOTHING
 
-    def compare(self, root: Any) -> "Change":
+    def compare(self, root: Any) -> Change:
         """Return what is different from the snapshot."""
         if self._refers_to_the_same(root):
             pairs = [(copy.original, copy) for copy in self._tensors]

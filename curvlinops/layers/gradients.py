@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
-from curvlinops.core.space import Columns
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.parts import Part
@@ -59,12 +58,6 @@ class SampleGradients:
 
     def rest(self, u: Tensor) -> list[Group]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
-        groups: list[Group] = []
-        if self._rest:
-            space = self._bound.space.restricted(self._rest)
-
-            def apply(alone: Tensor, out: Columns) -> None:
-                self._apply(alone.flatten(0, 1), out)
-
-            groups.append(one_by_one(apply, space, u))
-        return groups
+        if not self._rest:
+            return []
+        return [one_by_one(self._apply, self._bound.space.restricted(self._rest), u)]

@@ -18,7 +18,7 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
     """Backpropagate each sample's share on its own, several at once.
 
     Args:
-        apply: Adds gradients of ``[V, n, *output]`` to ``[V * n]`` columns of ``space``.
+        apply: Adds gradients of ``[V * n, *output]`` to as many columns of ``space``.
         space: The parameters.
         u: ``[V, *output]``, the first axis of the output numbers the samples.
     """
@@ -30,7 +30,7 @@ def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
         alone = u.new_zeros(len(u), len(wanted), *u.shape[1:])
         alone[:, place, wanted] = u[:, wanted]
         out = space.zeros(len(u) * len(wanted))
-        apply(alone, out)
+        apply(alone.flatten(0, 1), out)
         return space.join(out).unflatten(0, (len(u), len(wanted)))
 
     return space.names, Direct(rows, len(u), num_samples, (space.dim,))

@@ -18,9 +18,6 @@ from curvlinops.core.autodiff import BoundModel
 class Layout(Protocol):
     """Sorts rows by samples."""
 
-    def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
-        """Return whether rows with leading axes of these lengths can have this layout."""
-
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Turn ``[*, *lead, *features]`` into ``[*, N, S, *features]``.
 
@@ -94,10 +91,6 @@ class Scattered:
         starts = counts.cumsum(0) - counts
         return cls(order[(starts[:, None] + place).clamp(max=len(order) - 1)], valid)
 
-    def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
-        """Return false: no other batch is like this one."""
-        return False
-
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Collect each sample's rows."""
         x = x.flatten(start, start + num_lead - 1)
@@ -108,10 +101,6 @@ class Scattered:
 @dataclass(frozen=True)
 class Single:
     """All rows belong to the only sample."""
-
-    def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
-        """Return false: the next batch may have more samples."""
-        return False
 
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Make all leading axes one."""

@@ -51,12 +51,11 @@ def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> dict[str, Use]:
     """``beta input + alpha mat1 @ mat2``."""
-    uses = {
+    return {
         "input": shift(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
         "mat1": _factor(mat2 * alpha, mat1, left=True),
         "mat2": _factor(mat1 * alpha, mat2, left=False),
     }
-    return uses
 
 
 @handles(torch.addmv, Tensor.addmv)

@@ -7,6 +7,7 @@ filters ``weight.flatten(1)`` have.
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +51,7 @@ def extract_patches(
     Raises:
         ValueError: If there are no such patches, or padding is negative: the message says why.
     """
-    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
-    window = _uncropped(window, padding)
-    averaged = _mean_over_groups(wide(x), groups)
-    return make_patches(averaged, window._replace(groups=1)).squeeze(2)
+    return make_patches(*_averaged(x, kernel_size, stride, padding, dilation, groups)).squeeze(2)
 
 
 def extract_averaged_patches(
@@ -85,18 +83,17 @@ def extract_averaged_patches(
     Raises:
         ValueError: If there are no such patches, or padding is negative: the message says why.
     """
-    window = Window.of(x, kernel_size, stride, padding, dilation, groups)
-    window = _uncropped(window, padding)
     # the average over groups reads the input once, and leaves little to do
-    averaged = _mean_over_groups(wide(x), groups)
-    return patch_sums(averaged, window._replace(groups=1)).squeeze(1) / prod(window.size)
+    averaged, window = _averaged(x, kernel_size, stride, padding, dilation, groups)
+    return patch_sums(averaged, window).squeeze(1) / prod(window.size)
 
 
-def _uncropped(window: Window, padding: Padding) -> Window:
-    """Return the window, unless it crops the input, which PyTorch's convolutions refuse."""
+def _averaged(x: Tensor, *options: Any) -> tuple[Tensor, Window]:
+    """Return the average over groups, and the window, which PyTorch would not refuse."""
+    window = Window.of(x, *options)
     if min(map(min, window.pads)) < 0:
-        raise ValueError(f"padding must be at least 0, got {padding}. Crop the input instead.")
-    return window
+        raise ValueError(f"padding must be at least 0, got {options[2]}. Crop the input instead.")
+    return _mean_over_groups(wide(x), window.groups), window._replace(groups=1)
 
 
 def patch_sums(x: Tensor, window: Window) -> Tensor:

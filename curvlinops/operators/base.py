@@ -14,17 +14,17 @@ from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
-from curvlinops.core.determinism import report_batch_statistics, uses_batch_statistics
-from curvlinops.core.findings import Structure
 from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.outputs import report_batch_statistics, uses_batch_statistics
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.walk import Structure
 from curvlinops.losses import Loss, wrap_loss
 
 

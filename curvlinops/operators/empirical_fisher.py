@@ -149,9 +149,8 @@ class EFLinearOperator(DataLinearOperator):
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
             terms = bound.terms(output)
-            gradient = bound.loss.gradient(output, bound.batch.y).unsqueeze(0)
             by = _outer_by_sample if self.terms == "sample" else bound.loss.outer
-            return by(gradient, output), terms
+            return by(self._gradient(bound, output), output), terms
 
         return mode.gauss_newton(bound, curvature)
 

@@ -35,8 +35,7 @@ class GGNLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
-        self.mc_samples, self.seed = checked
+        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
         if self.risk.loss.is_linear:
             warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
@@ -76,8 +75,7 @@ class FisherMCLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
-        self.mc_samples, self.seed = checked
+        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))

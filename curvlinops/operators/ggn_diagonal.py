@@ -43,8 +43,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
     def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        checked = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
-        self.mc_samples, self.seed = checked
+        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
 
     def _capture(self, bound: BatchRisk) -> SampleGradients:
         found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)

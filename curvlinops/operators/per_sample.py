@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_choice, row_indices
+from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
 from curvlinops.core.findings import Findings
@@ -18,7 +18,7 @@ from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.groups import Group, in_turns, split, write_rows, written
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator
+from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator, row_indices
 
 #: Takes gradients of some samples, and their places among the rows.
 Visit = Callable[[list[Group], Tensor], None]

@@ -11,9 +11,7 @@ from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss
 
 
-def check_sampling(
-    loss: Loss, mc_samples: int, seed: int, at_least: int, required: bool = True
-) -> tuple[int, int]:
+def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tuple[int, int]:
     """Check the arguments of an operator that samples; return ``mc_samples`` and ``seed``.
 
     Args:
@@ -21,11 +19,10 @@ def check_sampling(
         mc_samples: How many samples.
         seed: Seeds them.
         at_least: How many there must be.
-        required: Whether samples are drawn from the loss's likelihood.
     """
     seed = check_count("seed", seed, at_least=0)
     mc_samples = check_count("mc_samples", mc_samples, at_least)
-    if mc_samples and required and not loss.can_sample:
+    if mc_samples and not loss.can_sample:
         loss.refuse_sampling()
     return mc_samples, seed
 

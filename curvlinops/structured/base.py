@@ -110,8 +110,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         damping = check_number("damping", damping)
         if not isfinite(damping):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
-        damped = self if damping == 0 else self._shifted(damping)
-        return damped._inverse(retry_double_precision)
+        return (self._shifted(damping) if damping else self)._inverse(retry_double_precision)
 
     def power(self, exponent: float) -> TorchLinearOperator:
         """Return ``A^exponent``; the same as ``A ** exponent``.
@@ -198,8 +197,10 @@ class StructuredLinearOperator(TorchLinearOperator):
     ) -> "tuple[StructuredLinearOperator, StructuredLinearOperator]":
         """Return both operators in their common dtype."""
         dtype = torch.promote_types(self.torch_dtype, other.torch_dtype)
-        first = self if self.torch_dtype == dtype else self._to(self.device, dtype)
-        return first, other if other.torch_dtype == dtype else other._to(other.device, dtype)
+        return self._cast(dtype), other._cast(dtype)
+
+    def _cast(self, dtype: torch.dtype) -> "StructuredLinearOperator":
+        return self if self.torch_dtype == dtype else self._to(self.device, dtype)
 
     def _raised(self, exponent: Any) -> TorchLinearOperator:
         return self.power(exponent)

@@ -38,10 +38,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
         _check(named)
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
-        self._blocks = {
-            name: block if block.torch_dtype == dtype else block._to(block.device, dtype)
-            for name, block in named.items()
-        }
+        self._blocks = {name: block._cast(dtype) for name, block in named.items()}
         domains = [block.domain for block in named.values()]
         names = [name for domain in domains for name in domain.names]
         self._is_named = "" not in names and len(set(names)) == len(names)

@@ -9,8 +9,8 @@ from torch import Tensor
 from curvlinops.core.columns import not_finite
 from curvlinops.structured.batches import batches
 from curvlinops.structured.eigenvalues import SLACK, rounding, singular
-from curvlinops.structured.low_rank import low_rank, wide_product
-from curvlinops.structured.norms import wide_norm
+from curvlinops.structured.low_rank import low_rank
+from curvlinops.structured.norms import wide_norm, wide_product
 
 #: What a decomposition may be off, relative to the matrix and in units of ``sqrt(n)`` times the
 #: rounding error. Those of LAPACK stay below 10.

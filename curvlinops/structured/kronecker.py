@@ -82,7 +82,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         self._need_square_factors("A trace")
-        return self._sum_of_products([factor.diagonal().sum(-1) for factor in self._factors])
+        return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
@@ -133,9 +133,6 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _by_group(self, values: list[Tensor]) -> Tensor:
         """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""
         return reduce(torch.mul, values).expand(self._groups)
-
-    def _sum_of_products(self, values: list[Tensor]) -> Tensor:
-        return self._by_group(values).sum()
 
     def _outer(self, vectors: list[Tensor]) -> Tensor:
         """Multiply vectors of the factors' sizes, ``[G, n]`` each, to one of length D."""
@@ -200,7 +197,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _shifted(self, scalar: float) -> StructuredLinearOperator:
         first, *others = self._factors
         if not others and first.groups == self._groups and first.keeps(scalar):
-            return KroneckerProductLinearOperator(self._factors[0].shifted(scalar))
+            return KroneckerProductLinearOperator(first.shifted(scalar))
         return ShiftedLinearOperator(self, scalar)
 
     def _added(self, other: StructuredLinearOperator) -> "KroneckerProductLinearOperator | None":

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.core.norms import PART
+from curvlinops.structured.norms import wide_product
+
 #: Smaller matrices are decomposed as fast.
 _SMALLEST = 512
 #: One row and column in so many are decomposed to estimate the rank.
 _SPARSITY = 4
 #: How many columns more than the rank are multiplied.
 _EXCESS = 16
-#: Rows of so many numbers are converted to float64 at once.
-_PART = 2**17
 #: What a decomposition may be off, relative to the largest eigenvalue and in units of ``sqrt(n)``
 #: times the rounding error.
 _TOLERANCE = 4.0
@@ -86,7 +87,7 @@ class LowRank(NamedTuple):
         RD = self.residual * D / shift
         left = torch.cat([Q * (D + (self.values - shift) / shift**2) - RD, Q], dim=1)
         right = torch.cat([Q, -RD], dim=1).T
-        out, step = torch.empty_like(matrix), max(_PART // len(matrix), 1)
+        out, step = torch.empty_like(matrix), max(PART // len(matrix), 1)
         for start in range(0, len(matrix), step):
             rows, others = slice(start, start + step), slice(start, None)
             part = matrix[rows, others].to(torch.double, copy=True)
@@ -136,14 +137,3 @@ def _low_rank(matrix: Tensor) -> LowRank | None:
     error = (wide_product(matrix, x) - found.multiply(x)).norm()
     bound = _TOLERANCE * size**0.5 * eps * max(float(values.abs().max()), abs(found.shift))
     return found if float(error) <= bound else None  # none for NaN, too
-
-
-def wide_product(matrix: Tensor, x: Tensor) -> Tensor:
-    """Return ``matrix @ x`` in float64, without a copy of the matrix in it.
-
-    Args:
-        matrix: ``[..., n, m]``.
-        x: ``[..., m, k]``.
-    """
-    step = max(_PART * matrix.shape[-2] // matrix.numel(), 1)
-    return torch.cat([rows.double() @ x.double() for rows in matrix.split(step, dim=-2)], dim=-2)

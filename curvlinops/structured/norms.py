@@ -40,6 +40,17 @@ def wide_inner(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(a.double() * b).sum((-2, -1)) for a, b in parts]).sum(0)
 
 
+def wide_product(matrix: Tensor, x: Tensor) -> Tensor:
+    """Return ``matrix @ x`` in float64, without a copy of the matrix in it.
+
+    Args:
+        matrix: ``[..., n, m]``.
+        x: ``[..., m, k]``.
+    """
+    step = max(PART * matrix.shape[-2] // matrix.numel(), 1)
+    return torch.cat([rows.double() @ x.double() for rows in matrix.split(step, dim=-2)], dim=-2)
+
+
 def deviation(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means a of the diagonals, and the norms of ``A - a I``, ``[...]`` in float64.
 

@@ -49,7 +49,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         if len({term.device for term in terms}) > 1:
             raise ValueError("The terms live on different devices. Move them with to_device().")
         dtype = reduce(torch.promote_types, [term.torch_dtype for term in terms])
-        self._terms = [t if t.torch_dtype == dtype else t._to(t.device, dtype) for t in terms]
+        self._terms = [term._cast(dtype) for term in terms]
         self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
         self.max_dense_dim = max_dense_dim
         self._written: StructuredLinearOperator | None = None

@@ -29,8 +29,8 @@ from curvlinops.operators.kronecker.report import (
     check_pairs,
     report,
 )
+from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
 from curvlinops.operators.kronecker.sums import Sums
-from curvlinops.operators.structured import StructuredDataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 

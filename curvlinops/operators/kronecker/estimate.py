@@ -35,10 +35,6 @@ class Estimator:
     def __init__(self, space: ParameterSpace, options: Options):
         self._space, self._options = space, options
 
-    def plan(self, uses: Uses) -> list[Block]:
-        """Choose the structure of all blocks."""
-        return plan(uses.known, uses.unknown, self._space, self._options)
-
     def add(
         self,
         sums: Sums,
@@ -70,7 +66,7 @@ class Estimator:
         unknown = unknown | dict.fromkeys(lost, _OPEN)
         uses = sums.uses.union(Uses.of(parts, unknown))
         if sums.blocks is None or uses != sums.uses:
-            sums.adopt(uses, self.plan(uses))
+            sums.adopt(uses, plan(uses, self._space, self._options))
 
     def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
         numbers = {

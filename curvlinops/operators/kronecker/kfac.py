@@ -48,7 +48,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         shift, retry = damping.values[1], damping.retry_double_precision
         blocks = self.structure.blocks
         # not only products of two factors: that of a bias may belong to its weight as well
-        others = {", ".join(f.block.names) for f in self._structure_factors if len(f.products) != 1}
+        others = {", ".join(b.names) for b in self._computed().blocks if len(b.kinds) != 1}
         damped = {
             name: block._shifted(shift) if name in others else ShiftedLinearOperator(block, shift)
             for name, block in blocks.items()

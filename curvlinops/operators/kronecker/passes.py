@@ -1,6 +1,6 @@
 """Passes over data that add up what Kronecker-factored approximations are made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import reduce
 from typing import Any
@@ -12,11 +12,11 @@ from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
-from curvlinops.operators.kronecker.options import Options
-from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.options import FisherType, Options
+from curvlinops.operators.kronecker.plan import Block, plan
 from curvlinops.operators.kronecker.sums import ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
-from curvlinops.operators.kronecker.vectors import backpropagated
+from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
 
 #: Calls a function on each batch of the operator's data, or of others.
 Run = Callable[[Callable[[BatchRisk], None], Batches | None], None]
@@ -47,7 +47,7 @@ class Passes:
 
     def plan(self, uses: Uses) -> list[Block]:
         """Choose the structure of all blocks."""
-        return self._estimator.plan(uses)
+        return plan(uses, self._risk.space, self._options)
 
     def sum_over_all(self, run: Run) -> Sums:
         """Return the sums over all data."""
@@ -139,7 +139,7 @@ class Passes:
 
     def vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
-        for vectors in backpropagated(bound, samples.output, samples.num_samples, self._options):
+        for vectors in _backpropagated(bound, samples.output, samples.num_samples, self._options):
             yield from vectors.split(samples.vectors_at_once)
 
     def _check_terms(self, bound: BatchRisk, samples: SampleGradients) -> None:
@@ -152,3 +152,26 @@ class Passes:
                 f"num_per_example_loss_terms is {expected}, but batch {bound.batch.index} has "
                 f"{found} terms for {samples.num_samples} samples."
             )
+
+
+def _backpropagated(
+    bound: BatchRisk, output: Tensor, num_samples: int, options: Options
+) -> Iterable[Tensor]:
+    """Yield vectors ``[V, *output]`` whose outer products are, or replace, the loss's Hessian.
+
+    Args:
+        bound: The risk on a batch.
+        output: The model's output.
+        num_samples: How many samples it has, with as many neighboring rows each.
+        options: The options of the approximation.
+    """
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        return [output.new_zeros(0, *output.shape)]
+    if options.fisher_type is FisherType.EMPIRICAL:
+        return [bound.loss.gradient(output, bound.batch.y).unsqueeze(0)]
+    if options.fisher_type is FisherType.MC:
+        draws = would_be_gradients(bound, output, options.mc_samples, options.seed)
+        return [draws / options.mc_samples**0.5]
+    if options.exact:
+        return hessian_roots(bound, output, num_samples)
+    return signed_hessian_roots(bound, output, options.mc_samples, options.seed, num_samples)

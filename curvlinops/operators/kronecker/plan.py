@@ -10,7 +10,7 @@ from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
-from curvlinops.operators.kronecker.usage import Usage
+from curvlinops.operators.kronecker.usage import Usage, Uses
 
 #: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
@@ -49,17 +49,11 @@ class Block:
     reason: str = ""
 
 
-def plan(
-    used: Mapping[str, AbstractSet[Usage]],
-    unknown: Mapping[str, str],
-    space: ParameterSpace,
-    options: Options,
-) -> list[Block]:
+def plan(uses: Uses, space: ParameterSpace, options: Options) -> list[Block]:
     """Choose the structure of all blocks.
 
     Args:
-        used: How layers use the parameters.
-        unknown: Parameters whose uses are not known, and why.
+        uses: How layers use the parameters.
         space: All parameters.
         options: The options of the approximation.
 
@@ -69,8 +63,8 @@ def plan(
     """
     # without entries, whatever uses it: the output does not depend on it
     filled = {name for name, shape in space.shapes.items() if prod(shape)}
-    unknown = {name: reason for name, reason in unknown.items() if name in filled}
-    used = {name: own for name, own in used.items() if name in filled and name not in unknown}
+    unknown = {name: reason for name, reason in uses.unknown.items() if name in filled}
+    used = {name: own for name, own in uses.known.items() if name in filled and name not in unknown}
     pairs = _pairs(used, space)
     joined = pairs if options.joint else {}
     for weight, bias in joined.items():

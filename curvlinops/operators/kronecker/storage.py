@@ -93,7 +93,7 @@ def unpack(
     tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
     sums.terms = take(tensors, "terms", (), torch.float64)
     try:
-        sums.blocks = plan(sums.uses.known, sums.uses.unknown, space, options)
+        sums.blocks = plan(sums.uses, space, options)
         _take_all(sums, tensors, space, options)
     except (NotImplementedError, ValueError) as error:
         if _structural(theirs) == _structural(own):

@@ -73,11 +73,11 @@ def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
     biases, weights = {}, {}
     for part in parts:
         if part.shift is not None and not part.elsewhere:
-            biases[_call(part)] = Partner(part.name, place_of(part), part.shift)
+            biases[_call(part)] = Partner(part.name, innermost(part.form)[0], part.shift)
     for part in parts:
         bias = biases.get(_call(part))
         if bias is not None and part.shift is None:
-            weights[_call(part)] = Partner(part.name, place_of(part), bias.scale)
+            weights[_call(part)] = Partner(part.name, innermost(part.form)[0], bias.scale)
     found: dict[str, set[Usage]] = {}
     for part in parts:
         partners = biases if part.shift is None else weights
@@ -91,11 +91,6 @@ def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
 def _call(part: Part) -> tuple[Callable, int]:
     """Return what is equal for the arguments of one call only."""
     return part.key.call, part.key.index
-
-
-def place_of(part: Part) -> Place | None:
-    """Return which part of its parameter a layer uses, ``None`` if all."""
-    return innermost(part.form)[0]
 
 
 def kind_of(part: Part) -> Kind | None:
