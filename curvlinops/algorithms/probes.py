@@ -1,15 +1,18 @@
 """Random vectors, and averages over them with their errors."""
 
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.norms import double_norm
 from curvlinops.core.seeds import read_generator
+from curvlinops.core.warn import warn
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
 _BLOCK = 64 * 2**20
@@ -142,8 +145,7 @@ class Goal:
         """Return whether an estimate from ``count`` samples is accurate enough."""
         if self.rtol is None or count < _FEWEST:
             return False
-        sizes = [double_norm(x) for x in (error, estimate)]
-        return bool(sizes[0] <= self.rtol * sizes[1])
+        return _relative(estimate, error) <= self.rtol
 
     def steps(self, num: int) -> list[int]:
         """Return after how many of ``num`` samples to look at the error."""
@@ -153,9 +155,21 @@ class Goal:
         return counts
 
     def report(self, matrix: Matrix, estimate: Tensor, error: Tensor) -> Any:
-        """Return what the caller wants."""
+        """Return what the caller wants, with a warning if it is not as accurate."""
+        if self.rtol is not None and not (found := _relative(estimate, error)) <= self.rtol:
+            warn(
+                f"The standard error is {found:.1e} of the estimate, more than rtol={self.rtol}, "
+                "after all products that were allowed. Allow more.",
+                ConvergenceWarning,
+            )
         results = [matrix.write(x.to(matrix.dtype))[()] for x in (estimate, error)]
         return Estimate(*results) if self.return_error else results[0]
+
+
+def _relative(estimate: Tensor, error: Tensor) -> float:
+    """Return the norm of an error relative to that of the estimate; NaN if it is not known."""
+    size, scale = (float(double_norm(x)) for x in (error, estimate))
+    return size / scale if scale else size and inf
 
 
 def check_split(num_matvecs: Any, parts: int, dim: int, fewest: int) -> int:

@@ -54,6 +54,11 @@ class Form(ABC):
     def select(self, samples: Tensor) -> "Form":
         """Return the gradients of some samples only, in the given order."""
 
+    def to(self, dtype: torch.dtype) -> "Form":
+        """Return the same gradients in another dtype."""
+        shape = self.num_vectors, self.num_samples, self.shape
+        return Direct(lambda samples: self.rows(samples).to(dtype), *shape)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
         total: Tensor | float = 0.0
@@ -76,6 +81,11 @@ class Form(ABC):
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
         total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
         return total.reshape(self.shape)
+
+    def moments(self) -> Tensor:
+        """Return the sums of the only vector's gradients, and of their squares, ``[2, *shape]``."""
+        ones = torch.ones(self.num_samples, device="cpu")
+        return torch.cat([self.weighted_sum(ones), self.sum_of_squares().unsqueeze(0)])
 
     def has_inner(self, other: "Form") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""

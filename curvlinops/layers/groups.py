@@ -6,6 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.columns import add
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.forms import Direct, Form
 
@@ -69,6 +70,14 @@ def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None
                 continue
             for name, rows in split(names, form.rows(part)[0], space).items():
                 out[name][part] = rows
+
+
+def add_sums(
+    out: Columns, groups: list[Group], of: Callable[[Form], Tensor], space: ParameterSpace
+) -> None:
+    """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
+    for names, form in groups:
+        add(out, slice(None), split(names, of(form), space))
 
 
 def written(groups: list[Group], space: ParameterSpace) -> Columns:

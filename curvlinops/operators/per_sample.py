@@ -16,7 +16,8 @@ from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.groups import Group, in_turns, split, write_rows, written
+from curvlinops.layers.forms import Form
+from curvlinops.layers.groups import Group, add_sums, in_turns, write_rows, written
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator, row_indices
 
@@ -226,22 +227,20 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
-        out = self.domain.zeros(1)
-
-        def visit(groups: list[Group], where: Tensor) -> None:
-            for names, form in groups:
-                squares = form.sum_of_squares().unsqueeze(0)
-                add(out, slice(None), split(names, squares, self.domain))
-
-        self._visit(visit)
-        self._check_finite(out, self.domain)
-        return self.domain.join(out)[0] / self.shape[0]
+        return self._means(lambda form: form.sum_of_squares().unsqueeze(0), self.domain)[0]
 
     def variance(self) -> Tensor:
         """Return the variance of each column over the rows (divided by N), ``[D]``."""
-        ones = torch.ones(self.shape[0], dtype=self.torch_dtype, device=self.device)
-        mean = (self.T @ ones) / self.shape[0]
-        return (self.second_moment() - mean.square()).clamp(min=0.0)
+        space = ParameterSpace(self.domain.shapes, torch.float64, self.device)
+        means = self._means(lambda form: form.to(space.dtype).moments(), space, 2)
+        return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
+
+    def _means(self, of: Callable[[Form], Tensor], space: ParameterSpace, num: int = 1) -> Tensor:
+        """Return sums over samples, ``[num, *parameter]``, divided by N."""
+        out = space.zeros(num)
+        self._visit(lambda groups, _: add_sums(out, groups, of, space))
+        self._check_finite(out, space)
+        return space.join(out) / self.shape[0]
 
     def _visit(self, visit: Visit, whole: bool = False) -> None:
         """Call ``visit`` with gradients until all rows that are wanted had their turn.
