@@ -24,7 +24,8 @@ Quantities = dict[str, Callable[[], object]]
 _NTK_SAMPLES = 32
 
 HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
-FISHER, DIAGONAL = "Empirical-Fisher-vector", "GGN diagonal"
+FISHER = "Empirical-Fisher-vector"
+DIAGONAL, TRACE = "GGN diagonal", "GGN trace, exact"
 ROWS, MATRIX = "Gradients of samples", "Gradients of samples, one matrix"
 NORMS, GRAM = "Norms of gradients", "Gram matrix of gradients"
 NTK = f"Neural tangent kernel, {_NTK_SAMPLES} samples"
@@ -84,7 +85,7 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
             D = curvlinops.GGNDiagonalLinearOperator(*with_loss, **options)
             few = [(X[:_NTK_SAMPLES], y[:_NTK_SAMPLES])]
             J = curvlinops.JacobianLinearOperator(model, arguments[0], few, **options)
-            quantities |= {DIAGONAL: D.diagonal, NTK: J.gram}
+            quantities |= {DIAGONAL: D.diagonal, TRACE: D.trace, NTK: J.gram}
         return quantities | _factored(curvlinops, with_loss, options, v)
     for name, A in {"GGN": G, "Hessian": H}.items():
         quantities |= eigenpairs(curvlinops, name, A)
