@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EFLinearOperator,
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 
@@ -152,20 +155,51 @@ def test_hessian(kind: str, cache: str, as_closure: bool):
     assert all(x.grad is None for x, _ in data) and all(p.grad is None for p in params)
 
 
+CURVATURES = {
+    "GGN": (GGNLinearOperator, {}),
+    "diagonal": (GGNDiagonalLinearOperator, {}),
+    "KFAC": (KFACLinearOperator, {"fisher_type": "empirical"}),
+    "KFAC, type-2": (KFACLinearOperator, {"fisher_type": "type-2"}),
+    "KFAC, exact": (KFACLinearOperator, {"fisher_type": "type-2", "exact": True}),
+    "EKFAC": (EKFACLinearOperator, {"fisher_type": "empirical"}),
+    "EKFAC, type-2": (EKFACLinearOperator, {"fisher_type": "type-2"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("check", [False, True])
-def test_no_derivative_with_respect_to_the_output(check: bool):
-    model = net()
-    for loss, data in ((poisson, collocation()), (regularized(model), supervised())):
-        with pytest.raises(ValueError, match="is not a function of the model's output"):
-            A = GGNLinearOperator(
-                model,
-                loss,
-                list(model.parameters()),
-                data,
-                reduction="mean",
-                check_deterministic=check,
-            )
-            A @ torch.ones(A.shape[1])
+def test_no_derivative_with_respect_to_the_output(check: bool, curvature: str, kind: str):
+    model, (build, points), (operator, options) = net(), KINDS[kind], CURVATURES[curvature]
+    args = model, build(model), list(model.parameters()), points()
+    with pytest.raises(ValueError, match="is not a function of the model's output"):
+        A = operator(*args, reduction="mean", check_deterministic=check, **options)
+        A @ torch.ones(A.shape[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_without_derivatives_of_the_loss(kind: str):
+    model, (build, points) = net(), KINDS[kind]
+    data, params = points(), list(model.parameters())
+    options = {"reduction": "mean", "fisher_type": "forward-only"}
+    found = KFACLinearOperator(model, build(model), params, data, **options)
+    inputs, expected = torch.cat([x for x, _ in data]).detach(), []
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            identity = torch.eye(layer.out_features)
+            expected += [torch.kron(identity, inputs.T @ inputs / len(inputs)), identity]
+        inputs = layer(inputs).detach()
+    torch.testing.assert_close(found.to_dense(), torch.block_diag(*expected))
+
+
+@pytest.mark.parametrize("operator", [KFACLinearOperator, GGNDiagonalLinearOperator])
+def test_outputs_that_are_no_numbers(operator: type):
+    model, points = net(), torch.tensor([[0.0, 1.0], [float("nan"), 1.0]], requires_grad=True)
+    options = {"fisher_type": "forward-only"} if operator is KFACLinearOperator else {}
+    args = model, poisson, list(model.parameters()), [(points, points)]
+    with pytest.raises(ValueError, match="batch 0"):
+        A = operator(*args, reduction="mean", check_deterministic=False, **options)
+        A.trace()
 
 
 def alone(model: nn.Module, loss: Callable, data: Data) -> Tensor:

@@ -140,7 +140,7 @@ class BatchRisk:
     def check(self, output: Tensor) -> None:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
-        if self.loss is None:
+        if self.loss is None or self.loss.needs_graph:  # not all outputs have one
             check_numbers(self.batch, output)
         else:
             check_finite(self.batch, self.loss.sum(output.detach(), self.batch.y), {})

@@ -182,14 +182,22 @@ class AdditiveLoss(Loss):
 
         return multiply
 
-    def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+        self._check_dependence()
+        return super()._hessian_sqrt(z, output, target)
+
+    def _check_dependence(self) -> None:
         if self.needs_graph:
             raise ValueError(
                 f"{self.name} is not a function of the model's output and the target alone: it "
                 "differentiates the output, or uses the parameters itself. The Hessian, gradients, "
-                "and the empirical Fisher are defined, the GGN is not. Let the model return the "
+                "and the empirical Fisher are defined; the GGN, its diagonal and its Kronecker "
+                "factors are not, nor those of the empirical Fisher. Let the model return the "
                 "derivatives, and add a multiple of IdentityLinearOperator for weight decay."
             )
+
+    def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+        self._check_dependence()
         with torch.enable_grad():
             leaf = output.detach().requires_grad_()
             total = self.sum(leaf, target)
