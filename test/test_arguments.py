@@ -11,6 +11,7 @@ from torch import nn
 
 import curvlinops as c
 from curvlinops.core.arguments import check_choice, check_count, check_number
+from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kronecker.options import FisherType
 
 A = torch.diag(torch.arange(1.0, 11.0))
@@ -133,6 +134,8 @@ FACTORED = {
     "exact": False,
     "max_factor_size": 16384,
 }
+JACOBIANS = {c.JacobianLinearOperator, c.TransposedJacobianLinearOperator}
+NO_LOSS = {"loss_func", "block_sizes", "reduction", "process_group"}
 OPTIONS = {
     c.FisherMCLinearOperator: {"mc_samples": 1, "seed": 2147483647},
     c.GGNLinearOperator: {"mc_samples": 0, "seed": 2147483647},
@@ -147,3 +150,29 @@ def test_signatures_show_inherited_options(kind: type):
     found = inspect.signature(kind).parameters
     assert len(SHARED) == 14 and found.keys() >= SHARED
     assert {n: p.default for n, p in found.items() if n not in SHARED} == OPTIONS[kind]
+
+
+ON_DATA = [
+    kind
+    for kind in (getattr(c, name) for name in c.__all__)
+    if isinstance(kind, type) and issubclass(kind, DataLinearOperator)
+]
+
+
+@pytest.mark.parametrize("kind", ON_DATA)
+def test_signatures_show_what_is_accepted(kind: type):
+    model = nn.Linear(3, 2)
+    given = {
+        "model_func": model,
+        "loss_func": nn.CrossEntropyLoss(),
+        "params": list(model.parameters()),
+        "data": [(torch.randn(4, 3), torch.randint(2, (4,)))],
+    }
+    shown = inspect.signature(kind).parameters
+    required = {name for name, p in shown.items() if p.default is p.empty}
+    assert required <= given.keys() and len(ON_DATA) > 9
+    kind(**{name: given.get(name, p.default) for name, p in shown.items()})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        kind(**{name: given[name] for name in required}, unknown=1)
+    missing = SHARED - shown.keys()
+    assert missing == (NO_LOSS if kind in JACOBIANS else set())

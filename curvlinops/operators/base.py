@@ -81,11 +81,11 @@ class DataLinearOperator(TorchLinearOperator):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let signatures show the shared arguments, which are written once."""
         super().__init_subclass__(**kwargs)
-        own = inspect.signature(cls.__init__).parameters.values()
-        if "__init__" in vars(cls) and any(p.kind is p.VAR_POSITIONAL for p in own):
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in own):
             extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
-            found = {**inspect.signature(cls.__base__).parameters, **extra}
-            cls.__signature__ = inspect.Signature(list(found.values()))
+            own = {**inspect.signature(cls.__base__).parameters, **extra}.values()
+        cls.__signature__ = inspect.Signature(list(own))
 
     def __init__(
         self,
