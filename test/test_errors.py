@@ -912,7 +912,26 @@ NAMED = {name: torch.ones_like(p) for name, p in net().named_parameters()}
         (np.ones((D, 1, 1)), ValueError, "expected"),
         (list(NAMED.values())[:-1], ValueError, "a list of 3 tensors.*expected 4"),
         ({"w": torch.ones(3)}, ValueError, r"missing \['0.weight'.*unknown \['w'\]"),
-        (NAMED | {"0.bias": torch.ones(5)}, ValueError, "'0.weight' has shape|'0.bias' has"),
+        (
+            NAMED | {"0.bias": torch.ones(5)},
+            ValueError,
+            r"'0.bias' has shape \[5\], expected \[4\] or \[4, K\]",
+        ),
+        (
+            NAMED | {"2.weight": NAMED["2.weight"].T},
+            ValueError,
+            r"'2.weight' has shape \[4, 3\], expected \[3, 4\] or \[3, 4, K\]",
+        ),
+        (
+            {n: v.unsqueeze(-1) for n, v in NAMED.items()} | {"2.weight": torch.ones(4, 3, 1)},
+            ValueError,
+            r"'2.weight' has shape \[4, 3, 1\], expected \[3, 4\] or \[3, 4, K\]",
+        ),
+        (
+            NAMED | {"2.bias": torch.ones(3, 2)},
+            ValueError,
+            r"one vector for parameter '0.weight', and .* several, \[3, 2\], for '2.bias'",
+        ),
         (NAMED | {"0.bias": np.ones(4)}, TypeError, "'0.bias' is a ndarray"),
         (1j * np.ones(D), TypeError, "real, the vector complex"),
         (1j * torch.ones(D), TypeError, "real, the vector complex"),

@@ -132,17 +132,25 @@ def _split(x: Tensor, space: ParameterSpace) -> Columns:
 def _read_structure(
     values: dict[str, Tensor], space: ParameterSpace, named: bool
 ) -> tuple[Columns, Writer]:
-    single = all(values[name].shape == shape for name, shape in space.shapes.items())
-    columns = {}
-    for name, shape in space.shapes.items():
-        value = values[name]
-        if not single and tuple(value.shape[:-1]) != shape:
+    alone = [name for name, shape in space.shapes.items() if values[name].shape == shape]
+    several = [name for name, shape in space.shapes.items() if values[name].shape != shape]
+    for name in several:
+        shape, found = space.shapes[name], values[name].shape
+        if found[:-1] != shape:
             where = f" for parameter '{name}'" if name else ""
+            columns = ", ".join([*map(str, shape), "K"])
             raise ValueError(
-                f"Vector{where} has shape {list(value.shape)}, expected {list(shape)} or "
-                f"{[*shape, 'K']}, the same for all parameters."
+                f"Vector{where} has shape {list(found)}, expected {list(shape)} or [{columns}]."
             )
-        columns[name] = _adopt(value.unsqueeze(0) if single else value.movedim(-1, 0), space)
+    if alone and several:
+        raise ValueError(
+            f"There is one vector for parameter '{alone[0]}', and there are several, "
+            f"{list(values[several[0]].shape)}, for '{several[0]}': pass equally many for all."
+        )
+    columns = {
+        name: _adopt(value.movedim(-1, 0) if several else value.unsqueeze(0), space)
+        for name, value in values.items()
+    }
     if len({column.shape[0] for column in columns.values()}) > 1:
         counts = {name: column.shape[0] for name, column in columns.items()}
         raise ValueError(f"Vectors have unequal numbers of columns: {counts}.")
@@ -151,8 +159,8 @@ def _read_structure(
     def write(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
             joined = codomain.join(out)
-            return joined[0] if single else joined.T
-        parts = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
+            return joined.T if several else joined[0]
+        parts = {n: out[n].movedim(0, -1) if several else out[n][0] for n in codomain.names}
         return parts if named else list(parts.values())
 
     return columns, write
