@@ -410,8 +410,11 @@ def test_models_that_cannot_be_recorded(name: str, reason: str, caplog: pytest.L
     gradients = PerSampleGradientLinearOperator(*arguments)
     gradients.norms(), gradients.norms()
     reason = f"the model cannot be recorded: {reason}"
-    assert gradients.fallbacks == dict.fromkeys(gradients.domain.names, reason)
+    known = dict.fromkeys(gradients.domain.names, reason)
+    assert gradients.fallbacks == known
     assert len(caplog.records) == 3
+    gradients.gradient_and_loss()
+    assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match=reason):
         KFACLinearOperator(*arguments).trace()
 

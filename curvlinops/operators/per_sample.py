@@ -10,7 +10,6 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
-from curvlinops.core.findings import Findings
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
@@ -62,6 +61,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     ):
         self.terms = check_choice("terms", terms, ("term", "sample"))
         self._subsampling, self._selective = subsampling, subsampling is not None
+        self._fallbacks: dict[str, str] = {}
         super().__init__(*args, **kwargs)
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
@@ -79,14 +79,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def fallbacks(self) -> dict[str, str]:
         """The parameters whose gradients take a backward pass for each sample, and why.
 
-        Empty before the first call of a method that needs single gradients.
+        Those of the last call of a method that needs single gradients; empty before the first.
         """
-        found = self.risk.findings
-        known = {} if found is None else self._backward(found).fallbacks
-        return known | self._alone.fallbacks
-
-    def _backward(self, found: Findings) -> SampleBackward:
-        return found.get(SampleBackward, type(self).__name__, self._trusting)
+        return dict(self._fallbacks)
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._all = self._rows()
@@ -145,6 +140,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if not bound.loss.needs_graph:
             return super()._linearize_adjoint(bound)
         rows = self._alone.rows(bound)
+        self._fallbacks = self._alone.fallbacks
 
         def apply(u: Tensor, out: Columns) -> None:
             add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
@@ -280,9 +276,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """
         if bound.loss.needs_graph:
             group = self._alone.group(bound)
+            self._fallbacks = self._alone.fallbacks
             return group[1].num_samples, 1, lambda _: [group]
-        samples = self._backward(bound.findings).capture(bound)
-        output = samples.output
+        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)
+        samples = found.capture(bound)
+        self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(bound, output).unsqueeze(0)
         if self.terms == "sample":
             return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype))
