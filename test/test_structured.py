@@ -974,6 +974,17 @@ def test_sums_too_large_to_be_written(first, second):
     assert error < 5 * (len(dense) / 20_000) ** 0.5
 
 
+def test_diagonal_sums_need_no_matrix():
+    pairs = [(positive(3, seed=i), positive(4, seed=i + 3)) for i in range(3)]
+    operator = SumOfKroneckersLinearOperator(
+        [Kron(Diag(one), Diag(two)) for one, two in pairs], max_dense_dim=4
+    )
+    diagonal = sum(torch.kron(one, two) for one, two in pairs)
+    torch.testing.assert_close(operator.inverse(0.1).to_dense(), torch.diag(1 / (diagonal + 0.1)))
+    torch.testing.assert_close(operator.logdet(), diagonal.log().sum())
+    torch.testing.assert_close((operator**0.5).to_dense(), torch.diag(diagonal.sqrt()))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -24,8 +24,9 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     The block of a weight that is used in several roles, e.g. by an embedding, which has a diagonal
     factor, and by a head. Products, trace, norm and diagonal take the terms one by one. For
     inverses, determinants and eigendecompositions the sum is written as one matrix; or, if one of
-    two factors is diagonal in all terms, as one small matrix for each of its entries. Where that
-    is too large, inverse and determinant of two terms come from diagonalizing both at once.
+    two factors is diagonal in all terms, as one small matrix for each of its entries; or as a
+    diagonal, if all factors are. Where that is too large, inverse and determinant of two terms come
+    from diagonalizing both at once.
 
     Args:
         terms: The Kronecker products.
@@ -103,6 +104,22 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 
     # --- what needs the matrix
 
+    @property
+    def can_be_written(self) -> bool:
+        """Whether the sum may be written as a matrix."""
+        return self._num_entries() <= self.max_dense_dim**2
+
+    def _num_entries(self) -> int:
+        """Return how many entries the sum has, apart from those that are zero in all terms."""
+        dense = [size for i, size in enumerate(self._sizes) if i not in self._diagonal_axes()]
+        return self._groups * prod(self._sizes) * prod(dense)
+
+    def _diagonal_axes(self) -> list[int]:
+        """Return which factors are diagonal in all terms; of more than two, all or none."""
+        axes = enumerate(zip(*(term._factors for term in self._terms), strict=True))
+        found = [i for i, axis in axes if all(isinstance(f, Diagonal) for f in axis)]
+        return found if len(self._sizes) <= 2 or len(found) == len(self._sizes) else []
+
     def _matrix(self) -> StructuredLinearOperator:
         """Return the sum as matrices: one for each entry of a diagonal factor, or one."""
         if self._written is None:
@@ -110,20 +127,25 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         return self._written
 
     def _write(self) -> StructuredLinearOperator:
-        factors = [term._factors for term in self._terms]
-        if len(self._sizes) == 2:
-            for axis in (0, 1):
-                if all(isinstance(term[axis], Diagonal) for term in factors):
-                    return self._write_by_rows(axis)
-        size = prod(self._sizes)
-        self._check_size(self._groups * size**2)
-        dense = reduce(torch.add, [_kron(term) for term in factors])
+        if not self.can_be_written:
+            raise ValueError(
+                "This needs the sum of Kronecker products as a matrix, which has "
+                f"{self._num_entries():.1e} entries; max_dense_dim={self.max_dense_dim} allows "
+                f"{self.max_dense_dim**2:.1e}. Raise it, make a factor diagonal in all terms (in "
+                "KFAC by a smaller max_factor_size), keep only one term, or solve iteratively with "
+                "products of this operator."
+            )
+        axes, size = self._diagonal_axes(), prod(self._sizes)
+        if len(axes) == len(self._sizes):
+            return KroneckerProductLinearOperator(Diagonal(self.diagonal().view(-1, size)))
+        if axes:
+            return self._write_by_rows(*axes)
+        dense = reduce(torch.add, [_kron(term._factors) for term in self._terms])
         return KroneckerProductLinearOperator(Dense(dense.expand(self._groups, size, size)))
 
     def _write_by_rows(self, axis: int) -> StructuredLinearOperator:
         """Write one matrix for each entry of the factor ``axis``, diagonal in all terms."""
         rows, size = self._sizes[axis], self._sizes[1 - axis]
-        self._check_size(self._groups * rows * size**2)
         blocks = reduce(
             torch.add,
             [
@@ -141,26 +163,11 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 
     def _solvable(self) -> StructuredLinearOperator:
         """Return the sum in a form that has an inverse and a determinant."""
-        if len(self._terms) != 2 or len(self._sizes) != 2:
-            return self._matrix()
-        rows = [all(isinstance(t._factors[i], Diagonal) for t in self._terms) for i in (0, 1)]
-        if all(rows):
-            return self._matrix()
-        size = self._sizes[rows.index(False)] if any(rows) else prod(self._sizes)
-        if self._groups * prod(self._sizes) * size <= self.max_dense_dim**2:
+        if len(self._terms) != 2 or len(self._sizes) != 2 or self.can_be_written:
             return self._matrix()
         if self._diagonalized is None:
             self._diagonalized = diagonalize(*self._terms)
         return self._diagonalized
-
-    def _check_size(self, numbers: int) -> None:
-        if numbers > self.max_dense_dim**2:
-            raise ValueError(
-                "This needs the sum of Kronecker products as a matrix, which has "
-                f"{numbers:.1e} entries; max_dense_dim={self.max_dense_dim} allows "
-                f"{self.max_dense_dim**2:.1e}. Raise it, make a factor diagonal in all terms, keep "
-                "only one term, or solve iteratively with products of this operator."
-            )
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         return self._solvable()._slogdet()

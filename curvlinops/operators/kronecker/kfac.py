@@ -1,7 +1,7 @@
 """Kronecker-factored approximate curvature."""
 
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of
+from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of, summed
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -44,9 +44,21 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         """Return the inverses of blocks with one number on the diagonal.
 
         Their eigendecompositions are those of the structure's factors, which are kept.
+
+        Raises:
+            ValueError: If a sum of Kronecker products is too large for that.
         """
         shift, retry = damping.values[1], damping.retry_double_precision
         blocks = self.structure.blocks
+        sums = (each for each in self._structure_factors if shift and len(each.products) > 1)
+        for block, products, _ in sums:
+            if not summed(products).can_be_written:
+                raise ValueError(
+                    f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too large "
+                    "for exact damping. Use inverse(damping), which damps the factors of each of "
+                    "them; or leave the parameter out of params; or choose a smaller "
+                    "max_factor_size, above which factors are diagonal."
+                )
         # not only products of two factors: that of a bias may belong to its weight as well
         others = {", ".join(b.names) for b in self._computed().blocks if len(b.kinds) != 1}
         damped = {
