@@ -338,6 +338,64 @@ def test_unused_parts_of_parameters_are_damped(cls: type):
             operator.inverse()
 
 
+class Tied(nn.Module):
+    """Embedding and head share a table."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.body = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.table = nn.Embedding(vocabulary, width)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(self.table(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden(x) @ self.table.weight.T
+
+
+def test_damping_of_blocks_that_are_no_product():
+    torch.manual_seed(0)
+    net, words, (a, b) = Tied(5, 3).double(), torch.tensor([0, 1, 1, 2, 4, 4, 4]), (0.1, 0.03)
+    loss, data = nn.CrossEntropyLoss(), [(words, words.flip(0))]
+    operator = KFACLinearOperator(net, loss, [*net.norm.parameters()], data)
+    expected = torch.linalg.inv(matrix(operator) + b * torch.eye(6).double())
+    assert error(matrix(operator.inverse((a, b))), expected) <= 1e-10
+    # the two products' factors of inputs; those of gradients are identities
+    operator = KFACLinearOperator(net, loss, [net.table.weight], data, fisher_type="forward-only")
+    counts = words.bincount(minlength=5).double() / len(words)
+    h = net.hidden(words).detach()
+    by_word, by_width = (torch.eye(n).double() * (1 + b) for n in (5, 3))
+    expected = torch.kron(torch.diag(counts + a), by_width)
+    expected += torch.kron(by_word, h.T @ h / len(words) + a * torch.eye(3).double())
+    assert error(matrix(operator.inverse((a, b))), torch.linalg.inv(expected)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "limit"), [(1100, 8, 16384), (17_000, 64, 16384), (17_000, 64, 0)]
+)
+def test_exact_damping_of_a_large_table(
+    vocabulary: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    net, words = Tied(vocabulary, width), torch.randint(vocabulary, (9,))
+    options = {"fisher_type": "empirical", "max_factor_size": limit}
+    args = net, nn.CrossEntropyLoss(), list(net.parameters()), [(words, words.flip(0))]
+    operator = KFACLinearOperator(*args, **options)
+    v = torch.rand(operator.shape[1])
+    if limit == 0:  # all factors are diagonal
+        inverse = operator.inverse(0.1, use_exact_damping=True)
+        torch.testing.assert_close(inverse @ v, v / (operator.diagonal() + 0.1))
+        return
+    assert (operator.inverse(0.1) @ v).isfinite().all()
+    with monkeypatch.context() as patch:  # nothing is decomposed before
+        patch.setattr(torch.linalg, "eigh", None)
+        with pytest.raises(ValueError, match="'table.weight'.*inverse.damping.*params.*max_factor"):
+            operator.inverse(0.1, use_exact_damping=True)
+    with pytest.raises(ValueError, match="'table.weight'.*max_factor_size"):
+        (operator + 0.1 * IdentityLinearOperator(operator.space)).logdet()
+
+
 @pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
 def test_structure(name: str):
     operator = build(name, fisher="empirical", fallback="dense")

@@ -193,9 +193,10 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
 
     A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default. That is
     not the inverse of ``B (x) A + a I``, which is what ``use_exact_damping`` computes, by
-    eigendecompositions, which ``A`` keeps for other dampings. Blocks that are no Kronecker
-    products, and all of EKFAC's, have exact damping in any case. The inverse does not follow later
-    changes of ``A``.
+    eigendecompositions, which ``A`` keeps for other dampings. Of a sum of Kronecker products (an
+    embedding's and a head's), the factors of each are damped, and the sum is inverted. Blocks
+    without factors, and all of EKFAC's, have exact damping in any case, with b given a pair. The
+    inverse does not follow later changes of ``A``.
 
     Args:
         A: The operator to invert.
@@ -214,7 +215,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
 
     Raises:
         ValueError: If options do not go together; if a factor is singular to working precision or
-            not finite, naming its block.
+            not finite, naming its block; if a sum is too large for exact damping.
     """
 
     def __init__(
