@@ -140,10 +140,11 @@ class BatchRisk:
     def check(self, output: Tensor) -> None:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
-        if self.loss is None or self.loss.needs_graph:  # not all outputs have one
+        seen = output if self.loss is not None and self.loss.needs_graph else output.detach()
+        if self.loss is None or (self.loss.needs_graph and not output.requires_grad):
             check_numbers(self.batch, output)
         else:
-            check_finite(self.batch, self.loss.sum(output.detach(), self.batch.y), {})
+            check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
 
 
 class EmpiricalRisk:
