@@ -61,19 +61,25 @@ class SampleBackward:
         """Whether rules are known for all parameters."""
         return not self.fallbacks
 
-    def capture(self, bound: BoundModel) -> SampleGradients:
-        """Run the model on a batch; return what computes its samples' gradients."""
+    def capture(self, bound: BoundModel, trusting: bool | None = None) -> SampleGradients:
+        """Run the model on a batch; return what computes its samples' gradients.
+
+        Args:
+            bound: The model on a batch.
+            trusting: Whether the batch is taken to be like earlier ones, if they are not all.
+        """
         few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:
             self._rehearse(few)
-        return SampleGradients(bound, self._record(bound), self.fallbacks)
+        trusting = self._trusting if trusting is None else trusting
+        return SampleGradients(bound, self._record(bound, trusting), self.fallbacks)
 
     def _rehearse(self, few: BoundModel) -> None:
         """Learn from a few samples which rules agree with autograd, and what to do about calls."""
         trial = SampleBackward(self.name, independent=self._independent, invariant=self._invariant)
         trial._log = logging.DEBUG
         try:
-            batch = trial._record(few)
+            batch = trial._record(few, trusting=False)
         except Exception as error:  # if these do not do alone, all show why
             _LOGGER.info("%s: a few samples alone: %s", self.name, error)
             return
@@ -82,7 +88,7 @@ class SampleBackward:
             self._checked = trial._checked - batch.unconnected
             self._changes, self._grouped = trial._changes, trial._grouped
 
-    def _record(self, bound: BoundModel) -> RecordedBatch | None:
+    def _record(self, bound: BoundModel, trusting: bool) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
         names = [name for name in bound.space.names if name not in self.fallbacks]
         if not names:
@@ -99,9 +105,9 @@ class SampleBackward:
             return None
         bound.check(batch.model_output)  # else numbers that are none tell which rows belong where
         before = len(self.fallbacks)
-        batch = self._sort(bound, batch)
+        batch = self._sort(bound, batch, trusting)
         if batch is None:
-            return self._record(bound)
+            return self._record(bound, trusting)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         # one sample alone says nothing of which rows belong to which
         own = self._checked if batch.num_samples > 1 else self._checked_alone
@@ -142,14 +148,16 @@ class SampleBackward:
 
     # --- layouts
 
-    def _sort(self, bound: BoundModel, batch: RecordedBatch) -> RecordedBatch | None:
+    def _sort(
+        self, bound: BoundModel, batch: RecordedBatch, trusting: bool
+    ) -> RecordedBatch | None:
         """Find each use's layout, and the parameters for which that is impossible.
 
         Returns:
             The batch, perhaps another one with changes; ``None`` if it must be recorded again,
             because samples turn out to have several rows of the output each, or a rule fails.
         """
-        if self._trusting and not batch.depends_on_data:
+        if trusting and not batch.depends_on_data:
             batch.layouts = {
                 key: layout
                 for key, layout in self._layouts.items()
@@ -170,17 +178,16 @@ class SampleBackward:
         for change in Change:
             changed = self._retry(runs, batch, lost, change)
             if changed is not None:
-                return self._sort(bound, changed)
+                return self._sort(bound, changed, trusting)
             if lost and self._independent and change is Change.ENLARGE:
                 check_first_sample(bound, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
-        if self._trusting:
-            self._layouts |= {
-                key: layout
-                for key, layout in batch.layouts.items()
-                if isinstance(layout, Along) and key not in batch.guessed | batch.open
-            }
+        self._layouts |= {
+            key: layout
+            for key, layout in batch.layouts.items()
+            if isinstance(layout, Along) and key not in batch.guessed | batch.open
+        }
         return batch
 
     def _tried_with_two(

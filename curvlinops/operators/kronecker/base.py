@@ -68,8 +68,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """
 
     _per_sample = True
-    #: Whether gradients of single samples are needed, beyond sums over their rows.
-    _corrected = False
 
     def __init__(
         self,
@@ -102,9 +100,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        # factors that sum over all rows need no samples; of exact blocks the first batch decides
-        trusting = self._trusting or not (self._options.reduced or self._corrected)
-        self._passes = Passes(type(self).__name__, self.risk, self._options, terms, trusting)
+        name = type(self).__name__
+        self._passes = Passes(name, self.risk, self._options, terms, self._trusting)
         self._sums: Sums | None = None
         self._forget()
 

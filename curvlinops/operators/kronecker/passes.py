@@ -112,7 +112,9 @@ class Passes:
             self._estimator.add(sums, samples, vectors)
             sums.terms = sums.terms + bound.terms(samples.output)
 
-        sums.num_batches = self.visit(run, use, batches, sums.num_batches)
+        # factors that sum over all rows need no samples; of exact blocks the first batch decides
+        trusting = self._trusting or not self._options.reduced
+        sums.num_batches = self.visit(run, use, batches, sums.num_batches, trusting)
 
     def visit(
         self,
@@ -120,6 +122,7 @@ class Passes:
         use: Callable[[BatchRisk, SampleGradients], Any],
         batches: Batches | None = None,
         first: int = 0,
+        trusting: bool | None = None,
     ) -> int:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
@@ -128,7 +131,7 @@ class Passes:
             nonlocal number
             own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
             found = own.findings.get(SampleBackward, self._name, self._trusting, True, True)
-            samples = found.capture(own)
+            samples = found.capture(own, trusting)
             self._check_terms(own, samples)
             if samples.num_samples:
                 use(own, samples)
