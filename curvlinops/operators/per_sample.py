@@ -202,7 +202,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             for name, x in out.items():
                 x[where] = rows[name]
 
-        self._visit(visit)
+        self._visit("gradients", visit)
 
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
@@ -211,14 +211,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         def visit(groups: list[Group], where: Tensor) -> None:
             squares[where] = sum(form.squared_norms()[0] for _, form in groups).to(squares.dtype)
 
-        self._visit(visit)
+        self._visit("norms", visit)
         self._check(squares)
         return squares.sqrt()
 
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
-        self._visit(lambda groups, where: batches.append((groups, where.unsqueeze(0))), whole=True)
+        self._visit("gram", lambda groups, where: batches.append((groups, where[None])), whole=True)
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T
@@ -233,7 +233,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 squares = form.sum_of_squares().unsqueeze(0)
                 add(out, slice(None), split(names, squares, self.domain))
 
-        self._visit(visit)
+        self._visit("second_moment", visit)
         self._check_finite(out, self.domain)
         return self.domain.join(out)[0] / self.shape[0]
 
@@ -243,10 +243,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         mean = (self.T @ ones) / self.shape[0]
         return (self.second_moment() - mean.square()).clamp(min=0.0)
 
-    def _visit(self, visit: Visit, whole: bool = False) -> None:
+    def _visit(self, description: str, visit: Visit, whole: bool = False) -> None:
         """Call ``visit`` with gradients until all rows that are wanted had their turn.
 
         Args:
+            description: What for, in the progress bar.
             visit: What is done with them.
             whole: Whether it gets all of a batch at once.
         """
@@ -270,7 +271,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
             return num_samples * count, use
 
-        self._place_rows(self._all.dim, compute)
+        self._place_rows(description, self._all.dim, compute)
 
     def _turns(self, bound: BatchRisk) -> tuple[int, int, Callable[[int], list[Group]]]:
         """Prepare the gradients of a batch, of one row of each sample at a time.
