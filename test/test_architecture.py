@@ -60,6 +60,14 @@ def test_no_import_circle():
         visit(name, ())
 
 
+def test_layers_import_all_rules():
+    layers = [path for path in FILES if path.parent.name == "layers" and path.stem != "uses"]
+    have_rules = {path.stem for path in layers if "uses.handles" in str(imported(path))}
+    assert have_rules == set(curvlinops.layers.__all__)
+    named = {name.split(".")[-1] for name in imported(ROOT / "layers" / "__init__.py")}
+    assert have_rules <= named
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_short(path: Path):
     assert len(path.read_text().splitlines()) <= 300

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,13 +50,19 @@ def test_expanded_weights():
     assert names == ["Gradients of samples"] and seconds > 0
 
 
-def test_table_of_filters():
-    script = ROOT / "docs_src" / "benchmarks" / "filters.py"
-    options = ["--layers", "1", "--repeats", "1"]
+@pytest.mark.parametrize("name", ["filters", "covariance"])
+def test_tables_of_convolutions(name: str, tmp_path: Path):
+    script = ROOT / "docs_src" / "benchmarks" / f"{name}.py"
+    options = ["--layers", "1", "--repeats", "1", "--output", str(tmp_path)]
     printed = subprocess.run(
-        [sys.executable, str(script), *options], check=True, capture_output=True
+        [sys.executable, str(script), *options], check=True, capture_output=True, text=True
     )
-    assert b"groups" in printed.stdout and b"*" in printed.stdout
+    page = (tmp_path / f"{name}.md").read_text()
+    assert page in printed.stdout
+    lines = page.splitlines()
+    committed = (ROOT / f"docs_src/benchmarks/results/{name}.md").read_text().splitlines()
+    assert lines[2] == committed[2]  # the same ways
+    assert lines[4].count("**") == 2 and lines[4].split("|")[1] == committed[4].split("|")[1]
 
 
 def test_committed_table_is_complete():

@@ -1,6 +1,7 @@
 """Every operator on every problem: equal to its dense reference, and a linear operator."""
 
 import pickle
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +14,7 @@ import torch
 from contract import ALL, CASES, EXACT, RANDOM, dense, error, errors, matrix, vectors
 from torch import Tensor, nn
 
-from curvlinops import IdentityLinearOperator
+from curvlinops import IdentityLinearOperator, TorchLinearOperator
 from curvlinops.core import columns
 from curvlinops.losses import Loss
 
@@ -351,13 +352,44 @@ def test_parameter_changes_are_seen(case: str):
     assert torch.equal(operator @ vectors(operator), fresh @ vectors(operator))
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if ALL[c].square])
+#: What products compute first, where that is kept in place of the product's parts.
+FIRST = {"ggn-diagonal": ["diagonal"], "kfac": ["factors"], "ekfac": ["factors", "eigenvalues"]}
+#: Methods that pass over the data for something else, and what that is.
+METHODS = {
+    ("ggn-diagonal", "trace"): "trace",
+    ("ggn-diagonal", "diagonal"): "diagonal",
+    ("gradients", "norms"): "norms",
+    ("gradients", "gram"): "gram",
+    ("gradients", "dense"): "gradients",
+    ("gradients", "gradients"): "gradients",
+    ("gradients", "second_moment"): "second_moment",
+    ("jacobian", "gram"): "gram",
+    ("hessian", "gradient_and_loss"): "gradient_and_loss",
+}
+
+
+def passes(operator: TorchLinearOperator, capsys: pytest.CaptureFixture) -> list[str]:
+    """Return for what progress bars were shown, each name of an operator and a device checked."""
+    labels = re.findall(r"\r(.*?): +\d+%", capsys.readouterr().err)
+    parts = [re.fullmatch(r"(\w+)\.(\w+) on cpu", label) for label in labels]
+    assert {part[1] for part in parts} == {type(operator).__name__}
+    return list(dict.fromkeys(part[2] for part in parts))
+
+
+@pytest.mark.parametrize("case", ALL)
 def test_progress_names_operator_and_device(case: str, capsys):
-    p = problems.make("mlp-ce-mean")
-    operator = ALL[case].build(p, progressbar=True)
+    operator = ALL[case].build(problems.make("mlp-ce-mean"), progressbar=True)
+    assert "check_deterministic" in passes(operator, capsys)
     operator @ vectors(operator)
-    label = f"{type(operator).__name__}.matmat on cpu"
-    assert label in capsys.readouterr().err
+    assert passes(operator, capsys) == FIRST.get(case, ["matmat"])
+
+
+@pytest.mark.parametrize("case, method", METHODS)
+def test_progress_names_what_is_computed(case: str, method: str, capsys):
+    operator = ALL[case].build(problems.make("mlp-ce-mean"), progressbar=True)
+    passes(operator, capsys)
+    getattr(operator, method)()
+    assert passes(operator, capsys) == [METHODS[case, method]]
 
 
 @pytest.mark.parametrize("case", ALL)

@@ -1156,7 +1156,7 @@ def table() -> str:
         def note(groups: list, where: Tensor, names: list[str] = without_rows) -> None:
             names += [group[0] for group, form in groups if isinstance(form, Outer | Lookup)]
 
-        operator._visit(note)
+        operator._visit("gradients", note)
         names = [n for n, _ in model.named_parameters()]
         single = [n for n in names if n in operator.fallbacks]
         cells = ([n for n in names if n not in single], without_rows, single)

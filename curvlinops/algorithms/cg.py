@@ -115,7 +115,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         X, count = torch.zeros_like(R), torch.zeros(len(R), dtype=torch.int64, device=R.device)
         P = A.precondition(R)
         rho, place = check_positive(dots(R, P), R), torch.arange(len(R), device=R.device)
-        s = _State(place, R, goal, P, rho, torch.zeros_like(goal))
+        s = _State(place=place, R=R, goal=goal, P=P, rho=rho, scale=torch.zeros_like(goal))
         for _ in range(budget):
             Q = A.multiply(s.P)
             curvature = _curvature(A, s, Q, lambda: X, A)
@@ -260,8 +260,9 @@ def _start_family(B: Tensor, goal: Tensor, num_shifts: int) -> _Family:
     place, one = torch.arange(len(B), device=B.device), torch.ones_like(goal)
     shifted = B[:, None].expand(-1, num_shifts, -1)
     zeta = one[:, None].expand(-1, num_shifts)
-    rho, zero = dots(B, B), torch.zeros_like(goal)
-    return _Family(place, B, goal, B, rho, zero, shifted, zeta, zeta, one, zero)
+    zero = torch.zeros_like(goal)
+    single = {"place": place, "R": B, "goal": goal, "P": B, "rho": dots(B, B), "scale": zero}
+    return _Family(**single, shifted=shifted, zeta=zeta, zeta_old=zeta, alpha=one, beta=zero)
 
 
 def _ratio(s: _Family, alpha: Tensor, shifts: Tensor) -> Tensor:

@@ -245,9 +245,26 @@ def _start(B: Tensor, u: Tensor, beta: Tensor, image: Tensor, damp: float) -> tu
     zero, one = torch.zeros_like(beta), torch.ones_like(beta)
     rows, images = torch.zeros_like(v), torch.zeros_like(u)
     state = _State(
-        *(torch.arange(len(B), device=B.device), zero, B, u, v, alpha),
-        *(v, rows, images, images, zero, alpha, alpha * beta),
-        *(one, one, one, zero, alpha**2 + damp**2, zero, torch.full_like(one, torch.inf)),
+        place=torch.arange(len(B), device=B.device),
+        itn=zero,
+        R=B,
+        u=u,
+        v=v,
+        alpha=alpha,
+        h=v,
+        h_bar=rows,
+        Ah=images,
+        Ah_bar=images,
+        turn=zero,
+        alpha_bar=alpha,
+        zeta_bar=alpha * beta,
+        rho=one,
+        rho_bar=one,
+        cos_bar=one,
+        sin_bar=zero,
+        squares=alpha**2 + damp**2,
+        largest=zero,
+        smallest=torch.full_like(one, torch.inf),
     )
     return state, torch.zeros_like(v)
 

@@ -135,9 +135,23 @@ def _inner(y: Tensor, z: Tensor) -> Tensor:
 
 def _start(R: Tensor, z: Tensor, beta: Tensor, goal: Tensor) -> _State:
     zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(R)
-    place = torch.arange(len(R), device=R.device)
     return _State(
-        place, R, goal, R, rows, z, beta, one, beta, zero, -one, zero, zero, zero, rows, rows
+        place=torch.arange(len(R), device=R.device),
+        R=R,
+        goal=goal,
+        y=R,
+        y_old=rows,
+        z=z,
+        beta=beta,
+        beta_old=one,
+        phi=beta,
+        scale=zero,
+        cos=-one,
+        sin=zero,
+        below=zero,
+        above=zero,
+        w=rows,
+        w_old=rows,
     )
 
 

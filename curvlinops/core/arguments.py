@@ -1,4 +1,4 @@
-"""Arguments that are numbers, one of a few choices, or constants to autograd."""
+"""Arguments that are numbers, devices, one of a few choices, or constants to autograd."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +24,11 @@ def as_integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else index(value)
     except TypeError:
         return None
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """Return a device as tensors there name it: ``"cuda"`` becomes ``cuda:0``."""
+    return torch.empty(0, device=device).device
 
 
 def check_call(name: str, function: Callable, args: tuple, kwargs: dict, *first: str) -> None:

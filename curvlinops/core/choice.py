@@ -20,7 +20,7 @@ Mode = Reverse | Forward
 
 #: Allowed discrepancy of a dot-test, relative to the products' norms, for parameters of a dtype.
 #: Models may compute in less than that: Llama's norms in float32, under autocast in bfloat16.
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 #: Tests a mode on a batch, with random vectors of a seed, and returns its discrepancy.
 DotTest = Callable[[Mode, BoundModel, Head, int], float]
@@ -71,7 +71,7 @@ def choose(
         NothingToTest: If one runs, but all derivatives vanish.
     """
     dtypes = {leaf.dtype for leaf in bound.leaves().values()}
-    tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
+    tolerance = max(_TOLERANCES[dtype] for dtype in dtypes)
     failures, undefined, cause = [], [], None
     for mode in modes:
         name = type(mode).__name__.lower()
@@ -112,23 +112,23 @@ class Chosen:
         """Whether there is one."""
         return self._mode is not None
 
-    def find(self, bound: Any, seen: Any, choose: Callable[[Any, bool], Mode]) -> Mode:
+    def find(self, bound: Any, seen: Any, decide: Callable[[Any, bool], Mode]) -> Mode:
         """Return the mode that was chosen before, or choose it.
 
         Args:
             bound: A ``BatchRisk``.
             seen: What the first batch has shown.
-            choose: Chooses a mode on a batch, for many products or not.
+            decide: Chooses a mode on a batch, for many products or not.
         """
         if self._mode is not None:
             return self._mode
         few = bound.first_samples() if bound.batch.index == 0 else None
         with suppress(Exception):  # if these do not do alone, all show why
             if few is not None and few.resembles(seen):
-                self._mode = choose(few, self._many)
+                self._mode = decide(few, self._many)
                 return self._mode
         try:
-            self._mode = choose(bound, self._many)
+            self._mode = decide(bound, self._many)
         except NothingToTest as found:  # another batch may tell
             return found.mode
         return self._mode

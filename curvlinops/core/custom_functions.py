@@ -43,7 +43,7 @@ class Hooks(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
+def check_custom_functions(bound: BatchRisk, mode: Mode) -> None:
     """Compare a Hessian product with central differences of the gradient.
 
     Only for models with custom autograd functions or hooks on tensors (those on nodes of the graph,
@@ -55,12 +55,12 @@ def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
     Raises:
         RuntimeError: If the two differ.
     """
-    with Hooks() as hooks, risk.recording("gradient") as (_, _, output):
-        functions = custom_functions(graph_nodes(risk.loss_sum(output)[0])) | hooks.names
+    with Hooks() as hooks, bound.recording("gradient") as (_, _, output):
+        functions = custom_functions(graph_nodes(bound.loss_sum(output)[0])) | hooks.names
     if not functions:
         return
     try:
-        product, slopes = _compare(risk, mode)
+        product, slopes = _compare(bound, mode)
     except (RuntimeError, TypeError, ValueError) as error:  # whatever a float64 copy may meet
         warn(
             f"Whether the backward of the custom autograd functions and hooks {sorted(functions)} "
@@ -79,11 +79,11 @@ def check_custom_functions(risk: BatchRisk, mode: Mode) -> None:
         )
 
 
-def _compare(risk: BatchRisk, mode: Mode) -> tuple[Columns, list[Columns]]:
+def _compare(bound: BatchRisk, mode: Mode) -> tuple[Columns, list[Columns]]:
     """Return a product, and central differences with two step sizes."""
-    theta = {name: leaf.detach().double() for name, leaf in risk.leaves().items()}
-    generator = torch.Generator(risk.space.device).manual_seed(0)
-    twin = risk.in_double(theta)
+    theta = {name: leaf.detach().double() for name, leaf in bound.leaves().items()}
+    generator = torch.Generator(bound.space.device).manual_seed(0)
+    twin = bound.in_double(theta)
     v = twin.space.randn(1, generator)
     # not along what derivatives take for a constant, such as rows of padding
     there = gradient(twin, twin.loss_sum)[1]
@@ -91,7 +91,7 @@ def _compare(risk: BatchRisk, mode: Mode) -> tuple[Columns, list[Columns]]:
     size = max(norm(theta), 1e-3) / max(norm(v), 1e-3)
 
     def shifted(step: float) -> Columns:
-        twin = risk.in_double({name: x + step * v[name][0] for name, x in theta.items()})
+        twin = bound.in_double({name: x + step * v[name][0] for name, x in theta.items()})
         return gradient(twin, twin.loss_sum)[1]
 
     slopes = []

@@ -1,4 +1,4 @@
-"""Autograd functions of this package whose backward passes are made to be differentiated."""
+"""What autograd functions and formulas share: which gradients are wanted, precision, transforms."""
 
 from collections.abc import Callable
 from typing import Any

@@ -33,9 +33,9 @@ class Keeper:
         cache: ``"none"``; ``"graph"`` for all batches; a number of bytes; or ``"auto"``, which
             begins at the second product in a row without a change, and keeps at most a quarter of
             the free memory (on the CPU not more than 4 GiB).
+        name: Names the operator in log messages.
 
     Attributes:
-        name: Names the operator in log messages.
         active: Whether this product keeps what it prepares, and may find something kept.
     """
 

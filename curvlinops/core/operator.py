@@ -62,8 +62,6 @@ class TorchLinearOperator(LinearMap):
     def _rdot(self, x: Any) -> Any:
         if is_scalar(x):
             return self._scaled(_factor(x))
-        if isinstance(x, TorchLinearOperator):
-            return x.dot(self)
         if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
             return self._product(x.T, adjoint=True).T
         return self._product(x, adjoint=True) if is_ours(x) else super()._rdot(x)

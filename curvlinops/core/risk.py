@@ -31,7 +31,7 @@ Start = Callable[[], Callable[[], Structure] | None]
 
 
 class BatchRisk:
-    """The risk's share on one batch: what the modes of ``autodiff`` differentiate."""
+    """The risk's share on one batch: what the modes (``modes.py``) differentiate."""
 
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
         self._risk = risk
@@ -207,15 +207,15 @@ class EmpiricalRisk:
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             structure = start()
             with self.examination.preserving(device, batches.data):
-                for risk in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
+                for bound in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
                     sharing = nullcontext()
                     if structure is not None and self.findings is None:
-                        batch = [risk.batch.X, risk.batch.y, batches.batch_size_fn]
+                        batch = [bound.batch.X, bound.batch.y, batches.batch_size_fn]
                         self.findings = recall(self.model, [structure(), Structure.of(batch)])
                         sharing = self.findings.publishing()
                     try:
-                        with sharing, self.examination.around(risk, purpose):
-                            step(risk)
+                        with sharing, self.examination.around(bound, purpose):
+                            step(bound)
                     except Exception:  # numbers that are none, say, which show nothing
                         self.findings = None
                         raise
@@ -279,10 +279,10 @@ class EmpiricalRisk:
         """
         gradient, loss, total = self.space.zeros(1), 0.0, 0.0
 
-        def step(risk: BatchRisk) -> None:
+        def step(bound: BatchRisk) -> None:
             nonlocal loss, total
-            value, columns, terms = autodiff.gradient(risk, risk.loss_sum)
-            check_finite(risk.batch, value, columns)
+            value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
+            check_finite(bound.batch, value, columns)
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 

@@ -25,7 +25,7 @@ from curvlinops.layers.detection import (
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
-from curvlinops.layers.outer import Outer, add
+from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
 
@@ -296,4 +296,4 @@ class RecordedBatch:
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
-        return {name: add(found[name]) for name in self._known(found)}
+        return {name: sum_of(found[name]) for name in self._known(found)}

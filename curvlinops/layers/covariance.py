@@ -34,11 +34,8 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
         ValueError: If there are no such patches.
     """
     window.check(x)
-    x, width = wide(x), x.shape[1] * prod(window.kernel_size)
-    if shifts_are_cheaper(x.shape, window):
-        unfolded = width // window.kernel_size[0]
-        return covariance_by_shifts(x, window, max(_SHIFTED // unfolded, _POSITIONS))
-    return covariance_by_patches(x, window, max(_UNFOLDED // width, _POSITIONS))
+    cheaper = shifts_are_cheaper(x.shape, window)
+    return (covariance_by_shifts if cheaper else covariance_by_patches)(wide(x), window)
 
 
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
@@ -47,26 +44,8 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     Counted are multiplications, with what takes the time of some: copying a number (64), moving
     an entry of the result (100, and 300 with the products around the core), and all calls.
 
-    Measured times in ms (Intel Xeon with AVX-512, one thread, float32, padding by half a kernel),
-    next to those of ``unfold`` and ``X @ X.T``:
-
-    =================================== ======= ======== =======
-    input, kernel                       unfold  patches  shifts
-    =================================== ======= ======== =======
-    [32, 64, 56, 56], 3 x 3             1153    508      269 *
-    [32, 128, 28, 28], 3 x 3            1008    453      240 *
-    [32, 256, 14, 14], 3 x 3            938     603      308 *
-    [16, 512, 7, 7], 3 x 3              522     498 *    508
-    [64, 3, 32, 32], 3 x 3              7.8     6.5      4.5 *
-    [32, 128, 8, 8], 3 x 3              51      43       34 *
-    [32, 128, 4, 4], 3 x 3              15.3    15.9 *   18.5
-    [8, 32, 28, 28], 5 x 5              88      64       36 *
-    [2, 64, 28, 28], 7 x 7              472     335      236 *
-    [32, 64, 28, 28], 3 x 3, 4 groups   224     75       40 *
-    [4, 96, 56, 56], 7 x 7, 96 groups   605     235      65 *
-    =================================== ======= ======== =======
-
-    The star marks what this function chooses.
+    It is fitted to times on a CPU (``docs_src/benchmarks/covariance.py``). Memory does not count:
+    both take the input piece by piece.
 
     Args:
         shape: The input's, ``[N, C, *I]``.
@@ -84,14 +63,17 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     return window.groups * by_shifts + 10**6 * kernel**2 < window.groups * by_patches
 
 
-def covariance_by_shifts(x: Tensor, window: Window, positions: int) -> Tensor:
+def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None) -> Tensor:
     """Return ``input_covariance`` by products of the input with its shifts along the first axis.
 
     Args:
         x: Input ``[N, C, *I]``.
         window: Which patches; along the first axis of stride 1, at least ``dilation * (K - 1)``.
-        positions: About how many positions of the output at once.
+        positions: About how many positions of the output at once. Default: a fast number.
     """
+    if positions is None:
+        unfolded = x.shape[1] * prod(window.kernel_size[1:])
+        positions = max(_SHIFTED // unfolded, _POSITIONS)
     sums = ShiftedProducts(x, window)
     # with fewer, all would be borders
     least = 4 * window.dilation[0] * (window.kernel_size[0] - 1)
@@ -100,14 +82,16 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int) -> Tensor:
     return sums.matrix()
 
 
-def covariance_by_patches(x: Tensor, window: Window, positions: int) -> Tensor:
+def covariance_by_patches(x: Tensor, window: Window, positions: int | None = None) -> Tensor:
     """Return ``input_covariance`` by products of patches.
 
     Args:
         x: Input ``[N, C, *I]``.
         window: Which patches.
-        positions: About how many positions of the output at once.
+        positions: About how many positions of the output at once. Default: a fast number.
     """
+    if positions is None:
+        positions = max(_UNFOLDED // (x.shape[1] * prod(window.kernel_size)), _POSITIONS)
     dims, groups = len(window.size), window.groups
     width = x.shape[1] // groups * prod(window.kernel_size)
     matrix = x.new_zeros(groups, width, width)

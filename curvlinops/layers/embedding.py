@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.functions import wide
 from curvlinops.layers.forms import Form
-from curvlinops.layers.products import BYTES, Products, in_parts
+from curvlinops.layers.products import BYTES, GradientMaps, in_parts
 from curvlinops.layers.uses import Sort, Use, handles
 
 
@@ -99,7 +99,7 @@ class Lookup(Form):
         """One for each entry that is looked up."""
         return self.num_positions * self.g.shape[-1]
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
         rows = g.new_zeros(*g.shape[:2], self.num_rows, g.shape[-1])
@@ -114,7 +114,7 @@ class Lookup(Form):
         """Return the same gradients in another dtype."""
         return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)
 
-    def products(self) -> Products:
+    def products(self) -> GradientMaps:
         """Return products with the rows that were looked up, and sums into them."""
         g, indices, shape, num_rows = self.g[0], self.indices, self.shape, self.num_rows
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.place import Place
-from curvlinops.layers.products import BYTES, Products
+from curvlinops.layers.products import BYTES, GradientMaps
 
 #: How many numbers a processor's cache holds.
 _CACHED = 2**18
@@ -43,7 +43,7 @@ class Form(ABC):
         return self.num_entries
 
     @abstractmethod
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *shape]``."""
 
     def write(self, samples: slice, out: Tensor) -> None:
@@ -67,7 +67,7 @@ class Form(ABC):
             total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
         return total
 
-    def products(self) -> Products | None:
+    def products(self) -> GradientMaps | None:
         """Return products with vectors, ``None`` if gradients must be written down for them."""
         return None
 
@@ -132,7 +132,7 @@ class Direct(Form):
         form._given = rows
         return form
 
-    def products(self) -> Products | None:
+    def products(self) -> GradientMaps | None:
         """Return matrix products, if the gradients are there."""
         if self._given is None:
             return None
@@ -142,7 +142,7 @@ class Direct(Form):
             lambda u: (u.to(rows) @ rows).reshape(len(u), *shape),
         )
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._compute(samples)
 
@@ -166,7 +166,7 @@ class Total(Form):
         """Those of all uses."""
         return sum(form.num_multiplications for form in self._forms)
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
 
@@ -174,7 +174,7 @@ class Total(Form):
         """Return the gradients of some samples only."""
         return Total([form.select(samples) for form in self._forms])
 
-    def products(self) -> Products | None:
+    def products(self) -> GradientMaps | None:
         """Return the sums of the uses' products."""
         found = [form.products() for form in self._forms]
         if None in found:
@@ -202,7 +202,7 @@ class Mapped(Form):
         """Those of the layer, which uses the function's value."""
         return self.form.num_multiplications
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._pull(self.form.rows(samples))
 
@@ -230,14 +230,14 @@ class Within(Form):
         """Those of the layer, which uses the part."""
         return self.form.num_multiplications
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         part = _flat(self.form.rows(samples))
         rows = part.new_zeros(*part.shape[:2], prod(self.shape))
         rows[:, :, self.place.entries(part.device)] = part
         return rows.reshape(*part.shape[:2], *self.shape)
 
-    def products(self) -> Products | None:
+    def products(self) -> GradientMaps | None:
         """Return the products with the part."""
         found = self.form.products()
         if found is None:

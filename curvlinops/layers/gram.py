@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.groups import Group, side_by_side
+from curvlinops.layers.groups import Group, in_one_row
 from curvlinops.layers.outer import Outer
 from curvlinops.layers.products import BYTES
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
@@ -34,7 +34,7 @@ def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
     batches = [groups for groups in batches if groups[0][1].num_samples]
     found = [{tuple(names): form for names, form in groups} for groups in batches]
     if any(forms.keys() != found[0].keys() for forms in found):
-        found = [{(): side_by_side(groups, space)} for groups in batches]
+        found = [{(): in_one_row(groups, space)} for groups in batches]
     size = sum(_num_rows(groups[0][1]) for groups in batches)
     out = torch.zeros(size, size, dtype=space.dtype, device=space.device)
     for names in found[0] if found else ():

@@ -54,7 +54,7 @@ def in_turns(
         out = space.empty(len(wanted))
         for turn in (wanted % count).unique().tolist():
             mine = wanted % count == turn
-            out[mine] = side_by_side(at(turn), space).rows(wanted[mine] // count)[0]
+            out[mine] = in_one_row(at(turn), space).rows(wanted[mine] // count)[0]
         return out.unsqueeze(0)
 
     return space.names, Direct(compute, 1, len(rows), (space.dim,))
@@ -97,7 +97,7 @@ def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     }
 
 
-def side_by_side(groups: list[Group], space: ParameterSpace) -> Form:
+def in_one_row(groups: list[Group], space: ParameterSpace) -> Form:
     """Write the gradients of all parameters in one row."""
     _, form = groups[0]
 

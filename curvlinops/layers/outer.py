@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total, squared_sum
 from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of, side_by_side
-from curvlinops.layers.products import Products, in_parts
+from curvlinops.layers.products import GradientMaps, in_parts
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Outer(Form):
         """One for each entry at each position."""
         return self.num_positions * self.num_entries
 
-    def rows(self, samples: slice) -> Tensor:
+    def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         g = self.g[:, samples]
         if self._skips_inputs:
@@ -138,7 +138,7 @@ class Outer(Form):
         positions, groups, inputs = self.x.shape[1:]
         return positions * groups * inputs
 
-    def products(self) -> Products | None:
+    def products(self) -> GradientMaps | None:
         """Return products with vectors, two matrix products with all inputs."""
         if isinstance(self.x, Tensor):
             times, sums = maps_of(self.x)
@@ -256,7 +256,7 @@ class Outer(Form):
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
-def add(forms: list[Form]) -> Form:
+def sum_of(forms: list[Form]) -> Form:
     """Return the sum of several uses' gradients."""
     if len(forms) == 1:
         return forms[0]

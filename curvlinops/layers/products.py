@@ -11,7 +11,7 @@ BYTES = 32 * 2**20
 
 #: Two functions that are adjoint to each other: from columns ``[K, *shape]`` to their products with
 #: the gradients of all samples, for the only vector, ``[K, N]``, and back.
-Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+GradientMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def in_parts(function: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:

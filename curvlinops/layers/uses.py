@@ -1,7 +1,8 @@
 """How an argument of a call enters its output, and which calls are known.
 
 To add a layer, write a file with one function that takes the arguments of PyTorch's function and
-returns a ``Use`` for each argument that may be a parameter, and register it with ``handles``.
+returns a ``Use`` for each argument that may be a parameter, register it with ``handles``, and
+import the file in ``layers/__init__.py``.
 """
 
 import inspect

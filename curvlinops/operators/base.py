@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.ambient import alone
-from curvlinops.core.arguments import check_choice, check_count
+from curvlinops.core.arguments import as_device, check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
@@ -178,7 +178,7 @@ class DataLinearOperator(TorchLinearOperator):
             total = total + terms
 
         with ranks.together(self.risk, "matmat", columns, wanted=codomain.names) as columns:
-            self._run(step, purpose=self._purpose(num_columns * len(both)))
+            self._run(step, "matmat", purpose=self._purpose(num_columns * len(both)))
         scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
             flat.mul_(scale)
@@ -211,10 +211,11 @@ class DataLinearOperator(TorchLinearOperator):
     def _run(
         self,
         step: Callable[[BatchRisk], None],
+        description: str,
         batches: Batches | None = None,
         purpose: str | None = None,
     ) -> None:
-        """Call ``step``, which computes a product, on every batch; see ``EmpiricalRisk.run``."""
+        """Call ``step``, which may use what is kept, on every batch; see ``EmpiricalRisk.run``."""
 
         def start() -> Callable[[], Structure]:
             numbers_matter = self.risk.examination.loss_reads
@@ -226,9 +227,8 @@ class DataLinearOperator(TorchLinearOperator):
                     raise
             return lambda: self._kept.structure
 
-        if self._kept.cache not in ("auto", "none"):  # already the first product has its own batch
-            purpose = None
-        self.risk.run(step, "matmat", start, batches, purpose)
+        own = self._kept.cache not in ("auto", "none")  # the first product has its own batch, too
+        self.risk.run(step, description, start, batches, None if own else purpose)
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
@@ -269,8 +269,7 @@ class DataLinearOperator(TorchLinearOperator):
         Operators made of it before, such as sums, do not follow: make them again.
         """
         self.clear_cache()
-        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        self.risk.to(device)
+        self.risk.to(device := as_device(device))
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
         return self
 

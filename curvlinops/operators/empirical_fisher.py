@@ -1,5 +1,6 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,20 @@ from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
 
-#: What products are made of if their model lacks a derivative that those with a graph need.
-_ONLY_ROWS = ["only rows"]
+
+@dataclass(frozen=True)
+class _Choice:
+    """What products are made of.
+
+    Attributes:
+        rows: Whether the samples' gradients are faster than a graph, where they fit.
+        pairs: Whether what gradients are made of is; rows come first.
+        without_graph: Whether it must be rows, as the model lacks a derivative that graphs need.
+    """
+
+    rows: bool = False
+    pairs: bool = False
+    without_graph: bool = False
 
 
 class EFLinearOperator(DataLinearOperator):
@@ -58,7 +71,7 @@ class EFLinearOperator(DataLinearOperator):
 
     def _forget_choice(self) -> None:
         self._alone = SamplesAlone(type(self).__name__)
-        self._choice: list[str] | None = None
+        self._choice: _Choice | None = None
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
         if bound.loss.needs_graph:
@@ -67,20 +80,20 @@ class EFLinearOperator(DataLinearOperator):
         rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
         if self._choice is None and self._kept.wants(rows):
             self._choice = self._choose_forms(bound)
-        choice = self._choice or []
-        if choice == _ONLY_ROWS:
+        choice = self._choice or _Choice()
+        if choice.without_graph:
             return self._keep(bound, self._from_rows, "rows")
         size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
-        if "rows" in choice and self._kept.wants(rows) and self._kept.has_room(rows, size):
+        if choice.rows and self._kept.wants(rows) and self._kept.has_room(rows, size):
             return self._keep(bound, self._from_rows, "rows")
-        if "pairs" in choice and self._kept.wants(pairs):
+        if choice.pairs and self._kept.wants(pairs):
             return self._keep(bound, self._from_pairs)
         try:
             return super()._prepare(bound, num_products)
         except NoDerivativeError:
             if self.autodiff != "auto" or self._is_finer(bound, evaluate(bound)):
                 raise
-        self._choice = _ONLY_ROWS
+        self._choice = _Choice(without_graph=True)
         return self._keep(bound, self._from_rows, "rows")
 
     def _is_finer(self, bound: BatchRisk, output: Tensor) -> bool:
@@ -92,8 +105,8 @@ class EFLinearOperator(DataLinearOperator):
         found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
         return found.capture(bound)
 
-    def _choose_forms(self, bound: BatchRisk) -> list[str]:
-        """Return what makes products faster than a graph does, the fastest first.
+    def _choose_forms(self, bound: BatchRisk) -> _Choice:
+        """Return what makes products faster than a graph does.
 
         The gradients' N D numbers are read twice, which takes about as long as eight operations
         with each of them in a matrix product. Pairs of inputs and output gradients take four for
@@ -102,11 +115,11 @@ class EFLinearOperator(DataLinearOperator):
         gradients = self._capture(bound)
         output = gradients.output
         if gradients.fallbacks or self._is_finer(bound, output):
-            return []
+            return _Choice()
         groups = gradients.backward(self._gradient(bound, output))
         operations = sum(4 * form.num_multiplications for _, form in groups)
-        pairs = [] if any(form.products() is None for _, form in groups) else ["pairs"]
-        return ["rows", *pairs] if operations > 16 * self.space.dim else pairs
+        pairs = all(form.products() is not None for _, form in groups)
+        return _Choice(rows=operations > 16 * self.space.dim, pairs=pairs)
 
     def _gradient(self, bound: BatchRisk, output: Tensor) -> Tensor:
         return bound.loss.gradient(output, bound.batch.y).unsqueeze(0)

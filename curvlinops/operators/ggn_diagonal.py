@@ -75,7 +75,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
         ranks = self.risk.ranks
         with ranks.together(self.risk, "trace"):
-            self._run(step)
+            self._run(step, "trace")
         scale = self.risk.scale(ranks.total(total))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         number = ParameterSpace.flat(1, trace.dtype, trace.device)
@@ -95,7 +95,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
         ranks = self.risk.ranks
         with ranks.together(self.risk, "diagonal"):
-            self._run(step)
+            self._run(step, "diagonal")
         scale = self.risk.scale(ranks.total(total))
         ranks.add(self.space.join(out)).mul_(scale)
         self._check_finite(out, self.space)

@@ -79,7 +79,7 @@ class OutputsLinearOperator(RowsLinearOperator):
 
             return output.numel(), use
 
-        self._place_rows(sum(self._lengths), compute)
+        self._place_rows("gram", sum(self._lengths), compute)
         return self._gram(batches)
 
 

@@ -199,7 +199,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             for name, x in out.items():
                 x[where] = rows[name]
 
-        self._visit(visit)
+        self._visit("gradients", visit)
 
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
@@ -208,14 +208,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         def visit(groups: list[Group], where: Tensor) -> None:
             squares[where] = sum(form.squared_norms()[0] for _, form in groups).to(squares.dtype)
 
-        self._visit(visit)
+        self._visit("norms", visit)
         self._check(squares)
         return squares.sqrt()
 
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
-        self._visit(lambda groups, where: batches.append((groups, where.unsqueeze(0))), whole=True)
+        self._visit("gram", lambda groups, where: batches.append((groups, where[None])), whole=True)
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T
@@ -223,25 +223,28 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
-        return self._means(lambda form: form.sum_of_squares().unsqueeze(0), self.domain)[0]
+        return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
 
     def variance(self) -> Tensor:
         """Return the variance of each column over the rows (divided by N), ``[D]``."""
         space = ParameterSpace(self.domain.shapes, torch.float64, self.device)
-        means = self._means(lambda form: form.to(space.dtype).moments(), space, 2)
+        means = self._means("variance", lambda form: form.to(space.dtype).moments(), space, 2)
         return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
 
-    def _means(self, of: Callable[[Form], Tensor], space: ParameterSpace, num: int = 1) -> Tensor:
+    def _means(
+        self, name: str, of: Callable[[Form], Tensor], space: ParameterSpace, num: int = 1
+    ) -> Tensor:
         """Return sums over samples, ``[num, *parameter]``, divided by N."""
         out = space.zeros(num)
-        self._visit(lambda groups, _: add_sums(out, groups, of, space))
+        self._visit(name, lambda groups, _: add_sums(out, groups, of, space))
         self._check_finite(out, space)
         return space.join(out) / self.shape[0]
 
-    def _visit(self, visit: Visit, whole: bool = False) -> None:
+    def _visit(self, description: str, visit: Visit, whole: bool = False) -> None:
         """Call ``visit`` with gradients until all rows that are wanted had their turn.
 
         Args:
+            description: What for, in the progress bar.
             visit: What is done with them.
             whole: Whether it gets all of a batch at once.
         """
@@ -265,7 +268,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
             return num_samples * count, use
 
-        self._place_rows(self._all.dim, compute)
+        self._place_rows(description, self._all.dim, compute)
 
     def _turns(self, bound: BatchRisk) -> tuple[int, int, Callable[[int], list[Group]]]:
         """Prepare the gradients of a batch, of one row of each sample at a time.

@@ -112,10 +112,13 @@ class RowsLinearOperator(DataLinearOperator):
             )
         return place
 
-    def _place_rows(self, dim: int, compute: Compute, purpose: str | None = None) -> None:
+    def _place_rows(
+        self, description: str, dim: int, compute: Compute, purpose: str | None = None
+    ) -> None:
         """Compute the rows of all batches, except for those nobody asks for.
 
         Args:
+            description: What it is done for, in the progress bar.
             dim: How many rows there are.
             compute: Takes a batch; returns the number of its rows, and a function that does with
                 them what is to be done, given their place.
@@ -135,7 +138,7 @@ class RowsLinearOperator(DataLinearOperator):
                 use(place)
             done = place.stop
 
-        self._run(step, purpose=purpose)
+        self._run(step, description, purpose=purpose)
         if done != dim:
             raise RuntimeError(
                 f"The data has {done} rows, at construction it had {dim}. Data or model have "
@@ -154,7 +157,7 @@ class RowsLinearOperator(DataLinearOperator):
             part = self._prepare(bound, num_columns)(columns)
             return part.shape[1], lambda place: flat_out[:, place].copy_(part)
 
-        self._place_rows(rows.dim, compute, self._purpose(num_columns))
+        self._place_rows("matmat", rows.dim, compute, self._purpose(num_columns))
         self._check_finite(out, rows)
         return out
 
@@ -169,7 +172,7 @@ class RowsLinearOperator(DataLinearOperator):
             apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
             return length, lambda place: apply(U[:, place], out)
 
-        self._place_rows(rows.dim, compute, "gradient")
+        self._place_rows("matmat", rows.dim, compute, "gradient")
         self._check_finite(out, space)
         return out
 

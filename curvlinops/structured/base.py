@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_count, check_number
+from curvlinops.core.arguments import as_device, check_count, check_number
 from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
@@ -161,7 +161,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     def to_device(self, device: torch.device | str) -> "StructuredLinearOperator":
         """Return the operator on another device; itself if it is there already."""
-        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        device = as_device(device)
         return self if device == self.device else self._to(device, self.torch_dtype)
 
     # --- algebra: what core/operator.py asks
@@ -207,12 +207,8 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     # --- what a subclass implements
 
-    #: The number c if the operator is c times the identity.
+    #: The number c if the operator is c times the identity (then it has ``_named``, too).
     _multiple: float | None = None
-
-    def _named(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator":
-        """Return another operator with the names of this one, a multiple of the identity."""
-        raise self._lacks("names to give")
 
     def _scaled(self, scalar: float) -> "StructuredLinearOperator":
         """Return ``scalar A``."""

@@ -22,11 +22,11 @@ _COMPARED = 256
 def eigh_batched(matrices: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
     """Return the eigendecompositions of symmetric matrices.
 
-    Matrices of equal size are decomposed together. What does not converge or is inaccurate is
-    decomposed again in float64.
+    Matrices of equal size, dtype and device are decomposed together. What does not converge or is
+    inaccurate is decomposed again in float64.
 
     Args:
-        matrices: Symmetric matrices, ``[..., n, n]``, all of one dtype and device per size.
+        matrices: Symmetric matrices, ``[..., n, n]``.
         names: What they are called in messages.
 
     Returns:

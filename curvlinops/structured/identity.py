@@ -6,7 +6,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import as_integer, without_graph
+from curvlinops.core.arguments import as_device, as_integer, without_graph
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
@@ -41,11 +41,9 @@ class IdentityLinearOperator(StructuredLinearOperator):
         if isinstance(scalar, torch.device | str):
             scalar, device = 1.0, scalar
         space = space if isinstance(space, ParameterSpace) else _space(space)
-        if device is not None:  # "cuda" becomes "cuda:0"
-            device = torch.empty(0, device=device).device
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a real floating-point type of PyTorch, got {dtype}.")
-        space = space.to(device or space.device, dtype)
+        space = space.to(as_device(device or space.device), dtype)
         super().__init__(space)
         self.scalar = self._multiple = float(without_graph(scalar, "The scalar"))
         if not abs(self.scalar) <= torch.finfo(space.dtype).max:
@@ -97,6 +95,7 @@ class IdentityLinearOperator(StructuredLinearOperator):
         return IdentityLinearOperator(self.domain, self.scalar + scalar)
 
     def _named(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
+        """Return another operator with the names of this one."""
         if self.domain.is_flat or not other.domain.is_flat:
             return other
         return RearrangedLinearOperator(other, self.domain, InOrder.of(self.domain))

@@ -1,16 +1,13 @@
 """Times ways to compute single samples' gradients of convolutions, layer by layer, on the CPU.
 
-Products with patches, and one convolution with the samples as groups of channels, in milliseconds.
-A star marks the one that the package takes; see `curvlinops/layers/filters.py`.
+Products with patches, and one convolution with the samples as groups of channels. Bold is the one
+that the package takes; see `curvlinops/layers/filters.py`.
 """
-
-import argparse
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from ways import Row, main
 
 from curvlinops.layers import filters
 from curvlinops.layers.patches import make_patches
@@ -35,7 +32,7 @@ LAYERS = [
 ]
 
 
-def ways(layer: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, Callable], str]:
+def row(layer: tuple[int, ...], dtype: torch.dtype) -> Row:
     """Return the ways for a layer, and which one the package takes."""
     samples, inputs, outputs, length, kernel, stride, padding, groups = layer
     x = torch.randn(samples, 1, inputs, length, length, dtype=dtype)
@@ -47,28 +44,14 @@ def ways(layer: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, Callable
     def by_patches() -> Tensor:
         return torch.einsum("nsgo,nsgi->ngoi", g, make_patches(x[:, 0], window))
 
+    name = (
+        f"{list(x[:, 0].shape)}, {outputs} filters of {kernel} x {kernel}, stride {stride}, "
+        f"padding {padding}" + f", {groups} groups" * (groups > 1)
+    )
     found = {"patches": by_patches, "groups": lambda: filters.of_samples(x, g, window)}
-    return found, ("groups" if filters.prefers_groups(window, 1, g.shape[-1]) else "patches")
-
-
-def main() -> None:
-    """Print a line for each layer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=len(LAYERS), help="only the first ones")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
-    args = parser.parse_args()
-    for layer in LAYERS[: args.layers]:
-        found, taken = ways(layer, getattr(torch, args.dtype))
-        best = dict.fromkeys(found, float("inf"))
-        for _ in range(args.repeats + 1):
-            for name, run in found.items():
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-        cells = (f"{name} {1e3 * t:8.2f}{' *'[name == taken]}" for name, t in best.items())
-        print(f"{layer!s:36} {'   '.join(cells)}")
+    taken = "groups" if filters.prefers_groups(window, 1, g.shape[-1]) else "patches"
+    return name, found, taken
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, __doc__, LAYERS, row)

@@ -8,7 +8,6 @@ written to `results/`, as JSON and as a page for the documentation.
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,8 +18,8 @@ import torch
 from contenders import CONTENDERS, PEERS
 from problems import PROBLEMS, make
 from tqdm import tqdm
+from ways import HERE, machine
 
-HERE = Path(__file__).parent
 #: Rounds before times count: modes are chosen, graphs kept.
 WARM_UP = 2
 #: Seconds after which a quantity is not repeated any more; its last time counts in any case.
@@ -123,20 +122,6 @@ def median(seconds: list[float]) -> float:
     return statistics.median(seconds[WARM_UP:] or seconds[-1:])
 
 
-def machine(device: str) -> str:
-    """Describe what was measured on."""
-    if device == "cuda":
-        where = torch.cuda.get_device_name()
-    else:
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        where = (
-            f"{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads"
-        )
-    return f"{where}; PyTorch {torch.__version__}, Python {platform.python_version()}, float32"
-
-
 def table(results: dict) -> str:
     """Write results as Markdown."""
     lines = [f"Measured on: {results['machine']}.", ""]
@@ -188,7 +173,7 @@ def main() -> None:
 
     path = args.output / f"{args.device}.json"
     results = json.loads(path.read_text()) if path.exists() else {"problems": {}}
-    results["machine"] = machine(args.device)
+    results["machine"] = f"{machine(args.device)}, float32"
     for problem in args.problems:
         found = measure(problem, args)
         before = results["problems"].get(problem, {"rows": {}, "flops": {}})

@@ -12,7 +12,7 @@ from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import Form, squared_sum
 from curvlinops.layers.inputs import Inputs
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, add
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.structured.diagonal_factor import Diagonal
@@ -73,7 +73,7 @@ class Basis:
             g = _rotated(g, self.outputs).squeeze(3)
             shape = forms[0].num_rows, g.shape[-1]
             return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
-        return self._of_rows(add(forms), self.kind.arrangement)
+        return self._of_rows(sum_of(forms), self.kind.arrangement)
 
     def _of_matrices(self, form: Outer) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""

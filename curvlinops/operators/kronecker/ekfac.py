@@ -180,7 +180,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         ranks = self.risk.ranks
         with self._passes.together("eigenvalues"):
-            last = self._passes.visit(self._run, add, batches, first)
+            last = self._passes.visit(self._run, "eigenvalues", add, batches, first)
         last, terms = ranks.largest(last), ranks.total(terms)
         moments = ranks.add_all(moments, self.device)
         same = last == sums.num_batches and isclose(float(terms), float(sums.terms), rel_tol=1e-5)

@@ -1,4 +1,4 @@
-"""One pass over the data, which sums up what the blocks of an approximation are made of."""
+"""What a batch adds to the sums that the blocks of an approximation are made of."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -10,7 +10,7 @@ from curvlinops.layers.factors import Kind, gradient_factor, input_factor, momen
 from curvlinops.layers.forms import Form, innermost
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
-from curvlinops.layers.outer import add
+from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block, plan
@@ -25,7 +25,7 @@ _OPEN = (
 
 
 class Estimator:
-    """Adds up batches.
+    """Adds batches to sums.
 
     Args:
         space: The parameters.
@@ -86,7 +86,7 @@ class Estimator:
                 alike = [part for part in own if kind_of(part) == kind]
                 if alike:
                     self._add_product(sums, (number, kind), alike, with_inputs)
-        groups = [([name], add(forms)) for name, forms in by_name.items()]
+        groups = [([name], sum_of(forms)) for name, forms in by_name.items()]
         for names, form in [*groups, *rest]:
             for some in form.parts():
                 rows = split(names, form.rows(some).flatten(0, 1), self._space)

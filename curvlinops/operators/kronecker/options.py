@@ -38,7 +38,7 @@ class Fallback(StrEnum):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of an approximation, checked; see ``KFACLinearOperator``.
+    """The options of an approximation, checked; see ``KroneckerFactoredLinearOperator``.
 
     Attributes:
         fisher_type: What is backpropagated.

@@ -18,8 +18,8 @@ from curvlinops.operators.kronecker.sums import ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
 
-#: Calls a function on each batch of the operator's data, or of others.
-Run = Callable[[Callable[[BatchRisk], None], Batches | None], None]
+#: Calls a function on each batch of the operator's data, or of others; a word says what for.
+Run = Callable[[Callable[[BatchRisk], None], str, Batches | None], None]
 
 
 class Passes:
@@ -114,11 +114,12 @@ class Passes:
 
         # factors that sum over all rows need no samples; of exact blocks the first batch decides
         trusting = self._trusting or not self._options.reduced
-        sums.num_batches = self.visit(run, use, batches, sums.num_batches, trusting)
+        sums.num_batches = self.visit(run, "factors", use, batches, sums.num_batches, trusting)
 
     def visit(
         self,
         run: Run,
+        description: str,
         use: Callable[[BatchRisk, SampleGradients], Any],
         batches: Batches | None = None,
         first: int = 0,
@@ -137,7 +138,7 @@ class Passes:
                 use(own, samples)
             number += 1
 
-        run(step, batches)
+        run(step, description, batches)
         return number
 
     def vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:
