@@ -235,7 +235,7 @@ class Twice(nn.Module):
 
     def __init__(self, groups: int, filters: int):
         super().__init__()
-        self.layer = nn.Conv2d(4, filters, 3, padding=1, groups=groups).double()
+        self.layer = nn.Conv2d(16, filters, 3, padding=1, groups=groups).double()
 
     def forward(self, X: Tensor) -> Tensor:
         return self.layer(X).sin().sum((2, 3)) + self.layer(X[..., ::2, 1:]).tanh().sum((2, 3))
@@ -255,7 +255,7 @@ def test_patches_of_a_convolution_that_is_used_twice(
     quantity: str, groups: int, filters: int, made: int, monkeypatch
 ):
     net = Twice(groups, filters)
-    X, y = torch.randn(6, 4, 8, 8).double(), torch.randn(6, filters).double()
+    X, y = torch.randn(6, 16, 8, 8).double(), torch.randn(6, filters).double()
     loss, params = nn.MSELoss(), list(net.parameters())
     alone = []
     for n in (4, 1, 5, 2, 0):
@@ -284,7 +284,7 @@ def test_patches_of_a_convolution_that_is_used_twice(
 @pytest.mark.parametrize("groups", [1, 2])
 def test_products_with_gradients_of_a_convolution_that_is_used_twice(groups: int, monkeypatch):
     net = Twice(groups, 64)
-    data = [(torch.randn(n, 4, 1, 2).double(), torch.randint(64, (n,))) for n in (3, 2)]
+    data = [(torch.randn(n, 16, 1, 2).double(), torch.randint(64, (n,))) for n in (3, 2)]
     params, loss = list(net.parameters()), nn.CrossEntropyLoss()
     kept, fresh = (EFLinearOperator(net, loss, params, data, cache=c) for c in ("graph", "none"))
     v, V = vectors(kept), vectors(kept, 3)

@@ -148,14 +148,13 @@ class Patches(Shortcut):
 
     def is_faster(self, num_vectors: int, num_outputs: int) -> bool:
         """Return whether a convolution is faster than patches."""
-        few = filters.prefers_groups(self._window, self._x.shape[1], num_outputs)
+        prefers = filters.prefers_groups(self._x, self._window, num_outputs)
         # several vectors share the patches; on GPUs nothing was measured
-        return few and num_vectors == 1 and self._x.device.type == "cpu"
+        return prefers and num_vectors == 1 and self._x.device.type == "cpu"
 
     def matrices(self, samples: slice | Tensor, g: Tensor) -> Tensor:
-        """Return the gradients of the filters, by a convolution for each vector."""
-        x = self._x[samples]
-        return torch.stack([filters.of_samples(x, one, self._window) for one in g])
+        """Return the gradients of the filters, by a convolution, for the only vector."""
+        return filters.of_samples(self._x[samples], g[0], self._window).unsqueeze(0)
 
     def maps(self) -> InputMaps:
         """Return the convolution with filters, and its adjoint."""

@@ -17,25 +17,33 @@ from curvlinops.layers.window import Window
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _GRADIENTS = (grad.conv1d_weight, grad.conv2d_weight, grad.conv3d_weight)
 
-#: From so many positions for each filter on, patches cost more than they save; see
-#: ``docs_src/benchmarks/filters.py``.
-_POSITIONS_PER_FILTER = 4
+#: From so many positions for each filter on, patches cost more than they save, if they have as many
+#: channels as a processor multiplies at once, or take so many bytes that their memory is always
+#: new; see ``docs_src/benchmarks/filters.py``.
+_POSITIONS_PER_FILTER, _CHANNELS, _BYTES = 4, 8, 32 * 2**20
 
 
-def prefers_groups(window: Window, num_images: int, num_filters: int) -> bool:
+def prefers_groups(x: Tensor, window: Window, num_filters: int) -> bool:
     """Return whether ``of_samples`` is faster on a CPU than products with patches.
 
     Patches have an entry for each position, input channel and position in the kernel; a convolution
     with many groups reorders its filters, which have one for each output channel instead of
-    the position. Patches that do not overlap are as small as the input.
+    the position, and multiplies several input channels at once, if there are, or has one of each.
+    Patches that do not overlap are as small as the input.
 
     Args:
+        x: Images.
         window: The patches.
-        num_images: Number of images of a sample.
         num_filters: Number of output channels of a group.
     """
-    overlap = prod(window.kernel_size) > prod(window.stride)
-    return overlap and _POSITIONS_PER_FILTER * num_filters <= num_images * prod(window.size)
+    num_samples, num_images, channels, *_ = x.shape
+    positions, size = num_images * prod(window.size), prod(window.kernel_size)
+    num_bytes = num_samples * positions * channels * size * x.itemsize
+    channels //= window.groups
+    depthwise = window.groups > 1 and channels == num_filters == 1
+    dear = channels >= _CHANNELS or depthwise or num_bytes > _BYTES
+    few = _POSITIONS_PER_FILTER * num_filters <= positions
+    return size > prod(window.stride) and dear and few
 
 
 def of_samples(x: Tensor, g: Tensor, window: Window) -> Tensor:

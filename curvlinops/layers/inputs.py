@@ -52,7 +52,7 @@ class Shortcut(ABC):
 
     @abstractmethod
     def matrices(self, samples: slice | Tensor, g: Tensor) -> Tensor:
-        """Return sums of outer products with ``[V, n, S, G, O]``, ``[V, n, G, O, I]``."""
+        """Return sums of outer products with ``[1, n, S, G, O]``, ``[1, n, G, O, I]``."""
 
     @abstractmethod
     def maps(self) -> InputMaps:

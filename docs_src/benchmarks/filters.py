@@ -49,7 +49,7 @@ def row(layer: tuple[int, ...], dtype: torch.dtype) -> Row:
         f"padding {padding}" + f", {groups} groups" * (groups > 1)
     )
     found = {"patches": by_patches, "groups": lambda: filters.of_samples(x, g, window)}
-    taken = "groups" if filters.prefers_groups(window, 1, g.shape[-1]) else "patches"
+    taken = "groups" if filters.prefers_groups(x, window, g.shape[-1]) else "patches"
     return name, found, taken
 
 
