@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import curvlinops.operators.kronecker.passes as passes_room
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
+from curvlinops.layers.symmetric import second_moment
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
 LAYERS = [
@@ -654,3 +655,23 @@ def test_bias_without_a_joint_block_says_why():
     assert "transposed convolutions" in reasons["0.bias",] and not reasons["0.weight",]
     separate = KFACLinearOperator(*arguments).blocks()
     assert [block.reason for block in separate] == [""] * 4
+
+
+def test_narrow_layers_with_many_rows():
+    """A product of narrow matrices adds one number after the other, which float32 cannot."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    X, y = torch.rand(16, 2**17, 4), torch.rand(16, 2**17, 4)
+    options = {"fisher_type": "empirical", "check_deterministic": False}
+    loss, params = nn.MSELoss(reduction="sum"), list(model.parameters())
+    K = KFACLinearOperator(model, loss, params, [(X, y)], **options)
+    rows, gradients = (x.detach().double().flatten(0, 1) for x in (X, 2 * (model(X) - y)))
+    assert error(K.input_covariances["0"], rows.T @ rows / len(rows)) <= 1e-5
+    assert error(K.gradient_covariances["0"], gradients.T @ gradients) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2**21, 3), (2, 2**21, 3)])
+def test_moments_of_many_rows(shape: tuple[int, ...]):
+    rows = torch.rand(shape, generator=torch.manual_seed(0))
+    wide = rows.double()
+    assert error(second_moment(rows), wide.mT @ wide) <= 1e-5

@@ -70,6 +70,8 @@ def test_models_that_are_a_single_layer():
 def test_scaling_what_was_read_leaves_the_operator():
     K = _operator(*PLAIN["linear"])
     expected = K.trace().clone()
+    with pytest.raises(TypeError, match="Factors are read-only"):
+        K._input_covariances[next(iter(K._input_covariances))] = torch.eye(3)
     for factor in K._input_covariances.values():
         factor *= 2
     torch.testing.assert_close(K.trace(), expected, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,6 +19,35 @@ from curvlinops import (
 
 SHAPES = {"weight": (2, 3), "bias": (2,), "scale": ()}
 DOUBLE = torch.float64
+
+
+class Short(TorchLinearOperator):
+    """A square operator whose second tensor is too short."""
+
+    def __init__(self):
+        super().__init__(ParameterSpace({"a": (2, 3), "b": (4,)}), self_adjoint=True)
+
+    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"a": columns["a"], "b": columns["b"][:, :1]}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda A: A,
+        lambda A: A.T,
+        lambda A: A + 2 * A,
+        lambda A: A + IdentityLinearOperator(10),
+        lambda A: IdentityLinearOperator(10) @ A,
+        lambda A: A**2,
+    ],
+)
+def test_products_of_other_shapes(build: Callable):
+    """What a user's own operator returns is a vector of its space, also inside of sums."""
+    operator = build(Short())
+    for x in (np.ones(10), torch.ones(10, 3), [torch.ones(2, 3), torch.ones(4)]):
+        with pytest.raises(ValueError, match=r"shapes {'b': \(1,\)} .* has {'b': \(4,\)}"):
+            operator @ x
 
 
 class Matrix(TorchLinearOperator):

@@ -58,7 +58,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         damp: Damping.
         atol: See ``btol``.
         btol: The iteration ends if ``||r|| <= btol ||b|| + atol ||A|| ||x||``, or if
-            ``||A^T r|| <= atol ||A|| ||r||``; r is the residual of the damped problem.
+            ``||A^T r|| <= atol ||A|| ||r||``; r is the residual of the damped problem. Both
+            tolerances are at least the rounding error of the operator's dtype.
         conlim: Largest condition number; zero for none.
         maxiter: Largest number of iterations. Default: ten times the smaller dimension.
         on_failure: If neither tolerance is reached, ``"warn"`` or ``"raise"``.

@@ -89,6 +89,7 @@ class LinearMap(LinearOperator):
         with without_modes():
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+            codomain.check(out)
             out = apart(out, columns)  # never the caller's memory
         return write(out, codomain)
 

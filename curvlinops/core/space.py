@@ -134,9 +134,26 @@ class ParameterSpace:
         Returns:
             The same vectors, named and shaped as in this space.
         """
+        source.check(columns)
         if source.names != self.names or source.shapes != self.shapes:
             columns = self.split(source.join(columns))
         return {name: column.to(self.dtype) for name, column in columns.items()}
+
+    def check(self, columns: Columns) -> None:
+        """Check that products that a subclass of an operator computes are vectors of this space.
+
+        Raises:
+            ValueError: If they have other names or shapes.
+        """
+        shapes = {name: tuple(column.shape[1:]) for name, column in columns.items()}
+        if shapes != self.shapes:
+            found = dict(shapes.items() - self.shapes.items())
+            own = dict(self.shapes.items() - shapes.items())
+            raise ValueError(
+                f"A product has tensors of shapes {found} behind the axis of columns, where its "
+                f"space has {own}: _apply must return vectors of the codomain, and _apply_adjoint "
+                "of the domain."
+            )
 
     def check_compatible(self, other: "ParameterSpace") -> None:
         """Check that vectors of the two spaces may be added.

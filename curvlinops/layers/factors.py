@@ -117,8 +117,7 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
         squares = g.square().sum((0, 1, 2))
         return squares if diagonal else squares.unsqueeze(2)
     if groups > 1:
-        rows = g.permute(3, 4, 0, 1, 2).reshape(groups, outputs, -1)
-        return rows @ rows.mT
+        return second_moment(g.permute(3, 4, 0, 1, 2).reshape(groups, outputs, -1).mT)
     if g.stride(2) == 1 and positions > outputs:
         rows = g.squeeze(3).mT.flatten(0, 1)
         return (rows @ rows.mT).sum(0, keepdim=True)
@@ -216,8 +215,7 @@ def moment(rows: Tensor, diagonal: bool) -> Tensor:
         return rows.square().sum(0)
     if rows.shape[1] == 1:
         return second_moment(rows[:, 0]).unsqueeze(0)
-    rows = rows.transpose(0, 1)
-    return rows.transpose(1, 2) @ rows
+    return second_moment(rows.transpose(0, 1))
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:

@@ -1,15 +1,27 @@
 """Products of matrices with their own transpose: little more than one half is computed."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 #: From this size on, four products with a quarter of the rows each take a third less time than
 #: the whole; if the result is not added to something, only from this number of columns on.
 _HALVED, _COLUMNS = 256, 512
+#: Of so many rows, a sum is still accurate in float32.
+_ROWS = 2**15
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """Return ``rows^T rows`` of ``[P, d]``."""
+    """Return ``rows^T rows`` of ``[P, d]``, or of each group, ``[G, P, d]``.
+
+    Many rows are added in parts: products of narrow matrices add one number after the other.
+    """
+    of_part = _halved_moment if rows.ndim == 2 else lambda part: part.mT @ part
+    return reduce(torch.add, map(of_part, rows.split(_ROWS, dim=-2)))
+
+
+def _halved_moment(rows: Tensor) -> Tensor:
     size = rows.shape[1]
     step = symmetric_step(size)
     if step == size or len(rows) < _COLUMNS:

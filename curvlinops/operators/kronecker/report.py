@@ -148,6 +148,8 @@ def check_pairs(
 class Copies(Mapping):
     """Dense matrices by name, copied when they are read: published programs read one at a time.
 
+    They cannot be replaced.
+
     Args:
         matrices: The matrices, or their diagonals.
     """
@@ -159,6 +161,13 @@ class Copies(Mapping):
         """Return a copy of a matrix."""
         matrix = self._matrices[name]
         return matrix.diag_embed() if matrix.ndim == 1 else matrix.clone()
+
+    def __setitem__(self, name: str, matrix: Tensor) -> None:
+        """Refuse to replace a matrix."""
+        raise TypeError(
+            "Factors are read-only, and these are copies: damp with inverse(damping=...), or add a "
+            "multiple of IdentityLinearOperator to the operator."
+        )
 
     def __iter__(self) -> Iterator[str]:
         """Return the names."""
