@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
+from curvlinops.layers.batch import RecordedBatch
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [
@@ -282,3 +283,22 @@ def test_merge_of_what_has_changed(change, first: bool):
         model, loss, params, parts[0] + parts[1], fisher_type="empirical"
     )
     assert error(matrix(one), matrix(whole)) <= 1e-10
+
+
+@pytest.mark.parametrize("norm, asked", [(nn.Identity(), 1 + 3), (nn.LayerNorm(4), 3 + 3)])
+def test_batches_are_asked_where_it_matters(norm: nn.Module, asked: int, monkeypatch):
+    """Factors sum over all rows; eigenvalues and exact blocks are made of samples' gradients."""
+    count, detect = 0, RecordedBatch.detect
+
+    def counted(self: RecordedBatch, keys: list) -> None:
+        nonlocal count
+        count += self.num_samples == 5  # the first few samples of a batch are asked, too
+        detect(self, keys)
+
+    monkeypatch.setattr(RecordedBatch, "detect", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(5, 3).double(), torch.randn(5, 2).double()) for _ in range(3)]
+    E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    E.compute_kronecker_factors()
+    assert count == asked

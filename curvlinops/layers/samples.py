@@ -66,7 +66,7 @@ class SampleBackward:
 
         Args:
             bound: The model on a batch.
-            trusting: Whether the batch is taken to be like earlier ones, if they are not all.
+            trusting: Whether the batch is taken to be like earlier ones. Default: as for all.
         """
         few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:

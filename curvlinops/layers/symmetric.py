@@ -18,7 +18,7 @@ def second_moment(rows: Tensor) -> Tensor:
     Many rows are added in parts: products of narrow matrices add one number after the other.
     """
     of_part = _halved_moment if rows.ndim == 2 else lambda part: part.mT @ part
-    return reduce(torch.add, map(of_part, rows.split(_ROWS, dim=-2)))
+    return reduce(Tensor.add_, map(of_part, rows.split(_ROWS, dim=-2)))
 
 
 def _halved_moment(rows: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """
 
     _per_sample = True
+    #: Whether eigenvalues are corrected, see ``Passes``.
+    _corrected = False
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        name = type(self).__name__
-        self._passes = Passes(name, self.risk, self._options, terms, self._trusting)
+        kind = type(self).__name__, self.risk, self._options
+        self._passes = Passes(*kind, terms, self._trusting, self._corrected)
         self._sums: Sums | None = None
         self._forget()
 

@@ -56,6 +56,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         ValueError: See there.
     """
 
+    _corrected = True
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self._options.fisher_type is FisherType.FORWARD_ONLY:

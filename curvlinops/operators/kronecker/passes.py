@@ -31,6 +31,8 @@ class Passes:
         options: The options of the approximation.
         terms_per_sample: How many terms each sample has to have; ``None`` for any number.
         trusting: See ``SampleBackward``.
+        corrected: Whether eigenvalues are, by gradients of single samples. If not, the first batch
+            decides which rows of exact blocks belong to which sample.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Passes:
         options: Options,
         terms_per_sample: int | None,
         trusting: bool,
+        corrected: bool,
     ):
         self._name, self._risk, self._options = name, risk, options
-        self._terms_per_sample, self._trusting = terms_per_sample, trusting
+        self._terms_per_sample = terms_per_sample
+        self._trusting, self._corrected = trusting, corrected
         self._estimator = Estimator(risk.space, options)
 
     def plan(self, uses: Uses) -> list[Block]:
@@ -112,8 +116,11 @@ class Passes:
             self._estimator.add(sums, samples, vectors)
             sums.terms = sums.terms + bound.terms(samples.output)
 
-        # factors that sum over all rows need no samples; of exact blocks the first batch decides
-        trusting = self._trusting or not self._options.reduced
+        def trusting() -> bool:
+            # factors that sum over all rows need no samples; exact blocks do
+            by_sample = self._options.reduced or (self._corrected and sums.matrices)
+            return self._trusting or not by_sample
+
         sums.num_batches = self.visit(run, "factors", use, batches, sums.num_batches, trusting)
 
     def visit(
@@ -123,7 +130,7 @@ class Passes:
         use: Callable[[BatchRisk, SampleGradients], Any],
         batches: Batches | None = None,
         first: int = 0,
-        trusting: bool | None = None,
+        trusting: Callable[[], bool] | None = None,
     ) -> int:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
@@ -132,7 +139,7 @@ class Passes:
             nonlocal number
             own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
             found = own.findings.get(SampleBackward, self._name, self._trusting, True, True)
-            samples = found.capture(own, trusting)
+            samples = found.capture(own, None if trusting is None else trusting())
             self._check_terms(own, samples)
             if samples.num_samples:
                 use(own, samples)
