@@ -218,10 +218,10 @@ def _collect(trees: Iterable[Any], found: list[Tensor]) -> None:
             continue
         if isinstance(tree, Tensor):
             found.append(tree)
-        elif kind is dict or isinstance(tree, Mapping):
-            _collect(tree.values(), found)
         elif isinstance(tree, list | tuple):
             _collect(tree, found)
+        elif kind is dict or isinstance(tree, Mapping):
+            _collect(tree.values(), found)
         elif _is_dataclass(tree):
             _collect((_fields(tree),), found)
 

@@ -52,6 +52,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
         state.update({id(buffer): buffer.detach().clone() for buffer in copied})
+    is_first = TRACES not in state
     found, inner, own, lent = [], [], [], []
     try:
         for module in modules:
@@ -68,7 +69,8 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             for name, buffer in buffers.items():
                 if buffer is not None:
                     buffers[name] = state.get(id(buffer), buffer)
-            lent += [(part, dict(part)) for part in (attributes, buffers)]
+            if is_first:
+                lent += [(part, dict(part)) for part in (attributes, buffers)]
         for part, contents in state.get(TRACES, ()):
             _fill(part, contents)
         yield
@@ -76,7 +78,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         # most are empty
         changed = [(part, old) for part, old in inner if (part or old) and _differ(part, old)]
         prepared = [(part, old) for part, old in own if (part or old) and _differ(part, old)]
-        if TRACES not in state:
+        if is_first:
             traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
             state[TRACES] = [(part, _copy(part)) for part, _ in traces]
         if prepared:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel
+from curvlinops.core.autodiff import BoundModel, pull_several
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.core.independence import differs
-from curvlinops.layers.capture import Call, Capture, Change, Recorded, gradients_at
+from curvlinops.layers.capture import Call, Called, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares, weighted
 from curvlinops.layers.detection import (
     Detection,
@@ -79,24 +79,25 @@ class RecordedBatch:
         self.uses: dict[Key, Recorded] = {}
         self.layouts: dict[Key, Layout] = {}
         # no method of this object, which would keep the graph in memory after its last use
-        self._chunks = in_chunks(partial(gradients_at, self.output), ANY_NUMBER)
+        self._chunks = in_chunks(partial(pull_several, {"": self.output}), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self.unconnected: set[Key] = set()
-        self._overwritten: set[str] = set()
         self.guessed: set[Key] = set()
         self.open: set[Key] = set()
         self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
         self._nodes = set(graph_nodes(self.output))
+        reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
+        self._lost = {name for name in reached if name is not None}
         for ((_, index), place), recorded in self._capture.uses.items():
-            found = origins(recorded.tensor, by_id)
-            key = Key(index, place, recorded.call, tuple(found))
-            if recorded.edge.node in self._nodes:
+            found, overwritten = origins(recorded.tensor, by_id), recorded.called.overwritten
+            key = Key(index, place, recorded.function, tuple(found))
+            if recorded.called.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
-            elif recorded.overwritten:  # its place in the graph is another one now
-                self._overwritten |= set(found)
-            else:
+            elif not overwritten:
                 self.unconnected.add(key)
+            if overwritten:  # perhaps its place in the graph is another one now
+                self._lost |= set(found)
 
     def _run(self) -> Tensor:
         with self._capture, self._scope.active():
@@ -115,7 +116,8 @@ class RecordedBatch:
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient of all recorded outputs."""
-        return sum(r.shape.numel() * r.dtype.itemsize for r in self.uses.values())
+        calls = (recorded.called for recorded in self.uses.values())
+        return sum(called.shape.numel() * called.dtype.itemsize for called in calls)
 
     @property
     def depends_on_data(self) -> bool:
@@ -128,11 +130,7 @@ class RecordedBatch:
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
-        own = {id(self._leaves[name]): name for name in self.names}
-        found = (id(variable) for variable in leaf_variables(self._nodes))
-        overwritten = [key for key, recorded in self.uses.items() if recorded.overwritten]
-        names = {own[i] for i in found if i in own} | self._overwritten & set(self.names)
-        return sorted(names.union(*(self.names_of(key) for key in overwritten)))
+        return sorted(self._lost.intersection(self.names))
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the uses of some parameters."""
@@ -152,14 +150,20 @@ class RecordedBatch:
     def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
         u = u.reshape(len(u), *self.output.shape)
-        if len(u) == 0:
-            return {key: u.new_zeros(0, *recorded.shape) for key, recorded in self.uses.items()}
-        found: dict[Key, list[Tensor]] = {key: [] for key in self.uses}
-        with self._scope.active():
-            for _, part in self._chunks({"": u}, {"": u.dtype}, self.uses):
-                for key, g in part.items():
-                    found[key].append(g)
-        return {key: p[0] if len(p) == 1 else torch.cat(p) for key, p in found.items()}
+        calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
+        parts = []
+        if len(u):
+            with self._scope.active():
+                parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls)]
+
+        def at_output(called: Called) -> Tensor:
+            found = [part.pop(called) for part in parts]
+            if not found or found[0] is None:
+                return u.new_zeros(len(u), *called.shape, dtype=called.dtype)
+            return called.at_output(found[0] if len(found) == 1 else torch.cat(found))
+
+        gradients = {called: at_output(called) for called in calls}
+        return {key: gradients[recorded.called] for key, recorded in self.uses.items()}
 
     def detect(self, keys: list[Key]) -> None:
         """Find the layouts of some uses, by a random vector with and without weights."""

@@ -4,20 +4,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core.autodiff import pull_several
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
-from curvlinops.core.space import Columns
 from curvlinops.layers.composed import COMPOSED
-from curvlinops.layers.parts import Key
 from curvlinops.layers.uses import RULES, Rule, Use
 
 #: A function, and how often it was called before with something tracked.
@@ -31,29 +28,21 @@ class Change(IntEnum):
     FOLLOW = 2
 
 
-class Recorded:
-    """A use of a tracked tensor.
+class Called:
+    """What a call returned, and what it read.
+
+    Args:
+        output: What it returned.
+        inputs: The call's tensors that are not tracked.
+        in_place: Whether the output was written to.
 
     Attributes:
-        use: How it enters the output.
-        call: The function.
-        tensor: The tensor as the call got it: a parameter, or a function of parameters.
         edge: Where the output's gradient passes, perhaps in another shape.
         shape: The output's shape.
-        inputs: The call's other tensors, with their versions.
-        in_place: Whether the output was written to.
+        dtype: The output's dtype.
     """
 
-    def __init__(
-        self,
-        use: Use,
-        call: Callable,
-        tensor: Tensor,
-        output: Tensor,
-        inputs: Iterable[Tensor],
-        in_place: bool,
-    ):
-        self.use, self.call, self.tensor = use, call, tensor
+    def __init__(self, output: Tensor, inputs: Iterable[Tensor], in_place: bool):
         self.shape, self.dtype = output.shape, output.dtype
         kept = list(inputs)
         # writing to a view takes its node out of the graph, but not that of what it is a view of
@@ -72,12 +61,28 @@ class Recorded:
         """Return gradients at the output, ``[V, *shape]``, given those that pass the edge."""
         if self._entries is not None:
             g = g.flatten(1)[:, self._entries]
-        return g.reshape(len(g), *self.shape)
+        return g.reshape(g.shape[0], *self.shape)
 
     @property
     def overwritten(self) -> bool:
         """Whether an input was written to after the call, or an output that is part of another."""
         return any(x._version != version for x, version in self._versions)
+
+
+class Recorded(NamedTuple):
+    """A use of a tracked tensor.
+
+    Attributes:
+        use: How it enters the output.
+        function: What was called.
+        tensor: The tensor as the call got it: a parameter, or a function of parameters.
+        called: The call, the same for all tensors that it got.
+    """
+
+    use: Use
+    function: Callable
+    tensor: Tensor
+    called: Called
 
 
 class Capture(TorchFunctionMode):
@@ -163,10 +168,9 @@ class Capture(TorchFunctionMode):
         args = tuple(copies.get(place, x) for place, x in enumerate(args))
         kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
+        called = Called(out, constant.values(), rule.in_place)
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(
-                known[key], func, tensor, out, constant.values(), rule.in_place
-            )
+            self.uses[index, key] = Recorded(known[key], func, tensor, called)
         return out
 
     def _enlarge(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -251,15 +255,3 @@ def _unwrapped(func: Callable) -> Callable:
         inner.__kwdefaults__ = func.__kwdefaults__
         _UNWRAPPED[func] = inner
     return _UNWRAPPED[func]
-
-
-def gradients_at(output: Tensor, u: Columns, uses: Mapping[Key, Recorded]) -> Columns:
-    """Return the gradients at the outputs of uses, ``[V, *]``, for ``[V, *output]``."""
-    vectors, edges = u[""], {key: recorded.edge for key, recorded in uses.items()}
-    found = pull_several({"": output}, u, edges)
-    return {
-        key: vectors.new_zeros(len(vectors), *uses[key].shape, dtype=uses[key].dtype)
-        if g is None
-        else uses[key].at_output(g)
-        for key, g in found.items()
-    }

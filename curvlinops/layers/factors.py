@@ -7,9 +7,9 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from functools import reduce as fold
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from curvlinops.layers.parts import Part
 from curvlinops.layers.symmetric import second_moment
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """The shape of a Kronecker product, and where its entries are in a parameter.
 
     Attributes:

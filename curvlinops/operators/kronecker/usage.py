@@ -82,8 +82,9 @@ def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
     for part in parts:
         partners = biases if part.shift is None else weights
         place, form, mapped = innermost(part.form)
-        product = Kind.of(form, part.shift is not None) is not None
-        usage = Usage(place, kind_of(part), partners.get(_call(part)), mapped, product)
+        kind = Kind.of(form, part.shift is not None)
+        own = None if mapped else kind
+        usage = Usage(place, own, partners.get(_call(part)), mapped, product=kind is not None)
         found.setdefault(part.name, set()).add(usage)
     return {name: frozenset(own) for name, own in found.items()}
 
