@@ -20,9 +20,20 @@ from curvlinops import (
 Data = list[tuple[Tensor, Tensor]]
 
 
+class Scaled(nn.Linear):
+    """A layer with a scalar factor."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
 def net() -> nn.Module:
     """A small smooth network."""
-    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), Scaled(3, 1))
 
 
 def poisson(u: Tensor, x: Tensor) -> Tensor:
@@ -180,7 +191,7 @@ def test_no_derivative_with_respect_to_the_output(check: bool, curvature: str, k
 @pytest.mark.parametrize("kind", KINDS)
 def test_factors_without_derivatives_of_the_loss(kind: str):
     model, (build, points) = net(), KINDS[kind]
-    data, params = points(), list(model.parameters())
+    data, params = points(), [param for param in model.parameters() if param.ndim]
     options = {"reduction": "mean", "fisher_type": "forward-only"}
     found = KFACLinearOperator(model, build(model), params, data, **options)
     inputs, expected = torch.cat([x for x, _ in data]).detach(), []
@@ -198,7 +209,7 @@ def test_losses_that_are_no_numbers(kind: str):
     data, options = points(), {"reduction": "mean", "fisher_type": "forward-only"}
     with torch.no_grad():
         data[1][1][0] = float("nan")
-    args = model, build(model), list(model.parameters()), data
+    args = model, build(model), [p for p in model.parameters() if p.ndim], data
     A = KFACLinearOperator(*args, check_deterministic=False, **options)
     with torch.no_grad(), pytest.raises(ValueError, match="The loss on batch 1 is nan"):
         A.trace()

@@ -9,6 +9,7 @@ from test_layers import check, loop
 from torch import Tensor, nn
 
 from curvlinops import (
+    EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
     GGNLinearOperator,
@@ -205,6 +206,32 @@ def test_all_quantities_of_what_samples_share():
         J = JacobianLinearOperator(net, [net.t], data)
         dense = J @ torch.eye(1).double()
         torch.testing.assert_close(J.gram(), dense @ dense.T, rtol=1e-8, atol=1e-12)
+
+
+class Steps(nn.Module):
+    """Euler's method for a differential equation, with a learned step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate, self.step = nn.Linear(3, 3), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + self.step * torch.tanh(self.rate(x))
+        return x
+
+
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+def test_scalars_beside_shared_weights(cache: str):
+    torch.manual_seed(0)
+    net, loss = Steps().double(), nn.CrossEntropyLoss(reduction="sum")
+    params = list(net.parameters())
+    data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in (4, 3)]
+    rows = loop(net, params, data, loss)
+    E = EFLinearOperator(net, loss, params, data, cache=cache)
+    V = torch.randn(E.shape[1], 3).double()
+    for columns in (V[:, 0], V[:, 1], V, V):  # the first one is not kept
+        torch.testing.assert_close(E @ columns, rows.T @ (rows @ columns))
 
 
 @pytest.mark.parametrize("entries", [1, 4])

@@ -439,17 +439,20 @@ class Attached(nn.Linear):
         super().__init__(*sizes)
         self.weight.width, self.weight.seen, self.weight.count = 2.0, [], 0
         self.bias.label = "bias"
+        self.sizes = nn.Buffer(torch.tensor(sizes))
+        self.sizes.label = "buffer"
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.seen.append(len(x))
         self.weight.count += 1
-        assert self.bias.label == "bias"
+        assert (self.bias.label, self.sizes.label) == ("bias", "buffer")
+        assert self.get_parameter("weight") is self.weight and isinstance(self.sizes, nn.Buffer)
         return super().forward(x) / self.weight.width
 
 
 @pytest.mark.parametrize("case", ALL)
 @pytest.mark.parametrize("kind", ["list", "copies", "some"])
-def test_attributes_of_parameters(kind: str, case: str):
+def test_attributes_of_parameters_and_buffers(kind: str, case: str):
     """Tensors that replace parameters have them; what is written there is lost."""
 
     def build(layer: type) -> tuple[nn.Module, TorchLinearOperator]:

@@ -20,7 +20,9 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
 COUPLED = (
     "The model's output for a sample depends on the other samples of its batch, so that gradients "
     "of single samples are not defined. Let the model treat samples one by one; if rows of its "
-    "output are parts of samples, such as tokens, give samples an axis in front of them."
+    "output are parts of samples, such as tokens, give samples an axis in front of them. If only "
+    "a sample's place in the batch matters, as for noise that the model draws with a seed of its "
+    "own, pass check_deterministic=False."
 )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from curvlinops.core.norms import double_norm
 from curvlinops.core.replicas import checksums
-from curvlinops.core.space import Columns
+from curvlinops.core.space import Columns, flat
 
 
 class Ranks:
@@ -243,7 +243,7 @@ def _check_in_step(own: Columns, shared: Columns) -> None:
     """Refuse vectors that are others than those of the first rank, but for rounding."""
 
     def squares(columns: Iterable[Tensor]) -> Tensor:
-        norms = [double_norm(column.flatten(1), dim=1) for column in columns]
+        norms = [double_norm(flat(column), dim=1) for column in columns]
         return torch.stack(norms).square().sum(0)
 
     eps = torch.finfo(next(iter(own.values())).dtype).eps

@@ -180,10 +180,12 @@ def alias(param: Tensor) -> Tensor:
 
 
 def with_attributes(values: Tensor, param: Tensor) -> Tensor:
-    """Give a tensor that replaces a parameter what users and libraries have attached to this."""
+    """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
     for name, value in vars(param).items():
         if name not in vars(values):
             setattr(values, name, copy.copy(value) if type(value) in (list, dict, set) else value)
+    if isinstance(param, nn.Parameter):
+        values._is_param = True  # which lets isinstance say so
     return values
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from curvlinops.core.containers import leaves
+from curvlinops.core.parameters import with_attributes
 
 #: The types of containers whose contents are restored; subclasses may have other rules.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
@@ -51,7 +52,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
     if not state:
         buffers = (b for module in modules for b in module._buffers.values() if b is not None)
         copied = (b for b in buffers if constant or not b.requires_grad)
-        state.update({id(buffer): buffer.detach().clone() for buffer in copied})
+        state.update({id(b): with_attributes(b.detach().clone(), b) for b in copied})
     is_first = TRACES not in state
     found, inner, own, lent = [], [], [], []
     try:
@@ -73,21 +74,29 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
                 lent += [(part, dict(part)) for part in (attributes, buffers)]
         for part, contents in state.get(TRACES, ()):
             _fill(part, contents)
-        yield
+        try:
+            yield
+        finally:
+            # most are empty
+            changed = [(part, old) for part, old in inner if (part or old) and _differ(part, old)]
+            prepared = [(part, old) for part, old in own if (part or old) and _differ(part, old)]
+            if is_first:
+                traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
+                state[TRACES] = [(part, _copy(part)) for part, _ in traces]
+            if prepared:
+                # hooks and submodules are made once, and what says so may be anywhere: they stay,
+                # and so does all that may say so
+                changed = [(part, before) for part, before in changed if leaves(_copy(part))]
+                found = [(part, before | _flags(part, before)) for part, before in found]
+            inner, own = changed, []
     finally:
-        # most are empty
-        changed = [(part, old) for part, old in inner if (part or old) and _differ(part, old)]
-        prepared = [(part, old) for part, old in own if (part or old) and _differ(part, old)]
-        if is_first:
-            traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
-            state[TRACES] = [(part, _copy(part)) for part, _ in traces]
-        if prepared:
-            # hooks and submodules are made once, and what says so may be anywhere: they stay, and
-            # so does all that may say so
-            changed = [(part, before) for part, before in changed if leaves(_copy(part))]
-            found = [(part, before | _flags(part, before)) for part, before in found]
-        for part, original in found + changed:
-            _fill(part, original)
+        try:
+            for part, original in (*found, *inner, *own):
+                _fill(part, original)
+        except BaseException:  # such as Ctrl-C, which comes at any time
+            for part, original in (*found, *inner, *own):
+                _fill(part, original)
+            raise
 
 
 def _flags(attributes: dict, before: dict) -> dict:

@@ -11,6 +11,11 @@ from torch import Tensor
 Columns = dict[str, Tensor]
 
 
+def flat(column: Tensor) -> Tensor:
+    """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
+    return column.reshape(column.shape[0], prod(column.shape[1:]))
+
+
 class ParameterSpace:
     """The vector space of one or several named tensors, flattened row-major and concatenated.
 
@@ -74,14 +79,11 @@ class ParameterSpace:
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
         # one tensor is a view of itself
-        flat = self.common_memory(columns) if len(self.shapes) > 1 else None
-        if flat is None:
-            parts = [
-                columns[name].flatten(1) if shape else columns[name].unsqueeze(1)
-                for name, shape in self.shapes.items()
-            ]
-            flat = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return flat
+        vectors = self.common_memory(columns) if len(self.shapes) > 1 else None
+        if vectors is None:
+            parts = [flat(columns[name]) for name in self.shapes]
+            vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return vectors
 
     def common_memory(self, columns: Columns) -> Tensor | None:
         """Return the vectors ``[K, dim]`` whose views ``columns`` are, ``None`` if they are not."""

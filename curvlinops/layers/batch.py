@@ -11,7 +11,7 @@ from curvlinops.core.autodiff import BoundModel, pull_several
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.core.independence import differs
-from curvlinops.layers.capture import Call, Called, Capture, Change, Recorded
+from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares, weighted
 from curvlinops.layers.detection import (
     Detection,
@@ -155,14 +155,7 @@ class RecordedBatch:
         if len(u):
             with self._scope.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls)]
-
-        def at_output(called: Called) -> Tensor:
-            found = [part.pop(called) for part in parts]
-            if not found or found[0] is None:
-                return u.new_zeros(len(u), *called.shape, dtype=called.dtype)
-            return called.at_output(found[0] if len(found) == 1 else torch.cat(found))
-
-        gradients = {called: at_output(called) for called in calls}
+        gradients = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
         return {key: gradients[recorded.called] for key, recorded in self.uses.items()}
 
     def detect(self, keys: list[Key]) -> None:

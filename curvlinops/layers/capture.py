@@ -1,7 +1,7 @@
 """Records how a forward pass uses parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -57,8 +57,16 @@ class Called:
         self.edge: GradientEdge = get_gradient_edge(output)
         self._versions = [(x, x._version) for x in kept if not x.is_inference()]
 
-    def at_output(self, g: Tensor) -> Tensor:
-        """Return gradients at the output, ``[V, *shape]``, given those that pass the edge."""
+    def at_output(self, parts: Sequence[Tensor | None], u: Tensor) -> Tensor:
+        """Return gradients at the output, ``[V, *shape]``.
+
+        Args:
+            parts: Those that pass the edge, of some vectors each; ``None`` if they are zero.
+            u: What was backpropagated, ``[V, *]``.
+        """
+        if not parts or parts[0] is None:
+            return u.new_zeros(u.shape[0], *self.shape, dtype=self.dtype)
+        g = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._entries is not None:
             g = g.flatten(1)[:, self._entries]
         return g.reshape(g.shape[0], *self.shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.columns import add
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.layers.forms import Direct, Form
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
@@ -84,7 +84,7 @@ def written(groups: list[Group], space: ParameterSpace) -> Columns:
     """Return the gradients of all samples, for the only vector, ``{name: [N, entries]}``."""
     rows = space.apart(groups[0][1].num_samples)
     write_rows(groups, space, rows)
-    return {name: x.reshape(len(x), prod(x.shape[1:])) for name, x in rows.items()}
+    return {name: flat(x) for name, x in rows.items()}
 
 
 def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:

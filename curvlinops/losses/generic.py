@@ -60,9 +60,10 @@ class AdditiveLoss(Loss):
             if self.needs_graph and isinstance(error, RuntimeError):
                 return
             note = (
-                f"{self.name} was evaluated on one sample, to check that it adds up over samples. "
-                "Tensors in the target were cut whose first axis has the batch's length; what the "
-                "loss holds, such as a weight for each sample, belongs to one batch only."
+                f"{self.name} was evaluated on one sample, to check that it adds up over samples "
+                "(contrastive losses do not). Tensors in the target were cut whose first axis has "
+                "the batch's length; what the loss holds, such as a weight for each sample, "
+                "belongs to one batch only."
             )
             if isinstance(error, ValueError):  # whose text is what the risk repeats
                 raise ValueError(f"{error} {note}") from error

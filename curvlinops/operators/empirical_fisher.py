@@ -11,7 +11,7 @@ from curvlinops.core.autodiff import Apply, evaluate
 from curvlinops.core.choice import Mode, NoDerivativeError
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns
+from curvlinops.core.space import Columns, flat
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import written
@@ -172,7 +172,7 @@ def _sum_of_outer_products(rows: Columns, terms: Tensor) -> Apply:
     """Return products with the sum of the outer products of rows, ``{name: [N, entries]}``."""
 
     def apply(V: Columns, out: Columns) -> Tensor:
-        inner = sum(v.flatten(1) @ rows[name].T for name, v in V.items())
+        inner = sum(flat(v) @ rows[name].T for name, v in V.items())
         for name, product in out.items():
             product += (inner @ rows[name]).reshape(product.shape)
         return terms

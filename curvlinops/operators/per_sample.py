@@ -13,7 +13,7 @@ from curvlinops.core.columns import add
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Group, add_sums, in_turns, write_rows, written
@@ -128,7 +128,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                     raise
                 self._lacking.append(bound.batch.index)
         rows = self._keep(bound, self._written, "rows")
-        return lambda V: sum(v.flatten(1) @ rows[name].T for name, v in V.items())
+        return lambda V: sum(flat(v) @ rows[name].T for name, v in V.items())
 
     def _written(self, bound: BatchRisk) -> Columns:
         """Return the rows of a batch, ``{name: [M, entries]}``."""
