@@ -3,10 +3,11 @@
 import copy
 import pickle
 import random
+import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import TorchLinearOperator
+from curvlinops.core import protection
+from curvlinops.core.protection import protected
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
@@ -213,6 +216,41 @@ def test_after_an_exception_in_the_model(case: str):
         multiply()
     assert state(net) == before
     assert surroundings() == around
+
+
+class Interrupt:
+    """Presses Ctrl-C at the n-th call that is made while modules are lent out and given back."""
+
+    def __init__(self, number: int):
+        self.rest = number
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        entered = event == "call" and code is protected.__wrapped__.__code__  # no call of its own
+        if code.co_filename == protection.__file__ and "return" not in event and not entered:
+            self.rest -= 1
+            if self.rest == 0:
+                raise KeyboardInterrupt
+
+
+def test_after_an_interrupt():
+    net = model()
+    before, around = state(net), surroundings()
+    multiply = product("hessian", net, batches(), check_deterministic=False, cache="none")
+    multiply()
+    number, is_done = 1, False
+    while not is_done:
+        sys.setprofile(Interrupt(number))
+        try:
+            multiply()
+            is_done = True
+        except KeyboardInterrupt:
+            number += 17
+        finally:
+            sys.setprofile(None)
+        assert state(net) == before
+        assert surroundings() == around
+    assert number > 100
 
 
 @pytest.mark.parametrize("case", ALL)
