@@ -162,7 +162,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def blocks(self) -> list[BlockReport]:
         """Return for each diagonal block which structure it has, and why."""
-        return report(self._factors(self._computed()))
+        return report(self._factors(self._computed()), self._options.fisher_type)
 
     @property
     def input_covariances(self) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class BlockReport(NamedTuple):
     reason: str
 
 
-def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
+def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[BlockReport]:
     """Return what all blocks are."""
     return [
         BlockReport(
@@ -38,21 +38,23 @@ def report(factors: Iterable[BlockFactors]) -> list[BlockReport]:
             each.block.structure,
             tuple(tuple(tensor_of(f).shape) for p in each.products for f in factors_of(p))
             + (() if each.matrix is None else (tuple(each.matrix.shape),)),
-            each.block.reason or _reason(each),
+            each.block.reason or _reason(each, fisher_type),
         )
         for each in factors
     ]
 
 
-def _reason(factors: BlockFactors) -> str:
+def _reason(factors: BlockFactors, fisher_type: FisherType) -> str:
     """Say which matrices of a Kronecker product are diagonal, and why."""
     reasons = []
     for product in factors.products:
         if isinstance(product.inputs, Diagonal):
-            why = "inputs are looked up" if product.kind.lookup else "they are too large"
+            why = "inputs are looked up" if product.kind.lookup else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
         if isinstance(product.gradients, Diagonal):
-            reasons.append("gradient factor diagonal: not backpropagated, or too large")
+            is_identity = fisher_type is FisherType.FORWARD_ONLY
+            why = "the identity by fisher_type" if is_identity else "it is too large"
+            reasons.append(f"gradient factor diagonal: {why}")
     return "; ".join(reasons)
 
 
