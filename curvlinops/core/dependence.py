@@ -152,6 +152,8 @@ def _reads(func: Callable, args: tuple) -> bool:
     name = getattr(func, "__name__", "")
     if name == "where":
         return len(args) == 1
+    if name in ("detach", "clone"):
+        return False
     if name in _READING:
         return True
     if name in ("__getitem__", "__setitem__"):
