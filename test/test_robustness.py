@@ -503,6 +503,18 @@ def test_empty_batches(kind: type, loss: nn.Module):
     assert error(found, expected) <= 1e-12
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("kind", SQUARE)
+def test_no_lookups_in_a_batch(kind: type, layer: type):
+    """Whose gradient PyTorch cannot differentiate."""
+    model = nn.Sequential(layer(5, 3, padding_idx=1), nn.Flatten(), nn.LazyLinear(2)).double()
+    index = torch.randint(5, (4, 3))
+    model(index)
+    params, data = list(model.parameters()), [(index, torch.randint(2, (4,)))]
+    found = dense(kind, model, params, [*data, (index[:0], data[0][1][:0])], loss=CE)
+    assert error(found, dense(kind, model, params, data, loss=CE)) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", SQUARE)
 def test_data_made_in_inference_mode(kind: type):
     with torch.inference_mode():

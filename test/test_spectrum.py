@@ -337,6 +337,7 @@ _BAD = [
     *((f, {"A": matrices.nonsymmetric()}, "not symmetric") for f in DENSITIES),
     (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
+    (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "needs at least 2 dimensions, it has 1"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
     (DENSITIES[1], {"epsilon": float("inf")}, "epsilon must be positive and finite"),
     (lanczos_logdet, {}, "not positive definite: it has an eigenvalue of -"),

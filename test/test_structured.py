@@ -803,6 +803,7 @@ EMPTY = {
     "groups": lambda: Kron(GA[:0]),
     "diagonal": lambda: Diag(a[:0]),
     "identity": lambda: IdentityLinearOperator(0),
+    "negative": lambda: -IdentityLinearOperator(0),
     "blocks": lambda: Blocks([Kron(A[:0, :0]), Diag(a[:0])]),
 }
 

@@ -242,9 +242,11 @@ def lanczos_logdet(
 
 def check_ncv(ncv: Any, matrix: Matrix, at_least: int = 1) -> int:
     """Return the number of Lanczos vectors, which must fit the matrix."""
-    ncv = check_count("ncv", ncv, at_least)
-    if ncv > matrix.shape[0]:
-        raise ValueError(f"ncv must be at most the dimension {matrix.shape[0]}, got {ncv}.")
+    ncv, dim = check_count("ncv", ncv, at_least), matrix.shape[0]
+    if dim < at_least:
+        raise ValueError(f"The matrix needs at least {at_least} dimensions, it has {dim}.")
+    if ncv > dim:
+        raise ValueError(f"ncv must be at most the dimension {dim}, got {ncv}.")
     return ncv
 
 

@@ -105,6 +105,11 @@ def check_modules(module: nn.Module) -> None:
             _check_lookup(kind, child.max_norm, child.scale_grad_by_freq)
 
 
+def _rows(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Look up rows; the gradient of no lookups cannot be differentiated as such."""
+    return F.embedding(input, weight, padding_idx) if input.numel() else weight[input.long()]
+
+
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -119,7 +124,7 @@ def _embedding(
     Forward mode ignores ``padding_idx``, and sparse gradients cannot be differentiated.
     """
     _check_lookup("Embedding", max_norm, scale_grad_by_freq)
-    out = F.embedding(input, weight, padding_idx)
+    out = _rows(input, weight, padding_idx)
     if padding_idx is None:
         return out
     padding = input == padding_idx % weight.shape[0]
@@ -168,7 +173,7 @@ def _embedding_bag(
         num_bags = starts.shape[0]
         position = torch.arange(input.shape[0], device=input.device)
         bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
-    rows = F.embedding(input.reshape(-1), weight)
+    rows = _rows(input.reshape(-1), weight)
     kept = torch.ones_like(bag, dtype=weight.dtype)
     if padding_idx is not None:
         kept = (input.reshape(-1) != padding_idx % weight.shape[0]).to(weight.dtype)

@@ -85,6 +85,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
         return self._power(-1.0)
 
     def _power(self, exponent: float) -> "IdentityLinearOperator":
+        if self.domain.dim == 0:
+            return self
         value = torch.tensor([self.scalar], dtype=torch.float64, device="cpu")
         return IdentityLinearOperator(self.domain, float(powers(value, exponent)))
 
