@@ -54,12 +54,9 @@ class Along:
     def by_sample(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
         """Move samples to the front, all else behind."""
         if self.kind != "inner" and not self.axis:  # they are in front
-            before, lead, features = (
-                x.shape[:start],
-                x.shape[start:][:num_lead],
-                x.shape[start + num_lead :],
-            )
-            return x.reshape(*before, num_samples, prod(lead) // num_samples, *features)
+            end = start + num_lead
+            rows = prod(x.shape[start:end]) // num_samples
+            return x.reshape(*x.shape[:start], num_samples, rows, *x.shape[end:])
         if self.axis is None:
             x, num_lead = x.flatten(start, start + num_lead - 1), 1
         axis = start + (self.axis or 0)
