@@ -784,6 +784,17 @@ def test_norms_of_any_scale(name: str, dtype: torch.dtype):
                                    rtol=1e-5, atol=0)  # fmt: skip
 
 
+@pytest.mark.parametrize("exponent", [2, 3, -1, -2, 0.5, 1.5])
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e25])
+def test_powers_of_factors_of_other_scales(scale: float, exponent: float):
+    x, y = (definite(n).float() for n in (3, 2))
+    operator = Kron(scale * x, y / scale)
+    expected = Kron(x.double(), y.double()).power(exponent).to_dense().float()
+    torch.testing.assert_close(operator.power(exponent).to_dense(), expected, rtol=1e-4, atol=1e-6)
+    if exponent == 2:
+        torch.testing.assert_close((operator @ operator).to_dense(), expected)
+
+
 @pytest.mark.parametrize("dtype", SCALES)
 def test_symmetry_of_any_scale(dtype: torch.dtype):
     for scale in SCALES[dtype]:

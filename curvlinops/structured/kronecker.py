@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import reduce
-from math import prod
+from math import inf, log2, prod
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.together import decompose, invert, multiply
+
+#: By which power of two the sizes of factors may differ from their mean.
+_FAR = 30
 
 
 class KroneckerProductLinearOperator(StructuredLinearOperator):
@@ -182,8 +185,23 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
             return self.eigh()._power(exponent)
         if exponent == 0:
             return IdentityLinearOperator(self.domain)
-        factors = zip(self._factors, self._names(), strict=True)
+        factors = zip(self._balanced(), self._names(), strict=True)
         return KroneckerProductLinearOperator(*(f.power(exponent, name) for f, name in factors))
+
+    def _balanced(self) -> list[Factor]:
+        """Return factors of like sizes, whose powers overflow, or vanish, only if the product's do.
+
+        Powers of two change them, exactly.
+        """
+        sizes = [float(factor.norm().sum()) for factor in self._factors]
+        if not all(0.0 < size < inf for size in sizes):
+            return self._factors
+        mean = sum(map(log2, sizes)) / len(sizes)
+        shifts = [round(mean - log2(size)) for size in sizes[:-1]]
+        shifts.append(-sum(shifts))
+        if max(map(abs, shifts)) < _FAR:
+            return self._factors
+        return [f.scaled(2.0**shift) for f, shift in zip(self._factors, shifts, strict=True)]
 
     # --- algebra
 
@@ -214,14 +232,14 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
             return None
         if [f.columns for f in self._factors] != [f.rows for f in other._factors]:
             return None
-        pairs = zip(self._factors, other._factors, strict=True)
+        pairs = zip(self._balanced(), other._balanced(), strict=True)
         return KroneckerProductLinearOperator(*(one.times(two) for one, two in pairs))
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(*(factor.transposed() for factor in self._factors))
 
     def _squared_entries(self) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._factors))
+        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._balanced()))
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(*(f.to(device, dtype) for f in self._factors))
