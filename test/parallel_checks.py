@@ -159,6 +159,25 @@ def kinds_of_vectors() -> None:
     torch.testing.assert_close(matrix(some), matrix(expected))
 
 
+class Scaled(nn.Module):
+    """A multiple of a model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.factor = model, nn.Parameter(torch.tensor(1.5).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.model(x)
+
+
+@check()
+def scalar_parameters() -> None:
+    p = classifier()
+    model = Scaled(p.model)
+    p = replace(p, model=model, params=list(model.parameters()))
+    torch.testing.assert_close(*map(matrix, both("ggn", p)))
+
+
 @check()
 def vectors_of_the_caller_stay() -> None:
     together, alone = both("hessian", classifier())
