@@ -160,8 +160,6 @@ def second_device() -> Iterator[None]:
         patch.setattr(torch, "from_numpy", lambda array: put(from_numpy(array), CPU))
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-        patch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
         for name in ("memory_reserved", "memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device: 0)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))

@@ -192,6 +192,32 @@ def test_after_success(case: str):
     copy.deepcopy(net[5]), pickle.dumps(net[5])
 
 
+def test_generators_of_all_devices_in_use(monkeypatch: pytest.MonkeyPatch):
+    others = tuple(torch.Generator().manual_seed(seed) for seed in (3, 4))
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "default_generators", others)
+    before = [generator.get_state() for generator in others]
+
+    class Drawing(list):
+        """Batches that are augmented on another device, in the end by nothing."""
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            for X, y in super().__iter__():
+                yield X + 0 * torch.rand((), generator=others[1]), y
+
+    product("ggn", model(), Drawing(batches()))()
+    assert all(map(torch.equal, before, [generator.get_state() for generator in others]))
+
+
+def test_generators_of_devices_not_in_use(monkeypatch: pytest.MonkeyPatch):
+    net = model()
+    # a seed would wait for the device's first use
+    for device in (torch.cuda, torch.xpu, torch.mps):
+        for name in {"manual_seed", "manual_seed_all"} & set(vars(device)):
+            monkeypatch.setattr(device, name, lambda _: pytest.fail("seeded"))
+    product("ggn", net, batches())()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("on purpose"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("case", ALL)
 def test_after_an_exception_in_the_data(case: str, error: BaseException):

@@ -177,7 +177,7 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head, seed: int) ->
         outputs.append(output)
         return note, head(output)[1]
 
-    with preserved_rng(bound.space.device):  # the same Dropout in both
+    with preserved_rng():  # the same Dropout in both
         mode.gauss_newton(bound, probe)(v, Jw)
     w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
     found, noise = float(Jv.norm()) + norm(Jw), _noise(outputs[0])

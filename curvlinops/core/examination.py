@@ -6,8 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
 from curvlinops.core.graph import custom_functions, footprint, graph_nodes, operations
@@ -60,19 +58,18 @@ class Examination:
         self._draws: bool | None = None  # until a pass over the data has shown it
 
     @contextmanager
-    def preserving(self, device: torch.device, data: Iterable) -> Iterator[None]:
+    def preserving(self, data: Iterable) -> Iterator[None]:
         """Preserve the generators of random numbers in a pass, unless nothing draws from them.
 
         Other threads may; what they drew would be drawn again.
 
         Args:
-            device: The device of the pass.
             data: What the pass is over. Lists draw nothing, loaders do.
         """
         if self._draws is False and type(data) in (list, tuple):
             yield
             return
-        with preserved_rng(device) as untouched:
+        with preserved_rng() as untouched:
             yield
             if self._draws is None:
                 self._draws = not untouched()
@@ -94,7 +91,7 @@ class Examination:
         if bound.batch.index in self._done:
             yield
             return
-        with preserved_rng(bound.space.device) as untouched:
+        with preserved_rng() as untouched:
             found = self._look(bound, purpose or "gradient")
             if purpose is not None and untouched():
                 bound.offer(found)
@@ -158,5 +155,5 @@ class Examination:
     def _look_again(self, bound: Any, kept: list[weakref.ref]) -> None:
         """Check another evaluation if someone keeps the graph of one: perhaps to use it again."""
         if any(ref() is not None for ref in kept):
-            with preserved_rng(bound.space.device):
+            with preserved_rng():
                 self._look(bound, "gradient")

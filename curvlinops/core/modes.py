@@ -200,7 +200,7 @@ def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
 
 def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute the tangent first, without a graph, then the output again, with a graph."""
-    with preserved_rng(bound.space.device):  # the same Dropout in both
+    with preserved_rng():  # the same Dropout in both
         tangent = _push_forward(bound, v, lambda _, tangent: tangent)
     with bound.recording("gradient") as evaluation:
         return *evaluation, tangent

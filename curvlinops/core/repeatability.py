@@ -65,7 +65,7 @@ def _observe(
         look(bound, output)
         observations.append((data, numbers))
 
-    with preserved_rng(risk.space.device):
+    with preserved_rng():
         seed_everything(seed)
         risk.run(step, "check_deterministic", purpose=None if risk.loss is None else "gradient")
     if seed == 0 and risk.ranks.size == 1:  # else other data may have terms

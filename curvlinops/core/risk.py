@@ -81,7 +81,7 @@ class BatchRisk:
 
     def resembles(self, seen: Seen) -> bool:
         """Return whether this has the same operations as a first batch, the loss's included."""
-        with preserved_rng(self.space.device) as untouched:
+        with preserved_rng() as untouched:
             with self.recording(seen.purpose) as found:
                 output = found.output
                 value = output if self.loss is None else self.loss.sum(output, self.batch.y)
@@ -206,7 +206,7 @@ class EmpiricalRisk:
             self.model.follow()
             own = {*own_names(self.model), *map(id, self.model.params.values())}
             structure = start()
-            with self.examination.preserving(device, batches.data):
+            with self.examination.preserving(batches.data):
                 for bound in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
                     sharing = nullcontext()
                     if structure is not None and self.findings is None:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from curvlinops.core.arguments import check_count
 
@@ -59,15 +58,15 @@ def read_generator(
 
 
 @contextmanager
-def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
+def preserved_rng() -> Iterator[Callable[[], bool]]:
     """Restore all global random number generators on exit (loaders draw from them, too).
 
     What it yields tells whether nothing has been drawn from them so far.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     _, words, *position = numpy_state
-    devices = [device] if device.type == "cuda" else []
-    states = _torch_states(devices)
+    own = _global_generators()
+    states = [generator.get_state() for generator in own]
 
     def untouched() -> bool:
         _, new_words, *new_position = np.random.get_state()
@@ -75,7 +74,7 @@ def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
             python_state == random.getstate()
             and position == new_position
             and np.array_equal(words, new_words)
-            and all(map(torch.equal, states, _torch_states(devices)))
+            and all(torch.equal(s, g.get_state()) for g, s in zip(own, states, strict=True))
         )
 
     try:
@@ -83,17 +82,20 @@ def preserved_rng(device: torch.device) -> Iterator[Callable[[], bool]]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(states[0])
-        for own, state in zip(devices, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, own)
-
-
-def _torch_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
 
 
 def seed_everything(seed: int) -> None:
     """Seed all global random number generators; inside ``preserved_rng`` only."""
-    torch.manual_seed(seed)
+    # torch.manual_seed would also seed those of devices that nobody has used yet, for good
+    for generator in _global_generators():
+        generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+
+
+def _global_generators() -> list[torch.Generator]:
+    """Return PyTorch's own generators on all devices in use: a model may be on several."""
+    accelerators = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
+    return [torch.default_generator, *(g for a in accelerators for g in a.default_generators)]

@@ -186,7 +186,7 @@ class RowsLinearOperator(DataLinearOperator):
         if not batches:  # no row is wanted
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
-        with alone(), preserved_rng(self.device):  # some gradients take backward passes
+        with alone(), preserved_rng():  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found
