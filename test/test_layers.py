@@ -455,6 +455,7 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
         sequences,
     ),
     "Tensor.expand, other axes": (lambda x, weight: x * weight.expand(4), [(1,)], sequences),
+    "Tensor.expand_as": (lambda x, shift: x + shift.expand_as(x).exp(), [(4,)], sequences),
     "Tensor.repeat": (
         lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1),
         [(2, 4)],
@@ -510,6 +511,7 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
         [(4,)],
         sequences,
     ),
+    "torch.matmul, reversed": (lambda x, weight: weight.__rmatmul__(x), [(4, 3)], sequences),
     "torch.mv": (lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]), [(3, 4)], vectors),
     "torch.dot": (
         lambda x, weight: torch.stack([torch.dot(weight, one) for one in x]),
@@ -533,12 +535,20 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
         [(3,), (4, 3)],
         sequences,
     ),
+    "torch.addbmm": (
+        lambda x, input, weight: torch.addbmm(
+            input, x.movedim(1, 0), weight.expand(x.shape[1], 4, 3), beta=2, alpha=3
+        ),
+        [(3,), (4, 3)],
+        sequences,
+    ),
     "torch.outer": (
         lambda x, weight: torch.stack([torch.outer(one, weight) for one in x]),
         [(3,)],
         vectors,
     ),
     "torch.inner": (lambda x, weight: torch.inner(x, weight), [(3, 4)], sequences),
+    "torch.inner, of a number": (lambda x, w: torch.inner(w, x), [()], sequences),
     "torch.tensordot": (
         lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
         [(3, 4)],
@@ -547,6 +557,11 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
     "torch.tensordot, of several axes": (
         lambda x, weight: torch.tensordot(x.unflatten(2, (2, 2)), weight),
         [(2, 2, 3)],
+        sequences,
+    ),
+    "torch.tensordot, of axes in a tensor": (
+        lambda x, weight: torch.tensordot(x, weight, torch.tensor([[2, 1], [0, 2]])[:, :1]),
+        [(4, 3)],
         sequences,
     ),
     "torch.linalg.multi_dot": (
@@ -567,6 +582,23 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = {
     "torch.einsum": (
         lambda x, first, second: torch.einsum("ntd,dr,er->nte", x, first, second),
         [(4, 2), (3, 2)],
+        sequences,
+    ),
+    "F.scaled_dot_product_attention, causal": (
+        lambda x, key: F.scaled_dot_product_attention(x, key, x[:, :2], is_causal=True, scale=0.3),
+        [(2, 4)],
+        sequences,
+    ),
+    "F.scaled_dot_product_attention, with a mask": (
+        lambda x, query: F.scaled_dot_product_attention(query, x, x, x[:, None, :, 0] > 0),
+        [(1, 2, 4)],
+        sequences,
+    ),
+    "F.scaled_dot_product_attention, of groups": (
+        lambda x, key, value: F.scaled_dot_product_attention(
+            x[:, None] * torch.ones(4, 1, 1), key, value, enable_gqa=True
+        ),
+        [(1, 2, 5, 4), (1, 2, 5, 3)],
         sequences,
     ),
     "F.scaled_dot_product_attention": (

@@ -58,12 +58,7 @@ def einsum(*args: Any) -> Tensor:
 def _parse(args: tuple) -> tuple[list[str], str, list[Tensor]]:
     """Return a letter for each axis of each operand, those of the output, and the operands."""
     equation, operands = args[0], args[1:]
-    if isinstance(equation, Tensor):  # operands and lists of numbers in turn
-        operands, numbers = args[: len(args) // 2 * 2 : 2], args[1::2]
-        equation = ",".join(_letters(axes) for axes in numbers)
-        if len(args) % 2:
-            equation += "->" + _letters(args[-1])
-    elif len(operands) == 1 and isinstance(operands[0], list | tuple):
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = operands[0]
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
@@ -82,10 +77,6 @@ def _parse(args: tuple) -> tuple[list[str], str, list[Tensor]]:
 
     named = [spell(term, number) for term, number in zip(terms, hidden, strict=True)]
     return named, spell(output, len(dots)), list(operands)
-
-
-def _letters(axes: list) -> str:
-    return "".join("..." if axis is Ellipsis else string.ascii_letters[axis] for axis in axes)
 
 
 def _simplify(x: Tensor, term: str, lengths: dict[str, int]) -> tuple[Tensor, str]:
