@@ -391,6 +391,37 @@ def test_sums_of_blocks():
     assert not isinstance(first + Blocks([Diag(b), Kron(A)]), StructuredLinearOperator)
 
 
+FORMS = {
+    "itself": lambda op: op,
+    "damped": lambda op: op + 2.0 * IdentityLinearOperator(op.space),
+    "decomposed": lambda op: op.eigh(),
+    "transposed": lambda op: op.T,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ALL)
+def test_sums_and_products_of_any_two(name: str, form: str):
+    first, M = ALL[name]()
+    first, M = FORMS[form](first), M + 2.0 * eye(len(M)) * (form == "damped")
+    for second, N in (two for make in ALL.values() for two in [make()] if two[1].shape == M.shape):
+        if not (first.space.is_flat or second.space.is_flat) and first.space != second.space:
+            continue
+        for operator, matrix in (
+            (first + second, M + N),
+            (second.eigh() - first, N - M),
+            (first @ second, M @ N),
+            (first + first, 2 * M),
+            (first @ first, M @ M),
+        ):
+            torch.testing.assert_close(operator @ eye(len(M)), matrix)
+            torch.testing.assert_close(operator.T @ eye(len(M)), matrix.T)
+            if isinstance(operator, StructuredLinearOperator):
+                torch.testing.assert_close(operator.to_dense(), matrix)
+                torch.testing.assert_close(operator.frobenius_norm(), matrix.norm())
+                torch.testing.assert_close(operator.trace(), matrix.trace())
+
+
 def test_sums_and_products_of_other_structure_only_multiply():
     one, two, eye = Kron(B, A), Kron(B2, A2), IdentityLinearOperator(12)
     M, N = kron(B, A), kron(B2, A2)
