@@ -11,7 +11,7 @@ from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.rewriting import FOR_DOUBLE_BACKWARD, Rewriting
 
-X = (4, 3, 5)
+X, BAGS = (4, 3, 5), torch.tensor([[0, 1, 6], [1, 1, 2]])
 
 
 def tensor(*shape: int, positive: bool = False) -> Tensor:
@@ -32,6 +32,19 @@ CALLS = {
     "layer-norm-no-scale": (F.layer_norm, (tensor(*X), (5,), None, tensor(5)), {}),
     "layer-norm-plain": (F.layer_norm, (tensor(*X), (5,)), {}),
     "layer-norm-torch": (torch.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5), 1e-2), {}),
+    "weight-norm": (torch._weight_norm, (tensor(4, 3), tensor(1, 3), 1), {}),
+    "weight-norm-of-all": (torch._weight_norm, (tensor(4, 3), tensor(), -1), {}),
+    "embedding-bag": (F.embedding_bag, (BAGS, tensor(7, 2)), {"padding_idx": 1}),
+    "embedding-bag-weights": (
+        F.embedding_bag,
+        (BAGS, tensor(7, 2)),
+        {"mode": "sum", "per_sample_weights": tensor(2, 3)},
+    ),
+    "embedding-bag-offsets": (
+        F.embedding_bag,
+        (BAGS.flatten(), tensor(7, 2), torch.tensor([0, 2, 2, 6])),
+        {"mode": "sum", "include_last_offset": True, "per_sample_weights": tensor(6)},
+    ),
     "cdist": (torch.cdist, (tensor(*X), tensor(2, 5)), {}),
     "cdist-cubic": (torch.cdist, (tensor(2, 5), tensor(4, 5).detach()), {"p": 3.0}),
     "batch-norm": (
@@ -55,16 +68,25 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_derivatives(name: str):
     function, arguments, options = CALLS[name]
-    leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    given = [*arguments, *options.values()]
+    leaves = [a for a in given if isinstance(a, Tensor) and a.requires_grad]
 
     def call(*values: Tensor) -> Tensor:
         rest = iter(values)
-        filled = [next(rest) if any(a is leaf for leaf in leaves) else a for a in arguments]
-        return FOR_DOUBLE_BACKWARD[function](*filled, **options)
+        filled = [next(rest) if any(a is leaf for leaf in leaves) else a for a in given]
+        named = dict(zip(options, filled[len(arguments) :], strict=True))
+        return FOR_DOUBLE_BACKWARD[function](*filled[: len(arguments)], **named)
 
     torch.testing.assert_close(call(*leaves), function(*arguments, **options))
     assert gradcheck(call, leaves)
     assert gradgradcheck(call, leaves)
+
+
+def test_embedding_bag_in_the_former_order():
+    weight = tensor(7, 2)
+    with pytest.warns(UserWarning, match="order of"):
+        expected = F.embedding_bag(weight, BAGS)
+    torch.testing.assert_close(FOR_DOUBLE_BACKWARD[F.embedding_bag](weight, BAGS), expected)
 
 
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2)])

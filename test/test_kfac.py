@@ -670,7 +670,7 @@ def test_narrow_layers_with_many_rows():
     assert error(K.gradient_covariances["0"], gradients.T @ gradients) <= 1e-5
 
 
-@pytest.mark.parametrize("shape", [(2**21, 3), (2, 2**21, 3)])
+@pytest.mark.parametrize("shape", [(2**21, 3), (2, 2**21, 3), (600, 301), (2**15 + 600, 256)])
 def test_moments_of_many_rows(shape: tuple[int, ...]):
     rows = torch.rand(shape, generator=torch.manual_seed(0))
     wide = rows.double()

@@ -205,9 +205,8 @@ def _raw_embedding_bag(
     return out, *(indices.new_zeros(0) for _ in range(3))  # of use to the fused backward only
 
 
-def _renormalized(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+def _renormalized(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> None:
     _check_lookup("Embedding", max_norm, False)
-    return weight
 
 
 DECOMPOSITIONS: dict[Callable, Callable] = {
