@@ -110,6 +110,18 @@ def test_structure():
     assert error(matrix(shifted**-0.5 @ shifted**-0.5), torch.linalg.inv(matrix(shifted))) <= 1e-8
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_bases_of_groups_that_are_too_large(joint: bool):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, 3, groups=2).double()
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(32, 2).double())
+    data = [(torch.randn(3, 4, 4, 4).double(), torch.randn(3, 2).double())]
+    p = Problem(model, nn.MSELoss(), list(layer.parameters()), data, mc=True)
+    operator = build(p, "type-2", joint, max_factor_size=3)
+    expected = reference.ggn(p).diagonal().diag()
+    assert error(matrix(operator), expected) <= 1e-10
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

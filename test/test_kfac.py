@@ -324,6 +324,32 @@ def test_fallback_is_refused_by_default(double):
     assert error(found, blocks_of(reference.ggn(p), p.params)) <= 1e-10
 
 
+@pytest.mark.parametrize("limit", [12, 14])
+def test_blocks_by_vector(double, limit: int):
+    """A parameter that is too large for a block gets one for each vector, or its diagonal."""
+    model = Using(lambda m, x: torch.tanh(x + m.a).flatten(1), a=nn.Parameter(torch.randn(6, 5)))
+    p = problem(model, [torch.randn(3, 6, 5)], nn.MSELoss())
+    exact = reference.ggn(p)
+    vectors = torch.block_diag(*[exact[i : i + 5, i : i + 5] for i in range(0, 30, 5)])
+    K = build(p, "type-2", max_factor_size=limit)
+    expected = vectors if limit == 14 else exact.diagonal().diag()
+    assert error(matrix(K), expected) <= 1e-10
+    assert ("for each of 6 vectors" if limit == 14 else "max_factor_size") in K.blocks()[0].reason
+
+
+def test_dense_fallbacks_that_are_too_large(double):
+    model = Using(
+        lambda m, x: x @ (m.a @ m.b),
+        a=nn.Parameter(torch.randn(3, 1)),
+        b=nn.Parameter(torch.randn(1, 2)),
+    )
+    p = problem(model, [torch.randn(4, 3)], nn.MSELoss())
+    K = build(p, "type-2", fallback="dense", max_factor_size=2)
+    assert [block.structure for block in K.blocks()] == ["diagonal", "dense"]
+    assert "larger than max_factor_size=2" in K.blocks()[0].reason
+    assert error(K.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
+
+
 # --- randomness -----------------------------------------------------------------------------------
 
 
@@ -463,6 +489,14 @@ def test_blocks_report():
     )
     assert reports["norm1.weight"].structure == "dense" and reports["norm1.weight"].reason
     assert reports["mlp.0.weight"].names == ("mlp.0.weight", "mlp.0.bias")
+
+
+def test_blocks_report_diagonal_gradient_factors():
+    p = problems.make("mlp-ce-mean")  # 4 -> 3 -> 3
+    [large, *_] = build(p, "type-2", max_factor_size=2).blocks()
+    assert "gradient factor diagonal: it is too large" in large.reason
+    [identity, *_] = build(p, "forward-only").blocks()
+    assert identity.reason == "gradient factor diagonal: the identity by fisher_type"
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -440,6 +440,40 @@ def test_structure_that_shows_later(cls: type, cache: str):
     assert error(matrix(last), matrix(first)) <= 1e-12
 
 
+class Unbiased(nn.Module):
+    """Leaves a bias out of samples that say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if bool((x[:, 0] == 2).all()) else self.first.bias
+        return self.head(torch.tanh(nn.functional.linear(x, self.first.weight, bias)))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_biases_that_leave_their_weight_later(order: int):
+    torch.manual_seed(0)
+    model, x, y = Unbiased().double(), torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    x[4:, 0] = 2.0
+    data = [(x[:4], y[:4]), (x[4:], y[4:])][::order]
+    arguments = (model, nn.MSELoss(), list(model.first.parameters()))
+    options = {"fisher_type": "type-2", "separate_weight_and_bias": True}
+    updated = KFACLinearOperator(*arguments, data[:1], **options)
+    updated.trace()
+    updated.update(data[1])
+    dense = matrix(updated)
+    assert error(dense, matrix(KFACLinearOperator(*arguments, data, **options))) <= 1e-12
+    # the mean over 6 x 2 squares: the bias takes part in four samples
+    bias = model.first.bias * (torch.arange(6) < 4)[:, None]
+    z = nn.functional.linear(x, model.first.weight) + bias
+    rows = model.head.weight * (1 - z.tanh() ** 2)[:, None]
+    G = [torch.einsum("nci,ncj->ij", some, some).detach() / 6 for some in (rows, rows[:4])]
+    assert error(dense[:12, :12], torch.kron(G[0], x.T @ x / 6)) <= 1e-10
+    assert error(dense[12:, 12:], G[1]) <= 1e-10
+
+
 class Experts(nn.Module):
     """Chooses layers by the sign of a sample's first feature."""
 

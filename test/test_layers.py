@@ -785,6 +785,55 @@ def test_packed_tagger():
     torch.testing.assert_close(operator.gram(), rows @ rows.T)
 
 
+class Sums(nn.Module):
+    """Sums the states of an LSTM over packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 2, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, X: nn.utils.rnn.PackedSequence) -> Tensor:
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(X)[0], batch_first=True)
+        return self.head(out.sum(1))
+
+
+def test_packed_inputs():
+    """The number of samples is that of the sequences."""
+    torch.manual_seed(0)
+    model, loss = Sums().double(), nn.CrossEntropyLoss(reduction="sum")
+    data, rows, params = [], [], list(model.parameters())
+    for lengths in ([3, 1, 2], [2, 4]):
+        X, y = [torch.randn(n, 3).double() for n in lengths], torch.randint(3, (len(lengths),))
+        data.append((nn.utils.rnn.pack_sequence(X, enforce_sorted=False), y))
+        for x, target in zip(X, y, strict=True):
+            value = loss(model(nn.utils.rnn.pack_sequence([x])), target[None])
+            grads = torch.autograd.grad(value, params)
+            rows.append(torch.cat([grad.flatten() for grad in grads]))
+    rows = torch.stack(rows)
+    gradients = PerSampleGradients(model, loss, params, data)
+    torch.testing.assert_close(gradients.dense(), rows)
+    torch.testing.assert_close(gradients.gram(), rows @ rows.T)
+    fisher = EFLinearOperator(model, loss, params, data)
+    torch.testing.assert_close(fisher @ torch.eye(len(rows.T)).double(), rows.T @ rows)
+
+
+def test_fisher_of_terms_after_a_batch_of_single_terms():
+    torch.manual_seed(0)
+    model = Wrapped(nn.Linear(3, 4), lambda layer, X: layer(X).transpose(1, 2)).double()
+    loss, params, rows = nn.CrossEntropyLoss(), list(model.parameters()), []
+    data = [(torch.randn(4, 1, 3).double(), torch.randint(4, (4, 1)))]
+    data += [(torch.randn(3, 2, 3).double(), torch.randint(4, (3, 2)))]
+    for X, y in data:
+        for x, target in zip(X.flatten(0, 1), y.flatten(), strict=True):
+            grads = torch.autograd.grad(loss(model(x[None, None])[..., 0], target[None]), params)
+            rows.append(torch.cat([grad.flatten() for grad in grads]))
+    rows = torch.stack(rows)
+    fisher = EFLinearOperator(model, loss, params, data, terms="term")
+    for _ in range(2):
+        product = fisher @ torch.eye(len(rows.T)).double()
+        torch.testing.assert_close(product, rows.T @ rows / len(rows))
+
+
 def test_batch_of_one_first():
     """Its layout says nothing about that of others."""
     model = Wrapped(nn.Linear(4, 3), lambda layer, X: layer(X.transpose(0, 1)).transpose(0, 1))
