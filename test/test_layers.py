@@ -817,9 +817,16 @@ def test_packed_inputs():
     torch.testing.assert_close(fisher @ torch.eye(len(rows.T)).double(), rows.T @ rows)
 
 
+class Tags(nn.Linear):
+    """Scores of tokens, ``[N, C, T]``."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return super().forward(X).transpose(1, 2)
+
+
 def test_fisher_of_terms_after_a_batch_of_single_terms():
     torch.manual_seed(0)
-    model = Wrapped(nn.Linear(3, 4), lambda layer, X: layer(X).transpose(1, 2)).double()
+    model = Tags(3, 4).double()
     loss, params, rows = nn.CrossEntropyLoss(), list(model.parameters()), []
     data = [(torch.randn(4, 1, 3).double(), torch.randint(4, (4, 1)))]
     data += [(torch.randn(3, 2, 3).double(), torch.randint(4, (3, 2)))]
