@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -442,6 +443,11 @@ def other_parameters() -> None:
     torch.testing.assert_close(together @ vector(together), alone @ vector(together))
 
 
+def own_loss(output: torch.Tensor, target: torch.Tensor, **options: float) -> torch.Tensor:
+    """A function that is none of PyTorch's."""
+    return nn.functional.cross_entropy(output, target, reduction="sum", **options)
+
+
 @check()
 def other_models() -> None:
     for name, match in (("params", "the order of parameters"), ("model", "parameter '0.weight'")):
@@ -453,6 +459,12 @@ def other_models() -> None:
             p = replace(p, model=model, params=list(model.parameters()))
         with fails(ValueError, f"differ in {match}"):
             both("hessian", p)
+    for option in ({"label_smoothing": 0.1 * rank()}, {"ignore_index": -100 - rank()}):
+        with fails(ValueError, f"differ in loss.*{next(iter(option))}"):
+            both("hessian", replace(classifier(), loss=nn.CrossEntropyLoss(**option)))
+        function = partial(own_loss, **option)
+        with fails(ValueError, f"differ in loss.*{next(iter(option))}"):
+            both("hessian", replace(classifier(), loss=function, reduction="sum"))
     with fails(ValueError, "differ in loss.*sum"):
         both("hessian", classifier(reduction=("mean", "sum")[rank()]))
     weight = torch.tensor([1.0, 2.0, 3.0]).double()
@@ -493,6 +505,20 @@ def own_values_of_parameters() -> None:
 
 
 @check()
+def ranks_without_samples() -> None:
+    p = classifier()
+    X, y = p.data[0]
+    own = [(X, y)] if rank() == 0 else [(X[:0], y[:0])]
+    for case in ("hessian", "ggn", "fisher", "ggn-diagonal", "kfac", "ekfac"):
+        together = ALL[case].build(replace(p, data=own), process_group=group())
+        alone = ALL[case].build(replace(p, data=[(X, y)]))
+        torch.testing.assert_close(together @ vector(alone), alone @ vector(alone))
+    none = replace(p, data=[(X[:0], y[:0])])
+    with fails(ValueError, "no term|no sample"):
+        ALL["kfac"].build(none, process_group=group(), check_deterministic=False).trace()
+
+
+@check()
 def other_operations() -> None:
     p = classifier()
     together, alone = both("hessian", p)
@@ -502,6 +528,16 @@ def other_operations() -> None:
         together @ vector(alone, 2 + rank())
     with fails(ValueError, "differ in blocks"):
         both("hessian", p, block_sizes=[2, 2] if rank() else [1, 3])
+    for case, options in {
+        "fisher": {"terms": ("term", "sample")[rank()]},
+        "mc": {"mc_samples": 1 + rank()},
+        "ggn-diagonal": {"mc_samples": rank()},
+    }.items():
+        operator = both(case, p, **options)[0]
+        with fails(ValueError, "differ in options"):
+            operator @ vector(alone)
+    modes = both("hessian", p, autodiff=("auto", "reverse")[rank()])
+    torch.testing.assert_close(*[operator @ vector(alone) for operator in modes])
     K = both("kfac", p, fisher_type=("type-2", "empirical")[rank()])[0]
     with fails(ValueError, "differ in options"):
         K.trace()

@@ -134,3 +134,12 @@ def without_graph(x: Any, name: str) -> Any:
             "torch.no_grad()."
         )
     return x
+
+
+def whole_signature(cls: type) -> inspect.Signature:
+    """Return the signature of a class; what it only passes on is that of the class it extends."""
+    _, *own = inspect.signature(cls.__init__).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in own):
+        extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
+        own = {**inspect.signature(cls.__base__).parameters, **extra}.values()
+    return inspect.Signature(list(own))

@@ -259,7 +259,7 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
     params, vectors = risk.model.params, columns or {}
     return {
         "operation": f"{risk.name}.{task}",
-        "loss": (type(risk.loss).__name__, getattr(risk.loss, "reduction", None)),
+        "loss": None if risk.loss is None else risk.loss.description,
         **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in params.items()},
         **{f"vectors for '{n}'": tuple(x.shape) for n, x in vectors.items()},
         "the order of parameters": list(params),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.functions import WithDerivative, wide
+from curvlinops.core.references import is_plain
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -54,6 +55,13 @@ class Loss(ABC):
         """The user's name of the loss."""
         function = self.module.func if isinstance(self.module, partial) else self.module
         return getattr(function, "__name__", type(function).__name__)
+
+    @property
+    def description(self) -> tuple:
+        """Kind, reduction and options of the loss, as far as they are plain values."""
+        found = self.module.keywords if isinstance(self.module, partial) else vars(self.module)
+        options = {n: v for n, v in found.items() if is_plain(v) and n != "training"}
+        return type(self).__name__, self.name, self.reduction, options
 
     def to(self, device: torch.device | str) -> None:
         """Move the loss's tensors (class weights), if it has any, to another device."""

@@ -1,6 +1,5 @@
 """What all operators over a data set share."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.ambient import alone
-from curvlinops.core.arguments import as_device, check_choice, check_count
+from curvlinops.core.arguments import as_device, check_choice, check_count, whole_signature
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
@@ -81,11 +80,7 @@ class DataLinearOperator(TorchLinearOperator):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let signatures show the shared arguments, which are written once."""
         super().__init_subclass__(**kwargs)
-        _, *own = inspect.signature(cls.__init__).parameters.values()
-        if any(p.kind is p.VAR_POSITIONAL for p in own):
-            extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
-            own = {**inspect.signature(cls.__base__).parameters, **extra}.values()
-        cls.__signature__ = inspect.Signature(list(own))
+        cls.__signature__ = whole_signature(cls)
 
     def __init__(
         self,
@@ -109,8 +104,7 @@ class DataLinearOperator(TorchLinearOperator):
         self.autodiff = check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
         chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
         self._loss_arguments, name = (loss_func, reduction), type(self).__name__
-        ranks = Ranks(process_group)
-        with ranks.guarded(), alone():
+        with (ranks := Ranks(process_group)).guarded(), alone():
             model = wrap_model(model_func, params)
             loss = self._wrap_loss(loss_func, reduction)
             batches = Batches(data, batch_size_fn, num_data)
@@ -119,8 +113,7 @@ class DataLinearOperator(TorchLinearOperator):
         # whoever does not want checks gets none on the batches either
         self._chunk_size, self._trusting = chunk_size, not check_deterministic
         self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
-        self._kept = Keeper(cache, name)
-        self._checked: set[tuple[bool, ...]] = set()
+        self._kept, self._checked = Keeper(cache, name), set[tuple[bool, ...]]()
         with ranks.together(self.risk, "__init__", blocks=self._blocks):
             self._check_model()
         super().__init__(*self._spaces())
@@ -177,7 +170,7 @@ class DataLinearOperator(TorchLinearOperator):
                 terms = apply(V, product)
             total = total + terms
 
-        with ranks.together(self.risk, "matmat", columns, wanted=codomain.names) as columns:
+        with self._together("matmat", columns, wanted=codomain.names) as columns:
             self._run(step, "matmat", purpose=self._purpose(num_columns * len(both)))
         scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
@@ -237,13 +230,21 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
-        chosen = bound.findings.get(Chosen, many)
-        return chosen.find(bound, self.risk.examination.seen, self._choose)
+        seen = self.risk.examination.seen
+        return bound.findings.get(Chosen, many).find(bound, seen, self._choose)
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
-        options = {n: v for n, v in vars(self).items() if isinstance(v, int | float | str)}
-        return [type(self), self.risk.model.dependencies(), self._loss_arguments, options]
+        return [type(self), self.risk.model.dependencies(), self._loss_arguments, self._settings()]
+
+    def _settings(self) -> dict[str, Any]:
+        return {n: v for n, v in vars(self).items() if isinstance(v, int | float | str)}
+
+    def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
+        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        # ranks may choose their modes, and never draw the same numbers
+        options = self._settings() | {"autodiff": None, "seed": None}
+        return self.risk.ranks.together(self.risk, task, columns, options=options, **details)
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""

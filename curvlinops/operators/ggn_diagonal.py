@@ -74,7 +74,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
                     trace = trace + form.squared_norms().sum()
 
         ranks = self.risk.ranks
-        with ranks.together(self.risk, "trace"):
+        with self._together("trace"):
             self._run(step, "trace")
         scale = self.risk.scale(ranks.total(total))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
@@ -94,7 +94,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
             total = total + terms
 
         ranks = self.risk.ranks
-        with ranks.together(self.risk, "diagonal"):
+        with self._together("diagonal"):
             self._run(step, "diagonal")
         scale = self.risk.scale(ranks.total(total))
         ranks.add(self.space.join(out)).mul_(scale)

@@ -14,7 +14,7 @@ from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block, plan
-from curvlinops.operators.kronecker.sums import ChangedError, Sums
+from curvlinops.operators.kronecker.sums import NO_USES, ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
 
@@ -57,7 +57,10 @@ class Passes:
         """Return the sums over all data."""
         with self.together("factors"):
             sums = self._sum_over_own(run, Sums())
-        return self._joined(sums, lambda start: self._sum_over_own(run, start))
+        sums = self._joined(sums, lambda start: self._sum_over_own(run, start))
+        if sums.uses == NO_USES:
+            raise ValueError("The data has no sample.")
+        return sums
 
     def sum_over_more(self, run: Run, sums: Sums, batches: Batches) -> Sums:
         """Return the sums over other batches than those of given sums."""
@@ -103,10 +106,8 @@ class Passes:
             except ChangedError as error:  # once more, with other structure
                 sums = Sums()
                 sums.adopt(error.uses, self.plan(error.uses))
-                continue
-            if sums.blocks is None:
-                raise ValueError("The data has no sample.")
-            return sums
+            else:
+                return sums
 
     def _add(self, run: Run, sums: Sums, batches: Batches | None) -> None:
         """Add batches, by default those of all data, to sums."""
