@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from curvlinops import (
     EFLinearOperator,
@@ -448,6 +448,33 @@ def test_random_closure():
     weight = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="different values for the same batch"):
         build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
+
+
+def test_closure_of_computed_tensors():
+    flat = torch.ones(12, requires_grad=True)
+    weight, bias = flat[:9].view(3, 3), flat[9:]
+    with pytest.raises(ValueError, match=r"\[0, 1\] of params are computed.*Pass the tensors that"):
+        build(model=lambda x: x @ weight + bias, params=[weight, bias])
+    build(model=lambda x: x @ flat[:9].view(3, 3) + flat[9:], params=[flat])
+
+
+class Stream(IterableDataset):
+    """Goes through its samples once."""
+
+    def __init__(self):
+        self._samples = iter([(torch.ones(3), 0)] * 4)
+
+    def __iter__(self) -> Iterator:
+        return self._samples
+
+
+def test_exhausted_streams():
+    with pytest.raises(ValueError, match=r"DataLoader\) yields no batch any more.*start anew"):
+        build(data=DataLoader(Stream(), 2))
+    operator = build(data=DataLoader(Stream(), 2), check_deterministic=False)
+    operator @ torch.ones(operator.shape[1])
+    with pytest.raises(ValueError, match="yields no batch any more"):
+        operator @ torch.ones(operator.shape[1])
 
 
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])

@@ -67,6 +67,7 @@ class Batches:
         self.data = data
         self.batch_size_fn = batch_size_fn
         self.num_data = num_data
+        self._had_batches = False
 
     def iterate(
         self,
@@ -102,6 +103,13 @@ class Batches:
             if self.num_data is not None or self.batch_size_fn is not None:
                 num_data += self.size(batch)
             yield batch
+            self._had_batches = True
+        if index == -1 and self._had_batches:
+            raise ValueError(
+                f"data ({type(self.data).__name__}) yields no batch any more, though it did "
+                "before, as streams do that are exhausted after one pass. Each iteration must "
+                "start anew."
+            )
         if index == -1:
             raise ValueError("data is empty: it did not yield a single batch.")
         if self.num_data is not None and num_data != self.num_data:

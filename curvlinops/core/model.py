@@ -226,6 +226,12 @@ class ClosureModel(Model):
         params = list(params)
         super().__init__(function, {str(i): param for i, param in enumerate(params)})
         check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
+        if computed := [i for i, param in enumerate(params) if not param.is_leaf]:
+            raise ValueError(
+                f"{computed} of params are computed from other tensors, as views of a flat one "
+                "are. Pass the tensors that they are computed from, and let the function compute "
+                "them."
+            )
         self.held: set[str] = set()  # those that the function was seen to refer to
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:

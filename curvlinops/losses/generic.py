@@ -11,7 +11,7 @@ from curvlinops.core.containers import lent, take
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
-from curvlinops.core.warn import warn
+from curvlinops.core.warn import first_line, warn
 from curvlinops.losses.base import Loss
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -175,8 +175,8 @@ class AdditiveLoss(Loss):
                         raise
                     except RuntimeError as error:
                         raise NotImplementedError(
-                            f"PyTorch cannot differentiate {self.name} twice: {error} Write the "
-                            "loss as a function of differentiable operations."
+                            f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
+                            "Write the loss as a function of differentiable operations."
                         ) from error
                     products.append(product)
             return self.to_terms(torch.stack(products))
