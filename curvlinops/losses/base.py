@@ -177,8 +177,8 @@ class Loss(ABC):
         """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
             f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED} The exact "
-            "GGN, and KFAC with fisher_type='empirical', support every function of the model's "
-            "output and the target."
+            "GGN supports every twice differentiable function of the model's output and the "
+            "target, KFAC with fisher_type='empirical' every loss."
         )
 
     def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
@@ -195,8 +195,8 @@ class Loss(ABC):
         """Say that ``sample`` is not implemented."""
         raise NotImplementedError(
             f"{self.name} is not known as a negative log-likelihood whose labels could be sampled. "
-            f"{_SUPPORTED} The exact GGN supports every function of the model's output and the "
-            "target, the empirical Fisher every loss."
+            f"{_SUPPORTED} The exact GGN supports every twice differentiable function of the "
+            "model's output and the target, the empirical Fisher every loss."
         )
 
     def _sqrt_of_scale(self, scale: Tensor) -> Tensor:
