@@ -649,7 +649,7 @@ def test_losses_that_are_not_known_any_more():
 @pytest.mark.parametrize("kind", [GGNDiagonalLinearOperator, FisherMCLinearOperator])
 def test_messages_of_losses_that_only_look_known(kind: type, make):
     model = mlp()
-    with pytest.raises(NotImplementedError, match="without hooks or a forward of their own"):
+    with pytest.raises(NotImplementedError, match="with hooks, or a forward of its own"):
         dense(kind, model, list(model.parameters()), batches(4), loss=make())
 
 
@@ -682,6 +682,23 @@ def test_closures_with_a_graph_from_outside(kind: type):
     torch.testing.assert_close(found.gradient_and_loss(), expected.gradient_and_loss())
     made.sum().backward()
     assert weight.grad is not None
+
+
+class Stateful(nn.Linear):
+    """Begins with a state that it makes."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        state = torch.zeros(3, 3)
+        return Detached.apply(super().forward(X) + X @ state)
+
+
+def test_custom_functions_beside_tensors_that_the_model_makes():
+    """They are in float32 in a copy of the model in float64, too."""
+    torch.manual_seed(0)
+    model, data = Stateful(3, 3), [(torch.randn(4, 3), torch.randn(4, 3))]
+    with pytest.raises(RuntimeError, match="is not differentiable.*Detached"):
+        dense(HessianLinearOperator, model, list(model.parameters()), data, loss=nn.MSELoss())
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_custom_functions_in_losses_and_closures():

@@ -5,7 +5,8 @@ kept outside of the graph, gives a Hessian that misses a part, without an error,
 symmetric. So does a hook that replaces a gradient, as in deep equilibrium models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ def check_custom_functions(bound: BatchRisk, mode: Mode) -> None:
     if not functions:
         return
     try:
-        product, slopes = _compare(bound, mode)
+        try:
+            product, slopes = _compare(bound, mode)
+        except RuntimeError:  # tensors that the model makes may be of the default dtype
+            with _double_by_default():
+                product, slopes = _compare(bound, mode)
     except (RuntimeError, TypeError, ValueError) as error:  # whatever a float64 copy may meet
         warn(
             f"Whether the backward of the custom autograd functions and hooks {sorted(functions)} "
@@ -101,6 +106,16 @@ def _compare(bound: BatchRisk, mode: Mode) -> tuple[Columns, list[Columns]]:
     product = twin.space.zeros(1)
     mode.hessian(twin, twin.loss_seed)(v, product)
     return product, slopes
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _distance(one: Columns, two: Columns) -> float:

@@ -17,8 +17,8 @@ OutputMatrix = Callable[[Tensor], Tensor]
 
 #: The losses with a square root and samples, for messages; a test asks the classes.
 _SUPPORTED = (
-    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss, without hooks or a forward of "
-    "their own."
+    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss; with hooks, or a forward of "
+    "its own, a loss is none of these."
 )
 
 
