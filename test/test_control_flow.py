@@ -1,5 +1,7 @@
 """Models with PyTorch's control flow for compilers, against the same in Python."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -113,6 +115,23 @@ def test_control_flow(forward: str, name: str):
             matrices += [matrix(operator), matrix(operator)]
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) <= 1e-12
+
+
+FIRST = """
+import sys, torch, curvlinops
+class Model(torch.nn.Linear):
+    def forward(self, X):
+        return torch.cond(torch.tensor(True), torch.tanh, torch.sin, (super().forward(X),))
+model = Model(3, 2)
+assert "torch._dynamo" not in sys.modules
+data = [(torch.ones(4, 3), torch.ones(4, 2))]
+G = curvlinops.GGNLinearOperator(model, torch.nn.MSELoss(), list(model.parameters()), data)
+assert (G @ torch.ones(8)).norm() > 0
+"""
+
+
+def test_control_flow_before_anything_is_compiled():
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
 def test_exported_branches():

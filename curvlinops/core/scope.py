@@ -67,7 +67,7 @@ class Scope:
             if self.purpose != "gradient":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_without_shortcuts())
-            if "torch._dynamo" in sys.modules:  # imported by whoever compiled something
+            if _may_compile():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             table = FOR_DOUBLE_BACKWARD if self.purpose == "reverse" else DECOMPOSITIONS
             tangents = self.purpose == "forward"
@@ -79,13 +79,21 @@ class Scope:
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only."""
         Scope._evaluations += 1
-        self._number = Scope._evaluations
+        self._number, may_compile = Scope._evaluations, _may_compile()
         try:
             return self._model(self._values, lent(X))
         except Exception as error:
+            if _may_compile() and not may_compile:  # the model does, and began just now
+                with torch.compiler.set_stance("force_eager"):
+                    return self.output(X)
             if isinstance(X, Mapping):
                 error.add_note(_ONE_ARGUMENT.format(type(X).__name__))
             raise
+
+
+def _may_compile() -> bool:
+    """Return whether what compiles is imported, as it is by whoever compiles something."""
+    return "torch._dynamo" in sys.modules
 
 
 @contextmanager
