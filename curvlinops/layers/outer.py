@@ -74,8 +74,8 @@ class Outer(Form):
 
     @property
     def kind(self) -> Hashable:
-        """Equal for forms whose entries mean the same."""
-        return self.arrangement, self.shape, *self.x.shape[2:]
+        """Equal for forms whose entries mean the same, in the same dtype."""
+        return self.arrangement, self.shape, self.g.dtype, *self.x.shape[2:]
 
     @property
     def num_multiplications(self) -> int:
