@@ -10,6 +10,7 @@ from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
 from curvlinops.layers.place import Place
+from curvlinops.layers.views import view_of
 
 #: Those who ask know how many vectors the memory allows.
 ANY_NUMBER = 2**31
@@ -25,12 +26,13 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
 
 def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
     """Return gradients with respect to a parameter of which a layer used a function."""
-    if tensor is leaf:
+    view = view_of(tensor, leaf)
+    if view is leaf:
         return form
-    place = Place.of(tensor, leaf)
+    place = Place.of(view, leaf)
     if place is not None and place.is_whole(leaf.numel()):
-        order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
-        arrangement = Arrangement.of(tensor.shape, order)
+        order = sorted(range(view.ndim), key=lambda axis: -view.stride(axis))
+        arrangement = Arrangement.of(view.shape, order)
         if isinstance(form, Outer):
             return form.arranged(arrangement, leaf.shape)
 
