@@ -122,6 +122,35 @@ def test_bases_of_groups_that_are_too_large(joint: bool):
     assert error(matrix(operator), expected) <= 1e-10
 
 
+class Counts(nn.Module):
+    """Looks rows of a weight up, and multiplies with it, from either side."""
+
+    def __init__(self, head: bool):
+        super().__init__()
+        self.embed, self._head = nn.Embedding(5, 3), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.embed(x).sum(1))
+        weight = self.embed.weight
+        return z @ weight.T if self._head else torch.cat([z, z[:, :2] ** 2], 1) @ weight
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_lookups_beside_products(head: bool, joint: bool):
+    """Each entry of the diagonal is exact where the basis is the standard one, of the lookups."""
+    torch.manual_seed(0)
+    model, x = Counts(head).double(), torch.randint(5, (6, 2))
+    data = [(x[:4], torch.randn(4, 5 if head else 3).double()), (x[4:], model(x[4:]).detach())]
+    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    operator, exact = build(p, "type-2", joint), reference.ggn(p)
+    assert error(operator.trace(), exact.trace()) <= 1e-10
+    # along the lookups' axis the matrix is diagonal, with the exact blocks' traces
+    found = matrix(operator).reshape(5, 3, 5, 3).diagonal(dim1=1, dim2=3).sum(-1)
+    expected = exact.reshape(5, 3, 5, 3).diagonal(dim1=1, dim2=3).sum(-1)
+    assert error(found, expected.diagonal().diag()) <= 1e-10
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

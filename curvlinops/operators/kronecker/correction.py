@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.parallel import Ranks
 from curvlinops.layers.embedding import Lookup
-from curvlinops.layers.factors import Kind
+from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, squared_sum
 from curvlinops.layers.inputs import Inputs
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
@@ -148,9 +148,12 @@ def axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
     first: Product = factors.products[0]
     outputs, inputs = first.gradients, first.inputs
     for other in factors.products[1:]:
-        # lookups are transposed: their inputs are the outputs of the head with the same weight
         if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
-            outputs = Diagonal(other.inputs.entries)
+            # those of lookups are the outputs of a head with the same weight
+            if relation(first.kind, other.kind) == "transposed":
+                outputs = Diagonal(other.inputs.entries)
+            else:
+                inputs = Diagonal(other.inputs.entries)
     return outputs, inputs
 
 
