@@ -12,6 +12,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
 from curvlinops.core.findings import Findings
+from curvlinops.core.float16 import Fit, fitted, reciprocal, unfitted
+from curvlinops.core.functions import wide
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 
@@ -69,8 +71,9 @@ class BoundModel(Protocol):
     batch: Batch
     findings: Findings
     num_samples: int
-    graph_bytes: int
     owns_graph: bool
+    seen: Any
+    loss: LossLike | None
 
     def on(self, batch: Batch) -> "BoundModel": ...
     def first_samples(self, at_least: int = 2) -> "BoundModel | None": ...
@@ -93,7 +96,11 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     with bound.recording("gradient") as (_, leaves, output):
         loss, terms = head(output)
-        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.owns_graph)
+        start, cotangents, retain = loss, {"": None}, not bound.owns_graph
+        if bound.seen.fit.outputs is not None and not bound.loss.needs_graph:
+            found = pull({"": loss}, {"": None}, {"": output}, retain=retain)
+            start, cotangents = output, {n: x for n, x in found.items() if x is not None}
+        grads = pull({"": start}, cotangents, leaves, retain=retain, order=bound.seen.fit.outputs)
     out = bound.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms
@@ -114,15 +121,16 @@ def transposed_jacobian(
         scope, leaves, output = evaluation
 
     def product(u: Columns, inputs: Tensors) -> Columns:
-        return pull_columns({"": output}, u, inputs)
+        return pull_columns({"": output}, u, inputs, order=order)
 
+    order, dtype = bound.seen.fit.outputs, bound.seen.fit.dtype(output.dtype)
     chunks = in_chunks(product, chunk_size)
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
         with scope.active():
-            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+            for rows, part in chunks(cotangents, {"": dtype}, inputs):
                 add(out, rows, part)
 
     return apply, output.detach()
@@ -134,8 +142,12 @@ def pull(
     inputs: Mapping[Name, Tensor | GradientEdge],
     create_graph: bool = False,
     retain: bool = True,
+    order: float | None = None,
 ) -> dict[Name, Tensor | None]:
-    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
+    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero.
+
+    With an ``order``, cotangents are fitted to the range of float16 on the way; see ``Fit``.
+    """
     names = [
         name
         for name in cotangents
@@ -144,21 +156,22 @@ def pull(
     ]
     if not names or not inputs:
         return dict.fromkeys(inputs)
-    weights = (
-        torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
+    weights = {
+        name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
         for name in names
-    )
+    }
+    weights, factor = fitted(weights, order)
     # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
     grads = _engine_run_backward(
         tuple(outputs[name] for name in names),
-        tuple(weights),
+        tuple(weight.to(outputs[name].dtype) for name, weight in weights.items()),
         retain or create_graph,
         create_graph,
         tuple(inputs.values()),
         allow_unreachable=True,
         accumulate_grad=False,
     )
-    return dict(zip(inputs, grads, strict=True))
+    return unfitted(dict(zip(inputs, grads, strict=True)), factor)
 
 
 def pull_several(
@@ -166,6 +179,7 @@ def pull_several(
     cotangents: Columns,
     inputs: Mapping[Name, Tensor | GradientEdge],
     retain: bool = True,
+    order: float | None = None,
 ) -> dict[Name, Tensor | None]:
     """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
 
@@ -174,13 +188,14 @@ def pull_several(
         cotangents: ``[K, *output]``.
         inputs: Tensors of the graph, or places in it.
         retain: Whether the graph is used again.
+        order: See ``pull``.
 
     Returns:
         ``[K, *input]`` for each input; ``None`` where no output depends on it.
     """
     if len(next(iter(cotangents.values()))) == 1:
         columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
-        grads = pull(outputs, columns, inputs, retain=retain)
+        grads = pull(outputs, columns, inputs, retain=retain, order=order)
         with torch._C.DisableTorchFunction():  # a scope watches what the model calls
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
@@ -188,7 +203,7 @@ def pull_several(
             }
 
     def product(columns: Tensors) -> dict[Name, Tensor]:
-        grads = pull(outputs, columns, inputs, retain=retain)
+        grads = pull(outputs, columns, inputs, retain=retain, order=order)
         return {name: grad.detach() for name, grad in grads.items() if grad is not None}
 
     with warnings.catch_warnings():
@@ -202,11 +217,32 @@ def pull_columns(
     cotangents: Columns,
     inputs: Tensors,
     retain: bool = True,
+    order: float | None = None,
 ) -> Columns:
     """Multiply like ``pull_several``; zeros where no output depends on an input."""
     num_columns = len(next(iter(cotangents.values())))
-    found = pull_several(outputs, cotangents, inputs, retain)
+    found = pull_several(outputs, cotangents, inputs, retain, order)
     return {
         name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
         for name, grad in found.items()
     }
+
+
+def fitted_seed(seed: Seed, fit: Fit) -> tuple[Seed, Tensor | None]:
+    """Return a seed for the Hessian, times a power of two, and this.
+
+    Both the cotangent and products with its derivative are then backpropagated: multiplied by it,
+    neither has a sum of absolute values above one.
+    """
+    start, cotangent = seed
+    if fit.outputs is None or cotangent is None:
+        return seed, None
+    size = cotangent.detach().double().abs().sum()
+    if cotangent.requires_grad:
+        generator = torch.Generator(start.device).manual_seed(0)
+        v = torch.randn(start.shape, generator=generator, dtype=torch.float32, device=start.device)
+        (change,) = pull({"": cotangent}, {"": v}, {"": start}).values()
+        if change is not None:
+            size = torch.maximum(size, change.detach().double().abs().sum())
+    factor = reciprocal(size)
+    return (start, wide(cotangent) * factor), factor

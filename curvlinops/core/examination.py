@@ -6,9 +6,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
-from curvlinops.core.graph import custom_functions, footprint, graph_nodes, operations
+from curvlinops.core.float16 import Fit
+from curvlinops.core.graph import custom_functions, footprint, graph_nodes, operations, precisions
 from curvlinops.core.model import Model
 from curvlinops.core.seeds import preserved_rng
 
@@ -21,6 +24,7 @@ class Seen:
         graph_bytes: The memory of its graph, in bytes.
         operations: The names of its operations, the loss's included.
         has_custom_functions: Whether some of them are the user's own.
+        dtypes: The real ones in which gradients pass it.
         purpose: What its graph was made for, see ``Scope``.
         differentiates: See ``Model``.
         needs_graph: See ``Loss``.
@@ -30,10 +34,16 @@ class Seen:
     graph_bytes: int = 0
     operations: frozenset[str] = frozenset()
     has_custom_functions: bool = False
+    dtypes: frozenset[torch.dtype] = frozenset()
     purpose: str = "gradient"
     differentiates: bool = False
     needs_graph: bool = False
     is_complete: bool = False
+
+    @property
+    def fit(self) -> Fit:
+        """What keeps derivatives in the range of the dtypes."""
+        return Fit.to(self.dtypes)
 
 
 class Examination:
@@ -135,8 +145,9 @@ class Examination:
                 with suppress(Exception):  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
                     self.seen.operations, self.seen.purpose = operations(total), purpose
-                    custom = custom_functions(graph_nodes(total))
-                    self.seen.has_custom_functions = bool(custom)
+                    nodes = list(graph_nodes(total))
+                    self.seen.has_custom_functions = bool(custom_functions(nodes))
+                    self.seen.dtypes = precisions(nodes, output)
             unknown = loss is not None and not loss.is_function_of_values
             depends = unknown and needs_graph(loss, output, y, leaves, self._model.params)
             self.loss_reads |= unknown and watch.reads

@@ -28,8 +28,8 @@ def operations(output: Tensor) -> frozenset[str]:
     return frozenset(node.name() for node in graph_nodes(output))
 
 
-def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
-    """Return the least precise of the real dtypes in which gradients pass a graph.
+def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
+    """Return the real dtypes in which gradients pass a graph.
 
     Args:
         nodes: All nodes of the graph.
@@ -37,8 +37,12 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
     """
     edges = (edge for node in nodes for edge in node.next_functions)
     found = {node._input_metadata[index].dtype for node, index in edges if node is not None}
-    real = (dtype.to_real() for dtype in found | {output.dtype})
-    return max(real, key=lambda dtype: torch.finfo(dtype).eps)
+    return frozenset(dtype.to_real() for dtype in found | {output.dtype})
+
+
+def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
+    """Return the least precise of ``precisions``."""
+    return max(precisions(nodes, output), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def custom_functions(nodes: Iterable[Any]) -> set[str]:

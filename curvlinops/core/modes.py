@@ -27,10 +27,12 @@ from curvlinops.core.autodiff import (
     BoundModel,
     Head,
     Tensors,
+    fitted_seed,
     pull,
     pull_columns,
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
+from curvlinops.core.float16 import Fit, fitted, unfitted
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
@@ -68,11 +70,13 @@ class Reverse:
                 terms.
         """
         with bound.recording("reverse") as (scope, leaves, output):
-            (start, cotangent), terms = head(output)
+            seed, terms = head(output)
+            (start, cotangent), factor = fitted_seed(seed, fit := bound.seen.fit)
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            return pull_columns(grads, v, inputs, retain=not self.once)
+            found = pull_columns(grads, v, inputs, not self.once, fit.vectors)
+            return unfitted(found, factor)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
@@ -85,7 +89,7 @@ class Reverse:
         """
         with bound.recording("reverse") as (scope, leaves, output):
             down = head(output.detach())
-            push = _double_vjp(output, leaves)
+            push = _double_vjp(output, leaves, bound.seen.fit)
 
         chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
         dtypes = _dtypes(bound)
@@ -106,11 +110,11 @@ class Reverse:
         """
         with bound.recording("reverse") as (scope, leaves, output):
             curvature, terms = head(output.detach())
-            push = _double_vjp(output, leaves)
+            push = _double_vjp(output, leaves, fit := bound.seen.fit)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
             u = curvature(push(v))
-            return pull_columns({"": output}, {"": u}, inputs, retain=not self.once)
+            return pull_columns({"": output}, {"": u}, inputs, not self.once, fit.outputs)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
@@ -139,12 +143,14 @@ class Forward:
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
             with forward_ad.dual_level():
-                scope, duals = _dual_scope(bound, v)
+                scope, duals, factor = _dual_scope(bound, v)
                 with scope.active():
-                    (start, cotangent), terms = head(bound.output(scope))
+                    seed, terms = head(bound.output(scope))
+                    (start, cotangent), own = fitted_seed(seed, bound.seen.fit)
                     inputs = {name: duals[name] for name in names}
                     grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
-                    return {name: _tangent(grad) for name, grad in grads.items()}, terms
+                    tangents = {name: _tangent(grad, factor) for name, grad in grads.items()}
+                    return unfitted(tangents, own), terms
 
         return _apply_each(bound, product)
 
@@ -168,7 +174,7 @@ class Forward:
         autograd records the tangents, too, and needs two to four times the memory. A larger graph
         is therefore built in a pass of its own, after one for the tangents alone.
         """
-        together = room_for(2, bound.graph_bytes, bound.space.device)
+        together = room_for(2, bound.seen.graph_bytes, bound.space.device)
         linearize = _record_with_tangent if together else _record_after_tangent
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
@@ -177,7 +183,8 @@ class Forward:
                 curvature, terms = head(output.detach())
                 u = curvature(tangent.unsqueeze(0)).squeeze(0)
                 inputs = {name: leaves[name] for name in names}
-                return pull({"": output}, {"": u}, inputs, retain=False), terms
+                order = bound.seen.fit.outputs
+                return pull({"": output}, {"": u}, inputs, retain=False, order=order), terms
 
         return _apply_each(bound, product)
 
@@ -189,10 +196,10 @@ _Recorded = tuple[Scope, Tensors, Tensor, Tensor]
 def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute output and tangent in one pass."""
     with forward_ad.dual_level():
-        scope, duals = _dual_scope(bound, v)
+        scope, duals, factor = _dual_scope(bound, v)
         with scope.active():
             dual = bound.output(scope)
-            tangent = _tangent(dual, like=dual).detach()
+            tangent = _tangent(dual, factor, like=dual).detach()
             output = forward_ad.unpack_dual(dual).primal
     # the exit of the level clears tangents: they would be carried backward
     return scope, duals, output, tangent
@@ -209,10 +216,10 @@ def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
 def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
     with forward_ad.dual_level():
-        scope, _ = _dual_scope(bound, v, requires_grad=False)
+        scope, _, factor = _dual_scope(bound, v, requires_grad=False)
         with scope.active():
             dual = bound.output(scope)
-            tangent = _tangent(dual, like=dual).detach()
+            tangent = _tangent(dual, factor, like=dual).detach()
             return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
 
@@ -229,29 +236,37 @@ def _apply_each(bound: BoundModel, product: Callable) -> Apply:
 
 
 def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
-    return {name: leaf.dtype for name, leaf in bound.leaves().items()}
+    fit = bound.seen.fit
+    return {name: fit.dtype(leaf.dtype) for name, leaf in bound.leaves().items()}
 
 
 def _dual_scope(
     bound: BoundModel, v: Tensors, requires_grad: bool = True
-) -> tuple[Scope, dict[str, Tensor]]:
-    """Return a scope in which the parameters carry the tangents ``v``."""
+) -> tuple[Scope, dict[str, Tensor], Tensor | None]:
+    """Return a scope in which the parameters carry the tangents ``v``, times a factor, and this."""
     leaves = bound.leaves() if requires_grad else bound.constants()
+    v, factor = fitted(v, bound.seen.fit.vectors)
     duals = {
-        name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
+        name: forward_ad.make_dual(leaf, v[name].to(leaf.dtype)) if name in v else leaf
         for name, leaf in leaves.items()
     }
-    return bound.scope(duals, "forward"), duals
+    return bound.scope(duals, "forward"), duals, factor
 
 
-def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:
-    """Return a dual tensor's tangent; if it has none, zeros like ``like`` or ``None``."""
+def _tangent(
+    dual: Tensor | None, factor: Tensor | None, like: Tensor | None = None
+) -> Tensor | None:
+    """Return a dual tensor's tangent without a factor of ``_dual_scope``.
+
+    If it has none, return zeros like ``like`` or ``None``.
+    """
     tangent = None if dual is None else forward_ad.unpack_dual(dual).tangent
-    return torch.zeros_like(like) if tangent is None and like is not None else tangent
+    tangent = torch.zeros_like(like) if tangent is None and like is not None else tangent
+    return unfitted({"": tangent}, factor)[""]
 
 
-def _double_vjp(output: Tensor, leaves: Tensors) -> Callable[[Columns], Tensor]:
+def _double_vjp(output: Tensor, leaves: Tensors, fit: Fit) -> Callable[[Columns], Tensor]:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     w = torch.zeros_like(output, requires_grad=True)
     pulled = pull({"": output}, {"": w}, leaves, create_graph=True)
-    return lambda v: pull_columns(pulled, v, {"": w})[""]
+    return lambda v: pull_columns(pulled, v, {"": w}, order=fit.vectors)[""]

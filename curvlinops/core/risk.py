@@ -48,9 +48,9 @@ class BatchRisk:
         return self._risk.findings
 
     @property
-    def graph_bytes(self) -> int:
-        """The memory of the graph of the first batch, in bytes."""
-        return self._risk.examination.seen.graph_bytes
+    def seen(self) -> Seen:
+        """What the first batch has shown."""
+        return self._risk.examination.seen
 
     @property
     def owns_graph(self) -> bool:
@@ -76,6 +76,7 @@ class BatchRisk:
             if (batch := first_samples(self.batch, self.num_samples, at_least)) is not None:
                 # what is found there of losses and values need not hold for the others
                 twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
+                twin.examination.seen.dtypes = self.seen.dtypes
                 return BatchRisk(twin, batch)
         return None
 
@@ -243,8 +244,7 @@ class EmpiricalRisk:
         except ValueError as error:
             raise ValueError(f"Batch {batch.index}: {error}") from error
         size = self.loss.term_size(output)
-        if self.term_size is None:
-            self.term_size = size
+        self.term_size = size if self.term_size is None else self.term_size
         if size != self.term_size:
             raise ValueError(
                 f"Batch {batch.index} has outputs with a last axis of length {size}, others "
@@ -282,7 +282,7 @@ class EmpiricalRisk:
         def step(bound: BatchRisk) -> None:
             nonlocal loss, total
             value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
-            check_finite(bound.batch, value, columns)
+            check_finite(bound.batch, value, columns, bound.seen.dtypes)
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 

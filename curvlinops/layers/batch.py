@@ -149,7 +149,7 @@ class RecordedBatch:
 
     def gradients(self, u: Tensor) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``."""
-        u = u.reshape(len(u), *self.output.shape)
+        u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
         parts = []
         if len(u):

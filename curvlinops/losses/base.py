@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.float16 import narrowed
 from curvlinops.core.functions import WithDerivative, wide
 from curvlinops.core.references import is_plain
 
@@ -30,7 +31,7 @@ class Loss(ABC):
     here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
     and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
 
-    Half-precision outputs are treated in float32.
+    Half-precision outputs are treated in float32. What is backpropagated to float16 stays so wide.
 
     Args:
         module: The PyTorch loss whose value is reproduced.
@@ -158,7 +159,7 @@ class Loss(ABC):
 
     @abstractmethod
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of the output's dtype."""
+        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype, float16 excepted."""
 
     def _rows(self, output: Tensor) -> Tensor:
         return self.to_terms(output.unsqueeze(0))[0]
@@ -258,7 +259,7 @@ class LastAxisLoss(Loss):
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
+        return narrowed(rows.reshape(rows.shape[0], *output.shape), output.dtype)
 
     def _inner_scale(self, output: Tensor) -> float:
         return 1.0 / self._num_features(output) if self.reduction == "mean" else 1.0

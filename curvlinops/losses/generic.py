@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.autodiff import pull
 from curvlinops.core.containers import lent, take
+from curvlinops.core.float16 import Fit, narrowed
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
@@ -152,7 +154,7 @@ class AdditiveLoss(Loss):
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
+        return narrowed(rows.reshape(rows.shape[0], *output.shape), output.dtype)
 
     def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         _, gradient = self._differentiate(output, target)
@@ -160,6 +162,7 @@ class AdditiveLoss(Loss):
 
     def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
         leaf, gradient = self._differentiate(output, target)
+        order = Fit.to(frozenset({output.dtype})).vectors
 
         def multiply(v: Tensor) -> Tensor:
             if gradient is None or not gradient.requires_grad:  # a linear loss
@@ -168,9 +171,7 @@ class AdditiveLoss(Loss):
             with torch.enable_grad():
                 for column in self.from_terms(v, output):
                     try:
-                        (product,) = torch.autograd.grad(
-                            gradient, leaf, column, retain_graph=True, materialize_grads=True
-                        )
+                        product = pull({"": gradient}, {"": column}, {"": leaf}, order=order)[""]
                     except torch.OutOfMemoryError:
                         raise
                     except RuntimeError as error:
@@ -178,7 +179,7 @@ class AdditiveLoss(Loss):
                             f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
                             "Write the loss as a function of differentiable operations."
                         ) from error
-                    products.append(product)
+                    products.append(torch.zeros_like(leaf) if product is None else product)
             return self.to_terms(torch.stack(products))
 
         return multiply

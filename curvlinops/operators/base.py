@@ -17,7 +17,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.outputs import report_batch_statistics, uses_batch_statistics
+from curvlinops.core.outputs import overflow, report_batch_statistics, uses_batch_statistics
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
@@ -293,8 +293,8 @@ class DataLinearOperator(TorchLinearOperator):
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
-        where = f" in parameter '{name}'" if name else ""
+        where, seen = f" in parameter '{name}'" if name else "", self.risk.examination.seen
         raise ValueError(
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
-            "derivative does not exist (norm or sqrt at zero?), or a number overflows."
+            f"derivative does not exist (norm or sqrt at zero?), or {overflow(seen.dtypes)}."
         )

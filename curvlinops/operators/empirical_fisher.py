@@ -9,12 +9,13 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import Apply, evaluate
 from curvlinops.core.choice import Mode, NoDerivativeError
+from curvlinops.core.float16 import fitted, narrowed, unfitted
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, flat
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.gradients import SampleGradients
-from curvlinops.layers.groups import written
+from curvlinops.layers.groups import Group, written
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
@@ -116,7 +117,7 @@ class EFLinearOperator(DataLinearOperator):
         output = gradients.output
         if gradients.fallbacks or self._is_finer(bound, output):
             return _Choice()
-        groups = gradients.backward(self._gradient(bound, output))
+        groups, _ = self._backward(bound, gradients)
         operations = sum(4 * form.num_multiplications for _, form in groups)
         pairs = all(form.products() is not None for _, form in groups)
         return _Choice(rows=operations > 16 * self.space.dim, pairs=pairs)
@@ -124,14 +125,25 @@ class EFLinearOperator(DataLinearOperator):
     def _gradient(self, bound: BatchRisk, output: Tensor) -> Tensor:
         return bound.loss.gradient(output, bound.batch.y).unsqueeze(0)
 
+    def _backward(
+        self, bound: BatchRisk, gradients: SampleGradients
+    ) -> tuple[list[Group], Tensor | None]:
+        """Return the samples' gradients, times a power of two, and this; see ``Fit``."""
+        gradient = {"": self._gradient(bound, gradients.output)}
+        u, factor = fitted(gradient, bound.seen.fit.vectors)
+        groups = gradients.backward(u[""])
+        if factor is not None:
+            groups = [(names, form.to(self.space.dtype)) for names, form in groups]
+        return groups, factor
+
     def _from_rows(self, bound: BatchRisk) -> Apply:
         """Prepare products with the samples' gradients."""
         gradients = self._capture(bound)
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms = bound.terms(gradients.output)
-        groups = gradients.backward(self._gradient(bound, gradients.output))
-        return _sum_of_outer_products(written(groups, self.space), terms)
+        groups, factor = self._backward(bound, gradients)
+        return _sum_of_outer_products(unfitted(written(groups, self.space), factor), terms)
 
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""
@@ -139,16 +151,18 @@ class EFLinearOperator(DataLinearOperator):
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms, products = bound.terms(gradients.output), {}
-        for names, form in gradients.backward(self._gradient(bound, gradients.output)):
+        groups, factor = self._backward(bound, gradients)
+        for names, form in groups:
             found = form.products()
             if found is None:  # unlike on the first batch
                 return self._from_rows(bound)
             products[names[0]] = found
 
         def apply(V: Columns, out: Columns) -> Tensor:
-            inner = sum(products[name][0](v) for name, v in V.items())
+            inner = {"": sum(products[name][0](v) for name, v in V.items())}
+            weights = unfitted(unfitted(inner, factor), factor)[""]
             for name, product in out.items():
-                product += products[name][1](inner)
+                product += products[name][1](weights)
             return terms
 
         return apply
@@ -189,6 +203,6 @@ def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:
     multiply = outer(rows(gradient))
 
     def product(v: Tensor) -> Tensor:
-        return multiply(rows(v)).reshape(v.shape).to(output.dtype)
+        return narrowed(multiply(rows(v)).reshape(v.shape), output.dtype)
 
     return product

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
+from curvlinops.core.float16 import narrowed
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
@@ -111,7 +112,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         ones = (1,) * (output.ndim - 1)
         return (
             lambda z: (wide(z) * gradient).reshape(*z.shape[:2], prod(z.shape[2:])).sum(-1),
-            lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
+            lambda u: narrowed(u.reshape(*u.shape, *ones) * gradient, output.dtype),
         )
 
     @staticmethod
