@@ -213,8 +213,6 @@ def _explain(failures: list[str], modes: list[Mode]) -> str:
     hints = []
     if all(isinstance(mode, Forward) for mode in modes):
         hints.append("choose autodiff='auto', which also tries reverse mode")
-    if "use_reentrant" in reasons or "incompatible with .grad()" in reasons:
-        hints.append("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
     if "attention" in reasons:
         hints.append(
             "call torch.nn.functional.scaled_dot_product_attention (whose math kernel is then "

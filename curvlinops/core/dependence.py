@@ -101,15 +101,12 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
         leaves: These aliases.
 
     Raises:
-        ValueError: If the value does not depend on the parameters, was computed with reentrant
-            checkpointing, or uses a parameter by a reference that is not registered, or what an
-            earlier evaluation made of it; if a closure has lost one.
+        ValueError: If the value does not depend on the parameters, or uses a parameter by a
+            reference that is not registered, or what an earlier evaluation made of it; if a closure
+            has lost one.
     """
     own, current, used = own_names(model), {id(leaf): n for n, leaf in leaves.items()}, set()
-    nodes = list(graph_nodes(value))
-    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
-        raise ValueError(_REENTRANT)
-    for variable in leaf_variables(nodes):
+    for variable in leaf_variables(graph_nodes(value)):
         if id(variable) in current:
             used.add(current[id(variable)])
         elif id(variable) in own:
