@@ -684,6 +684,20 @@ def test_closures_with_a_graph_from_outside(kind: type):
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_custom_functions_in_functional_models(dtype: torch.dtype):
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3).to(dtype), torch.randn(4, 2).to(dtype))]
+    params = {"weight": torch.randn(3, 2).to(dtype)}
+
+    def model(p: dict[str, Tensor], X: Tensor) -> Tensor:
+        return Detached.apply(X @ p["weight"])
+
+    H = HessianLinearOperator(model, nn.MSELoss(), params, data)
+    with pytest.raises(RuntimeError, match="is not differentiable.*Detached"):
+        H @ torch.ones(6)
+
+
 class Stateful(nn.Linear):
     """Begins with a state that it makes."""
 
