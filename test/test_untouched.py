@@ -1,6 +1,9 @@
 """The user's model and all global state are as found, after success and after an exception."""
 
+import contextlib
 import copy
+import gc
+import os
 import pickle
 import random
 import sys
@@ -17,9 +20,7 @@ from problems import Problem
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from curvlinops import TorchLinearOperator
-from curvlinops.core import protection
-from curvlinops.core.protection import protected
+from curvlinops import GGNLinearOperator, TorchLinearOperator
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
@@ -139,6 +140,10 @@ def surroundings() -> list:
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.overrides._get_current_function_mode_stack(),
+        torch.autograd.forward_ad._current_level,
+        torch.autograd.forward_ad._is_fwd_grad_enabled(),
+        torch.nn.utils.parametrize._cache_enabled,
     ]
 
 
@@ -245,38 +250,81 @@ def test_after_an_exception_in_the_model(case: str):
 
 
 class Interrupt:
-    """Presses Ctrl-C at the n-th call that is made while modules are lent out and given back."""
+    """Presses Ctrl-C at the n-th call that is made while something is lent out and given back.
+
+    But for PyTorch's own context, which puts back at some later time what it has taken away.
+    """
+
+    FILES = (contextlib.__file__, torch.overrides.__file__, f"curvlinops{os.sep}core{os.sep}")
 
     def __init__(self, number: int):
         self.rest = number
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
-        entered = event == "call" and code is protected.__wrapped__.__code__  # no call of its own
-        if code.co_filename == protection.__file__ and "return" not in event and not entered:
-            self.rest -= 1
-            if self.rest == 0:
-                raise KeyboardInterrupt
+        if "return" in event or not any(name in code.co_filename for name in self.FILES):
+            return
+        while frame is not None and "_pop_mode_temporarily" not in _names(frame):
+            frame = frame.f_back
+        self.rest -= frame is None
+        if self.rest == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
 
 
-def test_after_an_interrupt():
+def _names(frame: FrameType) -> list[str]:
+    """Return what runs in a frame, and the context that it leaves, if it does."""
+    generator = getattr(frame.f_locals.get("self"), "gen", None)
+    return [frame.f_code.co_name, getattr(generator, "__name__", "")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("case", ["hessian", "ggn", "gradients"])
+def test_after_an_interrupt(case: str, kept: bool):
     net = model()
     before, around = state(net), surroundings()
-    multiply = product("hessian", net, batches(), check_deterministic=False, cache="none")
+    multiply = product(case, net, batches(), check_deterministic=False, cache="none")
     multiply()
-    number, is_done = 1, False
+    number, is_done, errors = 1, False, []
     while not is_done:
         sys.setprofile(Interrupt(number))
         try:
             multiply()
             is_done = True
-        except KeyboardInterrupt:
-            number += 17
+        except KeyboardInterrupt as error:
+            number += 331
+            errors += [error] if kept else []  # with all contexts that were not left
         finally:
             sys.setprofile(None)
         assert state(net) == before
         assert surroundings() == around
-    assert number > 100
+    assert number > 1000
+    errors.clear()
+    gc.collect()
+    assert state(net) == before
+    assert surroundings() == around
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_after_an_interrupt_of_a_closure():
+    weight, bias = torch.randn(3, 3), torch.randn(3, requires_grad=True)
+    bias.register_hook(lambda grad: grad)
+    G = GGNLinearOperator(
+        lambda X: X @ weight.T + bias, nn.CrossEntropyLoss(), [weight, bias], batches()
+    )
+    hooks, around = bias._backward_hooks, surroundings()
+    for number in range(1, 2000, 97):
+        sys.setprofile(Interrupt(number))
+        try:
+            G @ torch.ones(12)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert not weight.requires_grad and bias.requires_grad
+        assert bias._backward_hooks is hooks
+        assert surroundings() == around
 
 
 @pytest.mark.parametrize("case", ALL)

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from curvlinops.core.functions import in_transform
+from curvlinops.core.loans import entered, num_loans, surroundings, undo_loans
 
 #: Products use the module and the generators of random numbers, of which there is but one.
 _LOCK = threading.RLock()
@@ -54,8 +55,11 @@ def _hooked() -> bool:
 @contextmanager
 def alone() -> Iterator[None]:
     """Let no other thread of this package evaluate models, and nothing around change numbers."""
-    with _LOCK, without_modes():
-        yield
+    with entered() as stack:
+        stack.enter_context(_LOCK)
+        with surroundings():
+            stack.enter_context(without_modes())
+            yield
 
 
 def without_modes() -> AbstractContextManager:
@@ -98,12 +102,16 @@ def free_of_modes(function: Callable) -> Callable:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        kinds = _autocasting()
-        if not kinds and not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        recording = torch.is_grad_enabled()
-        with _without(kinds, hooked=False), torch.set_grad_enabled(recording):
-            return function(*args, **kwargs)
+        kinds, count = _autocasting(), num_loans()
+        try:
+            if not kinds and not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            recording = torch.is_grad_enabled()
+            with _without(kinds, hooked=False), torch.set_grad_enabled(recording):
+                return function(*args, **kwargs)
+        except BaseException:
+            undo_loans(count)
+            raise
 
     uncompiled = torch._disable_dynamo(run)
 

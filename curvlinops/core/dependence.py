@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.containers import leaves
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
+from curvlinops.core.loans import FunctionMode
 from curvlinops.core.model import ClosureModel, Model
 from curvlinops.core.protection import modules_of
 from curvlinops.core.walk import walk
@@ -37,7 +37,7 @@ _READING = {
 }
 
 
-class Watch(TorchFunctionMode):
+class Watch(FunctionMode):
     """Watches whether model and loss hide parameters, or differentiate with respect to them.
 
     Args:

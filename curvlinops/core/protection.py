@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from curvlinops.core.containers import leaves
+from curvlinops.core.loans import Loan
 from curvlinops.core.parameters import with_attributes
 
 #: The types of containers whose contents are restored; subclasses may have other rules.
@@ -55,6 +56,12 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         state.update({id(b): with_attributes(b.detach().clone(), b) for b in copied})
     is_first = TRACES not in state
     found, inner, own, lent = [], [], [], []
+
+    def give_back() -> None:
+        for part, original in (*found, *inner, *own):
+            _fill(part, original)
+
+    loan = Loan(give_back)
     try:
         for module in modules:
             attributes, parameters, buffers = vars(module), module._parameters, module._buffers
@@ -90,13 +97,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
                 found = [(part, before | _flags(part, before)) for part, before in found]
             inner, own = changed, []
     finally:
-        try:
-            for part, original in (*found, *inner, *own):
-                _fill(part, original)
-        except BaseException:  # such as Ctrl-C, which comes at any time
-            for part, original in (*found, *inner, *own):
-                _fill(part, original)
-            raise
+        loan.undo()
 
 
 def _flags(attributes: dict, before: dict) -> dict:

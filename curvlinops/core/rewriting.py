@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.control_flow import CONTROL_FLOW
 from curvlinops.core.convolution import CONVOLUTIONS
+from curvlinops.core.loans import FunctionMode
 from curvlinops.core.lookups import LOOKUPS, check_lookup
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.parameters import spread_error
@@ -133,7 +133,7 @@ def _constant_gradient(*args: Any, create_graph: bool = False, **kwargs: Any) ->
     return tuple(None if grad is None else grad.detach() for grad in grads)
 
 
-class Rewriting(TorchFunctionMode):
+class Rewriting(FunctionMode):
     """Replaces the calls in ``DECOMPOSITIONS`` while it is active.
 
     Args:

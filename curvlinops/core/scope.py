@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from curvlinops.core.containers import lent
+from curvlinops.core.loans import entered
 from curvlinops.core.model import Model
 from curvlinops.core.protection import TRACES
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
@@ -61,7 +62,7 @@ class Scope:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Enter the scope."""
-        with ExitStack() as stack:
+        with entered() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
             if self.purpose != "gradient":

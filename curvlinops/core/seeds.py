@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from curvlinops.core.arguments import check_count
+from curvlinops.core.loans import Loan
 
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
@@ -77,13 +78,17 @@ def preserved_rng() -> Iterator[Callable[[], bool]]:
             and all(torch.equal(s, g.get_state()) for g, s in zip(own, states, strict=True))
         )
 
-    try:
-        yield untouched
-    finally:
+    def give_back() -> None:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
+
+    loan = Loan(give_back)
+    try:
+        yield untouched
+    finally:
+        loan.undo()
 
 
 def seed_everything(seed: int) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
+from curvlinops.core.loans import FunctionMode
 from curvlinops.layers.composed import COMPOSED
 from curvlinops.layers.uses import RULES, Rule, Use
 
@@ -93,7 +93,7 @@ class Recorded(NamedTuple):
     called: Called
 
 
-class Capture(TorchFunctionMode):
+class Capture(FunctionMode):
     """Watches parameters, and functions of parameters alone, while a model runs.
 
     A call that ``RULES`` know gets copies of its parameters without history. What the graph still
