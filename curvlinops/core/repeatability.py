@@ -164,10 +164,11 @@ def explain_model(module: nn.Module | None, evaluate: Callable[[], Any]) -> str:
             "random numbers in it (module.eval() switches Dropout off)."
         )
     name, kind, training = culprit
-    remedy = "It is in train mode: call eval() on it." if training else "Make it deterministic."
+    remedy = "It is in train mode: call eval() on it. If it draws noise in any mode, pass that in X"
+    remedy = remedy if training else "Pass the noise that it draws in X"
     return (
         f"The model is not deterministic: its module '{name}' ({kind}) gives different outputs "
-        f"for the same input. {remedy}"
+        f"for the same input. {remedy}, or draw it from a generator that forward() seeds."
     )
 
 
