@@ -458,6 +458,12 @@ def test_closure_of_computed_tensors():
     build(model=lambda x: x @ flat[:9].view(3, 3) + flat[9:], params=[flat])
 
 
+def test_parameters_of_eight_bits():
+    params = {"weight": torch.ones(3, 3).to(torch.float8_e4m3fn)}
+    with pytest.raises(TypeError, match=r"'weight' has dtype torch.float8_e4m3fn.*16 bits"):
+        build(model=lambda p, x: x @ p["weight"].float(), params=params)
+
+
 class Stream(IterableDataset):
     """Goes through its samples once."""
 

@@ -132,10 +132,11 @@ def check_params(params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that have no values yet, are not real, or not on one device."""
     check_complete(params)
     for name, param in params.items():
-        if not param.is_floating_point():
+        if not param.is_floating_point() or param.dtype.itemsize == 1:  # those of eight bits
             raise TypeError(
                 f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
-                f"can be differentiated.{_COMPLEX if param.is_complex() else ''}"
+                "of at least 16 bits can be differentiated."
+                f"{_COMPLEX if param.is_complex() else ''}"
             )
     devices = {str(param.device) for param in params.values()}
     if len(devices) > 1:
