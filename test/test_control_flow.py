@@ -75,6 +75,34 @@ def _recurrence(model: Model, z: Tensor) -> Tensor:
     return state + torch.stack(states).sum(0)
 
 
+def _nested_recurrence(model: Model, z: Tensor) -> Tensor:
+    def step(state: tuple, x: dict) -> tuple[tuple, dict]:
+        h = torch.tanh(model.second(state[0]) + x["x"])
+        return (h, state[1] + h), {"out": h.exp()}
+
+    state = torch.zeros(len(z), 3, dtype=z.dtype), torch.ones(len(z), 3, dtype=z.dtype)
+    if model.special:
+        (_, total), out = scan(step, state, {"x": z}, dim=1)
+        return total + out["out"].sum(1 if out["out"].shape[1] == z.shape[1] else 0)
+    outs = []
+    for x in z.unbind(1):
+        state, out = step(state, {"x": x})
+        outs.append(out["out"])
+    return state[1] + torch.stack(outs).sum(0)
+
+
+def _nested_until(model: Model, z: Tensor) -> Tensor:
+    def step(i: Tensor, state: dict) -> tuple[Tensor, dict]:
+        return i + 1, {"z": torch.tanh(model.second(state["z"]))}
+
+    i, state = torch.tensor(0), {"z": z}
+    if model.special:
+        return while_loop(lambda i, _: i < 2, step, (i, state))[1]["z"].mean(1)
+    for _ in range(2):
+        i, state = step(i, state)
+    return state["z"].mean(1)
+
+
 def _until(model: Model, z: Tensor) -> Tensor:
     def step(i: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         return i + 1, torch.tanh(model.second(z))
@@ -87,7 +115,14 @@ def _until(model: Model, z: Tensor) -> Tensor:
     return z.mean(1)
 
 
-FORWARDS = {"cond": _branch, "map": _by_row, "scan": _recurrence, "while_loop": _until}
+FORWARDS = {
+    "cond": _branch,
+    "map": _by_row,
+    "scan": _recurrence,
+    "scan, nested": _nested_recurrence,
+    "while_loop": _until,
+    "while_loop, nested": _nested_until,
+}
 OPERATORS = {
     "hessian": (HessianLinearOperator, {}),
     "ggn": (GGNLinearOperator, {}),

@@ -235,3 +235,30 @@ def test_wide_models_with_a_part_in_half_precision(kind: type, dtype: torch.dtyp
     found = kind(model, loss, list(model.parameters()), [(X, y)]) @ v
     expected = kind(exact, loss, list(exact.parameters()), [(X, y)]) @ v
     assert relative(found, expected) < (0.05 if dtype == torch.bfloat16 else 5e-3)
+
+
+class Sometimes(nn.Module):
+    """Computes in half precision if there are many samples."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=len(x) > 4):
+            return self.inner(x).float()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e5])
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
+def test_batches_of_different_precision(kind: type, size: float, order: int):
+    X, y = data(torch.float32)
+    batches = [(X[:3], y[:3]), (X[3:], y[3:])][::order]
+    model, loss = net().float(), nn.CrossEntropyLoss()
+    operator = kind(Sometimes(model), loss, list(model.parameters()), batches)
+    twin, double = deepcopy(model).double(), [(X.double(), y) for X, y in batches]
+    exact = kind(twin, loss, list(twin.parameters()), double)
+    v = size * torch.randn(exact.shape[1], generator=torch.Generator().manual_seed(2))
+    expected = exact @ v.double()
+    assert (operator @ v - expected).norm() <= 3e-3 * expected.norm()

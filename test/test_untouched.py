@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import random
+import signal
 import sys
 import warnings
 from collections import OrderedDict, deque
@@ -304,6 +305,18 @@ def test_after_an_interrupt(case: str, kept: bool):
     gc.collect()
     assert state(net) == before
     assert surroundings() == around
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "kfac"])
+def test_interrupts_of_the_model_without_gradients(case: str):
+    net = FailingModel(model())
+    multiply = product(case, net, batches(), cache="none")
+    net.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        try:
+            multiply()
+        finally:
+            assert not torch.is_grad_enabled()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -10,6 +10,7 @@ from inspect import isfunction, isgeneratorfunction
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from curvlinops.core.functions import in_transform
@@ -103,14 +104,16 @@ def free_of_modes(function: Callable) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         kinds, count = _autocasting(), num_loans()
+        recording, pushing = torch.is_grad_enabled(), forward_ad._is_fwd_grad_enabled()
         try:
             if not kinds and not torch.is_inference_mode_enabled():
                 return function(*args, **kwargs)
-            recording = torch.is_grad_enabled()
             with _without(kinds, hooked=False), torch.set_grad_enabled(recording):
                 return function(*args, **kwargs)
         except BaseException:
             undo_loans(count)
+            torch._C._set_grad_enabled(recording)
+            torch._C._set_fwd_grad_enabled(pushing)
             raise
 
     uncompiled = torch._disable_dynamo(run)

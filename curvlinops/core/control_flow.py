@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def _cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence) -> Any:
@@ -23,19 +23,23 @@ def _map(function: Callable, xs: Sequence[Tensor], others: Sequence) -> Any:
 
 def _scan(
     combine: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence = ()
-) -> tuple[Tensor, ...]:
-    carry, outputs = tuple(init), []
+) -> Any:
+    carry, outputs, structure = list(init), [], None
     for row in zip(*xs, strict=True):
-        found = combine(*carry, *row, *others)
-        carry = tuple(found[: len(init)])
+        # flat only for compilers; whoever calls expects the same structure as here
+        found, structure = tree_flatten(combine(*carry, *row, *others))
+        carry = found[: len(init)]
         outputs.append(found[len(init) :])
-    return *carry, *(torch.stack(parts) for parts in zip(*outputs, strict=True))
+    stacked = (torch.stack(parts) for parts in zip(*outputs, strict=True))
+    return tree_unflatten([*carry, *stacked], structure)
 
 
 def _while_loop(cond: Callable, body: Callable, carry: Sequence, others: Sequence) -> Any:
+    found: Any = tuple(carry)
     while bool(cond(*carry, *others)):
-        carry = body(*carry, *others)
-    return tuple(carry)
+        found = body(*carry, *others)
+        carry = tree_leaves(found)
+    return found
 
 
 CONTROL_FLOW: dict[Callable, Callable] = {

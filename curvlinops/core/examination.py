@@ -147,7 +147,9 @@ class Examination:
                     self.seen.operations, self.seen.purpose = operations(total), purpose
                     nodes = list(graph_nodes(total))
                     self.seen.has_custom_functions = bool(custom_functions(nodes))
-                    self.seen.dtypes = precisions(nodes, output)
+                    self.seen.dtypes |= precisions(nodes, output)
+            else:  # which may be others where the model decides so by its input
+                self.seen.dtypes |= precisions(graph_nodes(output), output)
             unknown = loss is not None and not loss.is_function_of_values
             depends = unknown and needs_graph(loss, output, y, leaves, self._model.params)
             self.loss_reads |= unknown and watch.reads

@@ -126,8 +126,6 @@ class _Surroundings:
 
 _CUDA = torch.backends.cuda
 _SWITCHES: list[tuple[Callable[[], bool], Callable[[bool], Any]]] = [
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (forward_ad._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
     (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
