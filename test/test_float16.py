@@ -256,7 +256,9 @@ def test_batches_of_different_precision(kind: type, size: float, order: int):
     X, y = data(torch.float32)
     batches = [(X[:3], y[:3]), (X[3:], y[3:])][::order]
     model, loss = net().float(), nn.CrossEntropyLoss()
-    operator = kind(Sometimes(model), loss, list(model.parameters()), batches)
+    # which would find that the precision of a sample depends on the others
+    options = {"check_deterministic": False}
+    operator = kind(Sometimes(model), loss, list(model.parameters()), batches, **options)
     twin, double = deepcopy(model).double(), [(X.double(), y) for X, y in batches]
     exact = kind(twin, loss, list(twin.parameters()), double)
     v = size * torch.randn(exact.shape[1], generator=torch.Generator().manual_seed(2))
