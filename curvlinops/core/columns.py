@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil, isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from curvlinops.core.norms import double_dot, double_norm
 from curvlinops.core.space import Columns
 
 _LOGGER = logging.getLogger("curvlinops")
+
+Item = TypeVar("Item")
 
 #: A batched pass needs about the graph's memory for each column. Several are faster while this
 #: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
@@ -89,6 +91,16 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
     torch._foreach_add_(
         [total[name][rows] for name in names], [part[name].detach() for name in names]
     )
+
+
+def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Yield items, and whether each is the last one; the next one is taken before."""
+    rest = iter(items)
+    for item in rest:
+        for following in rest:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def total(first: Columns, second: Columns) -> Columns:

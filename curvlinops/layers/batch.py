@@ -147,14 +147,20 @@ class RecordedBatch:
         recorded = self.uses[key]
         return layout.fits(recorded.use.lead, self.num_samples)
 
-    def gradients(self, u: Tensor) -> dict[Key, Tensor]:
-        """Return the gradient at each use's output, ``[V, *output]``."""
+    def gradients(self, u: Tensor, last: bool = False) -> dict[Key, Tensor]:
+        """Return the gradient at each use's output, ``[V, *output]``.
+
+        Args:
+            u: What is backpropagated, ``[V, *output]``.
+            last: Whether nothing is backpropagated later: one vector then frees the graph.
+        """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
-        parts = []
+        # several vectors may turn out to need one pass each
+        retain, parts = not last or len(u) > 1, []
         if len(u):
             with self._scope.active():
-                parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls)]
+                parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
         gradients = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
         return {key: gradients[recorded.called] for key, recorded in self.uses.items()}
 
@@ -229,7 +235,7 @@ class RecordedBatch:
         """Return sums of samples' gradients with random weights; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
         r = shares(self.num_samples, self.output)
-        for part in self._sorted(gradients, absolute=absolute):
+        for part in self.parts(gradients, absolute=absolute):
             share = part.form.weighted_sum(r)[0]
             sums[part.name] = sums[part.name] + share if part.name in sums else share
         return sums
@@ -240,24 +246,15 @@ class RecordedBatch:
         lost |= set(self.unrecorded()) - set(found)
         return [name for name in self.names if name not in lost]
 
-    def parts(self, u: Tensor, by_position: bool = False) -> Iterator[Part]:
+    def parts(
+        self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
+    ) -> Iterator[Part]:
         """Yield the gradients of the uses that can be sorted by samples, one by one.
 
         Args:
-            u: What is backpropagated, ``[V, *output]``.
+            gradients: Those at the uses' outputs, which are freed on the way.
             by_position: Whether gradients of biases are sums over positions, with inputs of one,
                 instead of written down.
-        """
-        return self._sorted(self.gradients(u), by_position)
-
-    def _sorted(
-        self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
-    ) -> Iterator[Part]:
-        """Yield parts made of gradients at the uses' outputs, which are freed.
-
-        Args:
-            gradients: These gradients, ``[V, *]``.
-            by_position: See ``parts``.
             absolute: Whether all that they are made of is replaced by absolute values.
         """
         for key, recorded in self.uses.items():
@@ -283,14 +280,19 @@ class RecordedBatch:
                 is_open = key in self.open
                 yield Part(key, name, own, rows, is_open, use.shift, use.elsewhere)
 
-    def forms(self, u: Tensor) -> dict[str, Form]:
-        """Return the gradients of all parameters whose uses can be sorted by samples."""
+    def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, Form]:
+        """Return the gradients of all parameters whose uses can be sorted by samples.
+
+        Args:
+            gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
+            num_vectors: How many.
+        """
         found: dict[str, list[Form]] = {}
-        for part in self.parts(u):
+        for part in self.parts(gradients):
             found.setdefault(part.name, []).append(part.form)
         for name in self._known(found):
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
-                zeros = leaf.new_zeros(u.shape[0], self.num_samples, *leaf.shape)
+                zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
         return {name: sum_of(found[name]) for name in self._known(found)}

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Group, one_by_one
 from curvlinops.layers.parts import Part
 from curvlinops.layers.products import BYTES
@@ -38,21 +39,27 @@ class SampleGradients:
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(BYTES // max(size, 1), 1)
 
-    def parts(self, u: Tensor) -> Iterator[Part]:
+    def parts(self, u: Tensor, last: bool = False) -> Iterator[Part]:
         """Yield the gradients of layers' uses of parameters, one by one.
 
         Args:
             u: What is backpropagated, ``[V, *output]``.
+            last: Whether nothing is backpropagated later: memory is given back on the way.
         """
-        return iter(()) if self._batch is None else self._batch.parts(u, by_position=True)
+        if self._batch is None:
+            return iter(())
+        return self._batch.parts(self._batch.gradients(u, last), by_position=True)
 
-    def backward(self, u: Tensor) -> list[Group]:
+    def backward(self, u: Tensor, last: bool = False) -> list[Group]:
         """Backpropagate vectors; a sample's gradient is that of its own share.
 
         Args:
-            u: ``[V, *output]``.
+            u: See ``parts``.
+            last: See ``parts``.
         """
-        known = {} if self._batch is None else self._batch.forms(u)
+        known: dict[str, Form] = {}
+        if self._batch is not None:
+            known = self._batch.forms(self._batch.gradients(u, last), len(u))
         groups: list[Group] = [([name], form) for name, form in known.items()]
         return groups + self.rest(u)
 

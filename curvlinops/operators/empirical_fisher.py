@@ -131,7 +131,7 @@ class EFLinearOperator(DataLinearOperator):
         """Return the samples' gradients, times a power of two, and this; see ``Fit``."""
         gradient = {"": self._gradient(bound, gradients.output)}
         u, factor = fitted(gradient, bound.seen.fit.vectors)
-        groups = gradients.backward(u[""])
+        groups = gradients.backward(u[""], last=True)
         if factor is not None:
             groups = [(names, form.to(self.space.dtype)) for names, form in groups]
         return groups, factor

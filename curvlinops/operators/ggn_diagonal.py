@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.columns import add
+from curvlinops.core.columns import add, mark_last
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.gradients import SampleGradients
@@ -69,8 +69,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
             nonlocal trace, total
             gradients = self._capture(bound)
             total = total + bound.terms(gradients.output)
-            for u in self._vectors(bound, gradients):
-                for _, form in gradients.backward(u):
+            for u, last in mark_last(self._vectors(bound, gradients)):
+                for _, form in gradients.backward(u, last):
                     trace = trace + form.squared_norms().sum()
 
         ranks = self.risk.ranks
@@ -105,8 +105,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         """Return the sum of a batch's squared gradients, and its share of the normalization."""
         gradients, out = self._capture(bound), self.space.zeros(1)
         terms = bound.terms(gradients.output)
-        for u in self._vectors(bound, gradients):
-            for names, form in gradients.backward(u):
+        for u, last in mark_last(self._vectors(bound, gradients)):
+            for names, form in gradients.backward(u, last):
                 squares = form.sum_of_squares().unsqueeze(0)
                 add(out, slice(None), split(names, squares, self.space))
         return out, terms

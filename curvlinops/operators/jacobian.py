@@ -75,7 +75,7 @@ class OutputsLinearOperator(RowsLinearOperator):
 
             def use(place: slice) -> None:
                 rows = torch.arange(place.start, place.stop, device=output.device)
-                batches.append((gradients.backward(u), rows.reshape(-1, size).T))
+                batches.append((gradients.backward(u, last=True), rows.reshape(-1, size).T))
 
             return output.numel(), use
 

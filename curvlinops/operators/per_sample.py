@@ -287,7 +287,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(bound, output).unsqueeze(0)
         if self.terms == "sample":
-            return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype))
+            return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype), last=True)
         terms = bound.loss.to_terms(gradient)
         count = max(terms.shape[1] // max(len(output), 1), 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.columns import mark_last
 from curvlinops.core.data import Batches
 from curvlinops.core.risk import BatchRisk
 from curvlinops.layers.factors import relation
@@ -175,8 +176,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         def add(bound: BatchRisk, samples: SampleGradients) -> None:
             nonlocal moments, terms
             terms = terms + bound.terms(samples.output)
-            for u in self._passes.vectors(bound, samples):
-                for number, parts in by_block(blocks, samples.parts(u)).items():
+            for u, last in mark_last(self._passes.vectors(bound, samples)):
+                for number, parts in by_block(blocks, samples.parts(u, last)).items():
                     moment = found[number].second_moment(parts).to(self.torch_dtype)
                     moments = _added(moments, {number: moment})
 

@@ -5,6 +5,7 @@ from math import prod
 
 from torch import Tensor
 
+from curvlinops.core.columns import mark_last
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, innermost
@@ -52,8 +53,8 @@ class Estimator:
             ChangedError: If a parameter is used in a way that does not go together with what
                 earlier batches showed, so that its sums have another structure.
         """
-        for number, u in enumerate(vectors):
-            parts = list(samples.parts(u))
+        for number, (u, last) in enumerate(mark_last(vectors)):
+            parts = list(samples.parts(u, last))
             if number == 0:
                 self._look(sums, parts, samples.fallbacks)
             rest = samples.rest(u)
