@@ -207,7 +207,7 @@ _LEAFLESS = {type(None), bool, int, float, str, torch.dtype, torch.device}
 def leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested mappings, lists, tuples and dataclasses."""
     found: list[Tensor] = []
-    _collect((tree,), found)
+    _collect(tree if type(tree) in (tuple, list) else (tree,), found)
     return found
 
 
@@ -218,9 +218,12 @@ def _collect(trees: Iterable[Any], found: list[Tensor]) -> None:
             continue
         if isinstance(tree, Tensor):
             found.append(tree)
-        elif isinstance(tree, list | tuple):
+        elif kind is dict:
+            if tree:
+                _collect(tree.values(), found)
+        elif kind is tuple or isinstance(tree, list | tuple):
             _collect(tree, found)
-        elif kind is dict or isinstance(tree, Mapping):
+        elif isinstance(tree, Mapping):
             _collect(tree.values(), found)
         elif _is_dataclass(tree):
             _collect((_fields(tree),), found)

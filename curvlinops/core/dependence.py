@@ -184,6 +184,14 @@ def own_names(model: Model) -> dict[int, str]:
     return {id(param): name for name, param in {**model.params, **registered}.items()}
 
 
+def own_ids(model: Model) -> set[int]:
+    """Return the ids of the parameters, and of the module's others if there is one."""
+    found = set(map(id, model.params.values()))
+    for module in [] if model.module is None else modules_of([model.module]):
+        found.update(map(id, module._parameters.values()))
+    return found
+
+
 def _explain(name: str) -> str:
     return (
         f"The model, or its loss, uses parameter '{name}' by a reference that is not registered (a "

@@ -20,7 +20,7 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            stack.extend(next_node for next_node, _ in node.next_functions)
+            stack += [following for following, _ in node.next_functions]
 
 
 def operations(output: Tensor) -> frozenset[str]:

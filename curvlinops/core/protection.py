@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import filterfalse
 from operator import is_not
 
 import torch
@@ -17,6 +19,9 @@ _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deq
 
 _OBSERVERS = ("_backward_hooks", "_backward_pre_hooks")
 
+#: A container, and what was in it.
+Before = tuple[Collection, Collection]
+
 #: In a ``state``: what had other contents at the end of the first context, and which.
 TRACES = "traces"
 
@@ -28,7 +33,8 @@ def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
         module = stack.pop()
         if id(module) not in found:
             found[id(module)] = module
-            stack += [x for x in reversed([*module._modules.values()]) if x is not None]
+            if module._modules:
+                stack += [x for x in reversed([*module._modules.values()]) if x is not None]
     return list(found.values())
 
 
@@ -55,10 +61,15 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         copied = (b for b in buffers if constant or not b.requires_grad)
         state.update({id(b): with_attributes(b.detach().clone(), b) for b in copied})
     is_first = TRACES not in state
-    found, inner, own, lent = [], [], [], []
+    found, inner, own, lent = [], _Contents(), _Contents(), []
+    restored: list[Before] | None = None
 
     def give_back() -> None:
-        for part, original in (*found, *inner, *own):
+        inside = [*inner.changed(), *own.changed()] if restored is None else restored
+        for part, original in found:
+            part.clear()
+            part.update(original)
+        for part, original in inside:
             _fill(part, original)
 
     loan = Loan(give_back)
@@ -68,12 +79,12 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             # attributes, too: recurrent layers and weight norm cache tensors in them
             found += [(part, dict(part)) for part in (attributes, parameters, buffers)]
             # and what is in them: hooks that a first pass registers, lists of auxiliary losses
-            for name, part in attributes.items():
-                if type(part) in _CONTAINERS and part is not parameters and part is not buffers:
-                    kept = own if name == "_modules" or "_hooks" in name else inner
-                    kept.append((part, _copy(part) if part else ()))
+            names = _containers(tuple(attributes), tuple(map(type, attributes.values())))
+            for contents, some in zip((inner, own), names, strict=True):
+                contents.add([*map(attributes.__getitem__, some)])
             # backward hooks observe the user's own backward passes, and are no part of the model
-            attributes.update({name: OrderedDict() for name in _OBSERVERS})
+            for name in _OBSERVERS:
+                attributes[name] = OrderedDict()
             for name, buffer in buffers.items():
                 if buffer is not None:
                     buffers[name] = state.get(id(buffer), buffer)
@@ -84,9 +95,7 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         try:
             yield
         finally:
-            # most are empty
-            changed = [(part, old) for part, old in inner if (part or old) and _differ(part, old)]
-            prepared = [(part, old) for part, old in own if (part or old) and _differ(part, old)]
+            changed, prepared = inner.changed(), own.changed()
             if is_first:
                 traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
                 state[TRACES] = [(part, _copy(part)) for part, _ in traces]
@@ -95,9 +104,36 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
                 # and so does all that may say so
                 changed = [(part, before) for part, before in changed if leaves(_copy(part))]
                 found = [(part, before | _flags(part, before)) for part, before in found]
-            inner, own = changed, []
+            restored = changed
     finally:
         loan.undo()
+
+
+class _Contents:
+    """What was in containers, most of which are empty."""
+
+    def __init__(self) -> None:
+        self._full: list[Before] = []
+        self._empty: list[Collection] = []
+
+    def add(self, parts: list[Collection]) -> None:
+        """Remember what is in some more."""
+        self._full += [(part, _copy(part)) for part in filter(None, parts)]
+        self._empty += filterfalse(None, parts)
+
+    def changed(self) -> list[Before]:
+        """Return those in which there is something else now, and what was."""
+        full = [(part, before) for part, before in self._full if _differ(part, before)]
+        return full + [(part, ()) for part in filter(None, self._empty)]
+
+
+@lru_cache(maxsize=1024)  # modules of one class have the same attributes
+def _containers(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[list[str], list[str]]:
+    """Return the attributes that are containers: all others, and those of hooks and submodules."""
+    chosen = {name for name, kind in zip(names, types, strict=True) if kind in _CONTAINERS}
+    chosen -= {"_parameters", "_buffers"}
+    own = [name for name in names if name in chosen and (name == "_modules" or "_hooks" in name)]
+    return [name for name in names if name in chosen.difference(own)], own
 
 
 def _flags(attributes: dict, before: dict) -> dict:

@@ -14,7 +14,7 @@ from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
-from curvlinops.core.dependence import own_names
+from curvlinops.core.dependence import own_ids
 from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, recall
 from curvlinops.core.graph import operations
@@ -205,7 +205,7 @@ class EmpiricalRisk:
         wrap = partial(tqdm, desc=label, disable=not self.progressbar)
         with alone():
             self.model.follow()
-            own = {*own_names(self.model), *map(id, self.model.params.values())}
+            own = own_ids(self.model)
             structure = start()
             with self.examination.preserving(batches.data):
                 for bound in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):

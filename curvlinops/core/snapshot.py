@@ -57,6 +57,7 @@ class Snapshot:
                 token = _ArrayCopy(token)
                 self._arrays.append(token)
             self._tokens.append(token)
+        self._is_known = all(token is not UNKNOWN for token in self._tokens)
         if numbers:
             self.copy_numbers()
 
@@ -109,12 +110,13 @@ class Snapshot:
 
         May fail for what is equal, but not identical.
         """
-        return (
-            _identical(root, self._root)
-            and not any(self._empty)
-            and all(_same_items(contents_of(part), items) for part, items in self._contents)
-            and not any(token is UNKNOWN for token in self._tokens)
-        )
+        if not self._is_known or any(self._empty) or not _identical(root, self._root):
+            return False
+        for part, before in self._contents:
+            now = contents_of(part)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return False
+        return True
 
 
 class _ArrayCopy:
@@ -173,10 +175,6 @@ class _TensorCopy:
         if bits.device.type == "cpu":
             return not torch.equal(bits, known)
         return (bits != known).any()
-
-
-def _same_items(now: tuple, before: tuple) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _identical(now: Any, before: Any) -> bool:

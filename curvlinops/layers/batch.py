@@ -135,6 +135,8 @@ class RecordedBatch:
     def drop(self, names: Iterable[str]) -> None:
         """Forget the uses of some parameters."""
         names, self._probed = set(names), None
+        if not names:
+            return
         self.names = [name for name in self.names if name not in names]
         self._origins = {
             key: {name: leaf for name, leaf in found.items() if name not in names}

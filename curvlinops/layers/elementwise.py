@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.uses import Sort, Use, broadcast, handles
+from curvlinops.layers.uses import Slope, Sort, Use, broadcast, handles
 
 
 def _slope(
@@ -38,8 +38,16 @@ def _elementwise(function: Callable) -> Callable[..., dict[int | str, Use]]:
         places = {**dict(enumerate(args)), **options}
         tensors = {place: x for place, x in places.items() if isinstance(x, Tensor)}
         shape = torch.broadcast_shapes(*(x.shape for x in tensors.values()))
+        is_sum = function is torch.add and len(places) == 2 and "alpha" not in places
+        is_sum &= not any(x.is_complex() for x in tensors.values())
+
+        def slope(place: int | str) -> Slope:
+            if is_sum:
+                return 1.0
+            return partial(_slope, function, args, options, place, shape)
+
         return {
-            place: broadcast(x.shape, shape, partial(_slope, function, args, options, place, shape))
+            place: broadcast(x.shape, shape, slope(place))
             for place, x in tensors.items()
             if x.is_floating_point()
         }

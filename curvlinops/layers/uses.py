@@ -147,13 +147,12 @@ def contraction(
     axes = _Axes.of(tuple(x_labels), tuple(w_labels), tuple(out_labels))
     if axes is None:
         return None
-    lengths = dict(zip(w_labels, w_shape, strict=True))
-    num_groups, num_inner, num_outer = (
-        prod(lengths[axis] for axis in some) for some in (axes.groups, axes.inner, axes.outer)
-    )
+    lengths = [w_shape[place] for place in axes.of_argument]
+    num_groups, num_outer = prod(lengths[: axes.num_groups]), prod(lengths[axes.outer])
+    num_inner = prod(lengths[axes.outer.stop :])
     # without an axis that numbers them, there is one row, of one sample
-    only = () if axes.lead else (1,)
     num_lead = len(axes.lead)
+    only = () if num_lead else (1,)
 
     def rows(g: Tensor) -> Tensor:
         g = split(g).permute(0, *axes.of_rows)
@@ -167,35 +166,37 @@ def contraction(
         return value.reshape(*value.shape[:num_lead], *only, num_groups, num_inner)
 
     def form(g: Tensor, sort: Sort) -> Form:
-        order = [*axes.groups, *axes.outer, *axes.inner]
-        arrangement = Arrangement.of([lengths[axis] for axis in order], axes.of_entries)
+        arrangement = Arrangement.of(lengths, axes.of_entries)
         return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
-    extent = dict(zip(x_labels, x.shape if x_shape is None else x_shape, strict=True))
-    return Use((*(extent[axis] for axis in axes.lead), *only), rows, form)
+    x_shape = x.shape if x_shape is None else x_shape
+    return Use((*[x_shape[place] for place in axes.lead], *only), rows, form)
 
 
 class _Axes(NamedTuple):
     """What the axes of a contraction are for.
 
+    Lead are those that number rows; groups those that all have; outer the argument's that the other
+    factor lacks; inner those that are summed.
+
     Attributes:
-        lead: Labels of those that number rows.
-        groups: Labels of those that all have.
-        outer: Labels of the argument's that the other factor lacks.
-        inner: Labels of those that are summed.
+        lead: Places of lead in the other factor.
+        num_groups: How many groups are.
+        outer: Where outer are among groups, outer and inner.
         alone: Places of the other factor's that only it has.
         of_rows: Places of lead, groups and outer in the output, behind one more axis.
         of_inputs: Places of lead, groups and inner in the other factor, without ``alone``.
+        of_argument: Places of groups, outer and inner in the argument.
         of_entries: Places of the argument's axes among groups, outer and inner.
     """
 
-    lead: tuple[Hashable, ...]
-    groups: tuple[Hashable, ...]
-    outer: tuple[Hashable, ...]
-    inner: tuple[Hashable, ...]
+    lead: tuple[int, ...]
+    num_groups: int
+    outer: slice
     alone: tuple[int, ...]
     of_rows: tuple[int, ...]
     of_inputs: tuple[int, ...]
+    of_argument: tuple[int, ...]
     of_entries: tuple[int, ...]
 
     @classmethod
@@ -210,10 +211,13 @@ class _Axes(NamedTuple):
         lead = tuple(axis for axis in out if axis in x and axis not in w)
         rest, order = [axis for axis in x if axis in w or axis in out], (*groups, *outer, *inner)
         return cls(
-            *(lead, groups, outer, inner),
+            lead=tuple(x.index(axis) for axis in lead),
+            num_groups=len(groups),
+            outer=slice(len(groups), len(groups) + len(outer)),
             alone=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
             of_rows=tuple(1 + out.index(axis) for axis in (*lead, *groups, *outer)),
             of_inputs=tuple(rest.index(axis) for axis in (*lead, *groups, *inner)),
+            of_argument=tuple(w.index(axis) for axis in order),
             of_entries=tuple(order.index(axis) for axis in w),
         )
 
@@ -250,4 +254,6 @@ def broadcast(
 
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
-    return replace(broadcast(shape, output, scale, aligned), shift=scale)
+    use = broadcast(shape, output, scale, aligned)
+    use.shift = scale
+    return use
