@@ -1,6 +1,6 @@
 """Ordered, named tensors and their flat vector."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -14,6 +14,23 @@ Columns = dict[str, Tensor]
 def flat(column: Tensor) -> Tensor:
     """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
     return column.reshape(column.shape[0], prod(column.shape[1:]))
+
+
+class _Later(dict):
+    """Tensors that are made when one is asked for: from memory that was given back until then.
+
+    Args:
+        make: Takes its name; returns it, or several.
+    """
+
+    def __init__(self, make: Callable[[str], Columns]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Tensor:
+        """Make a tensor."""
+        self.update(self._make(name))
+        return self[name]
 
 
 class ParameterSpace:
@@ -106,9 +123,13 @@ class ParameterSpace:
         return torch.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
 
     def apart(self, num_columns: int) -> Columns:
-        """Return memory for ``num_columns`` vectors, of its own for each tensor."""
+        """Return memory for vectors; each tensor gets its own when it is asked for by name."""
         like = {"dtype": self.dtype, "device": self.device}
-        return {n: torch.empty(num_columns, *shape, **like) for n, shape in self.shapes.items()}
+        return _Later(lambda n: {n: torch.empty(num_columns, *self.shapes[n], **like)})
+
+    def together(self, num_columns: int) -> Columns:
+        """Return common memory for vectors, made when one is asked for; ``join`` returns it."""
+        return _Later(lambda _: self.split(self.empty(num_columns)))
 
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""

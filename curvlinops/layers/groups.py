@@ -60,16 +60,26 @@ def in_turns(
     return space.names, Direct(compute, 1, len(rows), (space.dim,))
 
 
-def write_rows(groups: list[Group], space: ParameterSpace, out: Columns) -> None:
-    """Write the gradients of all samples, for the only vector, to ``{name: [N, *shape]}``."""
-    for names, form in groups:
+def write_rows(
+    groups: list[Group], space: ParameterSpace, out: Columns, place: slice = slice(None)
+) -> None:
+    """Write the gradients of all samples, for the only vector, to ``{name: [M, *shape]}``.
+
+    Args:
+        groups: The gradients. They leave the list, so that their memory is given back on the way.
+        space: The parameters.
+        out: Where they are written.
+        place: To which rows.
+    """
+    while groups:
+        names, form = groups.pop(0)
         for part in form.parts():
             if len(names) == 1:
-                rows = out[names[0]][part]
+                rows = out[names[0]][place][part]
                 form.write(part, rows.view(len(rows), prod(rows.shape[1:])))
                 continue
             for name, rows in split(names, form.rows(part)[0], space).items():
-                out[name][part] = rows
+                out[name][place][part] = rows
 
 
 def add_sums(

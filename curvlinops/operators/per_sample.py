@@ -172,8 +172,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        out = self.domain.empty(self.shape[0])
-        self._write(self.domain.split(out))
+        out = self.domain.join(self._write(self.domain.together(self.shape[0])))
         self._check(out)
         return out
 
@@ -182,25 +181,25 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        out = self.domain.apart(self.shape[0])
-        self._write(out)
+        out = self._write(self.domain.apart(self.shape[0]))
         self._check_finite(out, self.domain)
         return self.risk.model.pack(out)
 
-    def _write(self, out: Columns) -> None:
-        """Write all rows to ``{name: [N, *shape]}``."""
+    def _write(self, out: Columns) -> Columns:
+        """Write all rows to ``{name: [N, *shape]}``, and return these."""
 
         def visit(groups: list[Group], where: Tensor) -> None:
             place = slice(int(where[0]), int(where[-1]) + 1)
             if place.stop - place.start == len(where):
-                write_rows(groups, self.domain, {name: x[place] for name, x in out.items()})
+                write_rows(groups, self.domain, out, place)
                 return
             rows = self.domain.apart(len(where))
             write_rows(groups, self.domain, rows)
-            for name, x in out.items():
-                x[where] = rows[name]
+            for name, x in rows.items():
+                out[name][where] = x
 
         self._visit("gradients", visit)
+        return {name: out[name] for name in self.domain.names}
 
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
