@@ -331,10 +331,10 @@ def test_batches_are_asked_where_it_matters(norm: nn.Module, asked: int, monkeyp
     """Factors sum over all rows; eigenvalues and exact blocks are made of samples' gradients."""
     count, detect = 0, RecordedBatch.detect
 
-    def counted(self: RecordedBatch, keys: list) -> None:
+    def counted(self: RecordedBatch, keys: list, checking: bool) -> None:
         nonlocal count
         count += self.num_samples == 5  # the first few samples of a batch are asked, too
-        detect(self, keys)
+        detect(self, keys, checking)
 
     monkeypatch.setattr(RecordedBatch, "detect", counted)
     torch.manual_seed(0)

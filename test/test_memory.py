@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import curvlinops
 from curvlinops.core import modes
+from curvlinops.layers.forms import Form
+from curvlinops.layers.outer import Outer
 
 GAUSS_NEWTON = [c for c in EXACT if CASES[c].square and c not in ("hessian", "ggn-diagonal")]
 
@@ -139,6 +141,49 @@ def test_no_memory_for_rows(make, quantity: str):
     # temporary tensors are bounded, whatever N is; pairs of batches of rows need several
     most = 0.95 if quantity == "gram" else 0.6
     assert peak <= most * 4 * rows.shape[0] * rows.shape[1]
+
+
+class Boxed(nn.Sequential):
+    """Layers that save tensors in boxes."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
+            return super().forward(X)
+
+
+class Box:
+    """Holds a tensor for the backward pass."""
+
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor.detach()
+        self.alive.add(self)
+
+
+@pytest.mark.parametrize("quantity", ["gradients", "dense", "norms"])
+def test_rows_take_the_place_of_the_graph(quantity: str, monkeypatch):
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(4, 4), nn.Tanh())]
+    model, X, y = Boxed(*layers), torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    operator = curvlinops.PerSampleGradientLinearOperator(
+        model, nn.MSELoss(), list(model.parameters()), [(X, y)], check_deterministic=False
+    )
+    before = operator.dense()
+    output, during = model(X), len(Box.alive)
+    del output
+    after, rows = [], Outer.rows
+
+    def counted(self: Outer, samples: slice) -> Tensor:
+        after.append(len(Box.alive))
+        return rows(self, samples)
+
+    monkeypatch.setattr(Outer, "rows", counted)
+    monkeypatch.setattr(Outer, "write", Form.write)
+    getattr(operator, quantity)()
+    # the first layer's own nodes are in front of where the backward pass ends
+    assert during >= 16 and after and max(after) <= 2
+    torch.testing.assert_close(operator.dense(), before)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])

@@ -314,6 +314,7 @@ def test_samples_have_the_covariance(name: str):
         operator.sample(torch.Generator().manual_seed(3)),
         operator.sample(torch.Generator().manual_seed(3), 1)[:, 0],
     )
+    torch.testing.assert_close(operator.sample(seed=3), operator.sample(None, 1, seed=3)[:, 0])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -939,6 +940,7 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: (0 * IdentityLinearOperator(3)).inverse(), ValueError, "singular.*damping"),
         (lambda: NEGATIVE**0.5, ValueError, "not positive semidefinite.*lowest eigenvalue"),
         (lambda: NEGATIVE.sample(), ValueError, "not positive semidefinite"),
+        (lambda: NEGATIVE.sample(0), TypeError, "Integers are passed as seed"),
         (lambda: Diag(-a[:3]).logdet(), ValueError, "determinant is negative"),
         (lambda: Diag(A), ValueError, "diagonal must have 1 axes"),
         (lambda: Diag(a, PLAIN), ValueError, "4 entries, the space dimension 3"),

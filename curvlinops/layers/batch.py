@@ -163,16 +163,16 @@ class RecordedBatch:
         if len(u):
             with self._scope.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
-        gradients = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
-        return {key: gradients[recorded.called] for key, recorded in self.uses.items()}
+        found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
+        return {key: found[recorded.called] for key, recorded in self.uses.items()}
 
-    def detect(self, keys: list[Key]) -> None:
-        """Find the layouts of some uses, by a random vector with and without weights."""
+    def detect(self, keys: list[Key], checking: bool) -> None:
+        """Find layouts, by a random vector with and without weights, perhaps before a ``check``."""
         output = self.output.detach()
         r = weights(self.num_samples, output)
         u = probe(output)
         gradients = self.gradients(u[None])
-        self._probed = dict(gradients) if self.num_bytes <= BYTES else None
+        self._probed = dict(gradients) if checking and self.num_bytes <= BYTES else None
         plain = self._sketches(keys, gradients)
         shares = self._sketches(keys, self.gradients(weighted(u, r)[None]))
         detections, largest = {}, dict.fromkeys(self.names, 0.0)

@@ -166,7 +166,8 @@ class SampleBackward:
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             return batch
-        if not self._obeys_rules(batch, lambda: batch.detect(missing)):
+        checking = not (self._checked or self._checked_alone)
+        if not self._obeys_rules(batch, lambda: batch.detect(missing, checking)):
             return None
         runs, unseeing = self._tried_with_two(bound, batch)
         known = batch.layouts.keys() - unseeing

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvlinops.core.arguments import as_device, check_count, check_number
 from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
+from curvlinops.core.seeds import read_generator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
 
@@ -133,20 +134,22 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self._power(exponent)
 
     def sample(
-        self, generator: torch.Generator | None = None, num_samples: int | None = None
+        self,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """Draw from the normal distribution with mean zero and this operator as covariance.
 
         Args:
-            generator: Source of randomness, on the operator's device. Default: PyTorch's own.
-            num_samples: How many. Default: one, without the axis of columns.
-
-        Returns:
-            A draw ``[D]``, or draws ``[D, num_samples]``.
+            generator: Source of randomness; see ``hutchinson_trace``.
+            num_samples: How many, as ``[D, num_samples]``. Default: one, ``[D]``.
+            seed: Seeds a generator; see ``hutchinson_trace``.
 
         Raises:
             ValueError: If the operator is not positive semidefinite.
         """
+        generator = read_generator(self.device, seed, generator)
         z = torch.randn(
             1 if num_samples is None else check_count("num_samples", num_samples, at_least=0),
             self.domain.dim,

@@ -78,7 +78,10 @@ class StructuredDataLinearOperator(DataLinearOperator):
         return self.structure.power(exponent)
 
     def sample(
-        self, generator: torch.Generator | None = None, num_samples: int | None = None
+        self,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """Draw normal vectors with this covariance, ``[D]``, or ``[D, num_samples]``."""
-        return self.structure.sample(generator, num_samples)
+        return self.structure.sample(generator, num_samples, seed)
