@@ -389,3 +389,26 @@ def test_to_device(options: dict):
         torch.testing.assert_close(found.cpu(), expected)
     torch.testing.assert_close(operator.gram().cpu(), expected @ expected.T)
     torch.testing.assert_close(operator.norms().cpu(), expected.norm(dim=1))
+
+
+@pytest.mark.parametrize("scale, is_finite", [(1e10, True), (1e20, False)])
+@pytest.mark.parametrize("quantity", ["dense", "gradients"])
+def test_gradients_that_overflow(scale: float, is_finite: bool, quantity: str):
+    """Inputs and output gradients are finite, their products not all."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 20)
+    with torch.no_grad():
+        model.weight.mul_(1e-30)
+    op = PerSampleGradientLinearOperator(
+        model,
+        lambda output, _: (output * scale).sum(),
+        list(model.parameters()),
+        [(torch.full((3, 20), 1e25), torch.zeros(3))],
+        check_deterministic=False,
+        reduction="sum",
+    )
+    if is_finite:
+        assert op.dense().amax() == pytest.approx(scale * 1e25)
+        return
+    with pytest.raises(ValueError, match="not finite in parameter 'weight'"):
+        getattr(op, quantity)()

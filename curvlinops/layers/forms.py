@@ -50,6 +50,13 @@ class Form(ABC):
         """Write the gradients of some samples, for the only vector, to rows ``[n, *]``."""
         out.copy_(self.rows(samples)[0].reshape(out.shape))
 
+    def bound(self) -> Tensor | None:
+        """Return a bound of absolute values, if there is one that is cheaper than a look at all.
+
+        It is infinite or NaN if anything that they are made of is.
+        """
+        return None
+
     @abstractmethod
     def select(self, samples: Tensor) -> "Form":
         """Return the gradients of some samples only, in the given order."""

@@ -82,6 +82,32 @@ def write_rows(
                 out[name][place][part] = rows
 
 
+class Bounds:
+    """Tells which gradients are certainly finite, by what they are made of."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Tensor | None]] = {}
+
+    def add(self, groups: list[Group]) -> None:
+        """Look at the gradients of some samples."""
+        for names, form in groups:
+            bound = form.bound()
+            for name in names:
+                self._found.setdefault(name, []).append(bound)
+
+    def others(self, rows: Columns) -> Columns:
+        """Return the rows, ``{name: [N, *shape]}``, that may not be finite."""
+        found = self._found.items()
+        known = {name: all_of for name, all_of in found if all(x is not None for x in all_of)}
+        if not known:
+            return rows
+        largest = torch.stack([torch.stack(all_of).amax() for all_of in known.values()]).tolist()
+        # twice: sums are rounded
+        limits = [torch.finfo(rows[name].dtype).max / 2 for name in known]
+        safe = {n for n, x, limit in zip(known, largest, limits, strict=True) if x < limit}
+        return {name: x for name, x in rows.items() if name not in safe}
+
+
 def add_sums(
     out: Columns, groups: list[Group], of: Callable[[Form], Tensor], space: ParameterSpace
 ) -> None:

@@ -110,6 +110,13 @@ class Outer(Form):
         else:
             torch.bmm(g.transpose(1, 2), x, out=out)
 
+    def bound(self) -> Tensor | None:
+        """Return the product of the norms of all inputs and all output gradients."""
+        size = self.num_samples * self.num_entries
+        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
+            return None
+        return torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
+
     def select(self, samples: Tensor) -> "Outer":
         """Return the gradients of some samples only."""
         x = self.x

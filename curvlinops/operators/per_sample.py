@@ -17,7 +17,7 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
-from curvlinops.layers.groups import Group, add_sums, in_turns, write_rows, written
+from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator, row_indices
 
@@ -172,23 +172,21 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        out = self.domain.join(self._write(self.domain.together(self.shape[0])))
-        self._check(out)
-        return out
+        return self.domain.join(self._write(self.domain.together(self.shape[0])))
 
     def gradients(self) -> list[Tensor] | dict[str, Tensor]:
         """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        out = self._write(self.domain.apart(self.shape[0]))
-        self._check_finite(out, self.domain)
-        return self.risk.model.pack(out)
+        return self.risk.model.pack(self._write(self.domain.apart(self.shape[0])))
 
     def _write(self, out: Columns) -> Columns:
         """Write all rows to ``{name: [N, *shape]}``, and return these."""
+        bounds = Bounds()
 
         def visit(groups: list[Group], where: Tensor) -> None:
+            bounds.add(groups)
             place = slice(int(where[0]), int(where[-1]) + 1)
             if place.stop - place.start == len(where):
                 write_rows(groups, self.domain, out, place)
@@ -199,7 +197,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 out[name][where] = x
 
         self._visit("gradients", visit)
-        return {name: out[name] for name in self.domain.names}
+        out = {name: out[name] for name in self.domain.names}
+        if rest := bounds.others(out):
+            self._check_finite(rest, self.domain.restricted(list(rest)))
+        return out
 
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
