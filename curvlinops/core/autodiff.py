@@ -148,23 +148,25 @@ def pull(
 
     With an ``order``, cotangents are fitted to the range of float16 on the way; see ``Fit``.
     """
-    names = [
-        name
-        for name in cotangents
-        # an output that does not depend on anything has derivative zero
-        if outputs[name] is not None and outputs[name].requires_grad
-    ]
-    if not names or not inputs:
-        return dict.fromkeys(inputs)
-    weights = {
-        name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
-        for name in names
-    }
-    weights, factor = fitted(weights, order)
+    with torch._C.DisableTorchFunction():  # a scope watches what the model calls
+        names = [
+            name
+            for name in cotangents
+            # an output that does not depend on anything has derivative zero
+            if outputs[name] is not None and outputs[name].requires_grad
+        ]
+        if not names or not inputs:
+            return dict.fromkeys(inputs)
+        weights = {
+            name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
+            for name in names
+        }
+        weights, factor = fitted(weights, order)
+        weights = {name: weight.to(outputs[name].dtype) for name, weight in weights.items()}
     # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
     grads = _engine_run_backward(
         tuple(outputs[name] for name in names),
-        tuple(weight.to(outputs[name].dtype) for name, weight in weights.items()),
+        tuple(weights.values()),
         retain or create_graph,
         create_graph,
         tuple(inputs.values()),

@@ -79,8 +79,9 @@ def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[di
 
 
 def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
-    # contiguous: the columns of a matrix are far apart in its memory
-    return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
+    with torch._C.DisableTorchFunction():  # a scope watches what the model calls
+        # contiguous: the columns of a matrix are far apart in its memory
+        return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
 
 
 def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) -> None:
@@ -88,9 +89,10 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
     names = [name for name, product in part.items() if product is not None]
     if not names:
         return
-    torch._foreach_add_(
-        [total[name][rows] for name in names], [part[name].detach() for name in names]
-    )
+    with torch._C.DisableTorchFunction():
+        torch._foreach_add_(
+            [total[name][rows] for name in names], [part[name].detach() for name in names]
+        )
 
 
 def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
