@@ -35,6 +35,13 @@ class Estimator:
 
     def __init__(self, space: ParameterSpace, options: Options):
         self._space, self._options = space, options
+        self._planned: tuple[Uses, list[Block]] | None = None
+
+    def plan(self, uses: Uses) -> list[Block]:
+        """Choose the structure of all blocks; the next pass over the data mostly asks the same."""
+        if self._planned is None or self._planned[0] != uses:
+            self._planned = uses, plan(uses, self._space, self._options)
+        return list(self._planned[1])
 
     def add(
         self,
@@ -67,7 +74,7 @@ class Estimator:
         unknown = unknown | dict.fromkeys(lost, _OPEN)
         uses = sums.uses.union(Uses.of(parts, unknown))
         if sums.blocks is None or uses != sums.uses:
-            sums.adopt(uses, plan(uses, self._space, self._options))
+            sums.adopt(uses, self.plan(uses))
 
     def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
         numbers = {

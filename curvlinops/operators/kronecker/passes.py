@@ -13,7 +13,7 @@ from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
 from curvlinops.operators.kronecker.options import FisherType, Options
-from curvlinops.operators.kronecker.plan import Block, plan
+from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import NO_USES, ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
@@ -51,7 +51,7 @@ class Passes:
 
     def plan(self, uses: Uses) -> list[Block]:
         """Choose the structure of all blocks."""
-        return plan(uses, self._risk.space, self._options)
+        return self._estimator.plan(uses)
 
     def sum_over_all(self, run: Run) -> Sums:
         """Return the sums over all data."""

@@ -69,22 +69,20 @@ class Uses:
 
 def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
     """Return how a batch's layers use the parameters."""
-    parts = list(parts)
+    seen = [(part, _call(part), *innermost(part.form)) for part in parts]
     biases, weights = {}, {}
-    for part in parts:
+    for part, call, place, *_ in seen:
         if part.shift is not None and not part.elsewhere:
-            biases[_call(part)] = Partner(part.name, innermost(part.form)[0], part.shift)
-    for part in parts:
-        bias = biases.get(_call(part))
-        if bias is not None and part.shift is None:
-            weights[_call(part)] = Partner(part.name, innermost(part.form)[0], bias.scale)
+            biases[call] = Partner(part.name, place, part.shift)
+    for part, call, place, *_ in seen:
+        if part.shift is None and call in biases:
+            weights[call] = Partner(part.name, place, biases[call].scale)
     found: dict[str, set[Usage]] = {}
-    for part in parts:
+    for part, call, place, form, mapped in seen:
         partners = biases if part.shift is None else weights
-        place, form, mapped = innermost(part.form)
         kind = Kind.of(form, part.shift is not None)
         own = None if mapped else kind
-        usage = Usage(place, own, partners.get(_call(part)), mapped, product=kind is not None)
+        usage = Usage(place, own, partners.get(call), mapped, product=kind is not None)
         found.setdefault(part.name, set()).add(usage)
     return {name: frozenset(own) for name, own in found.items()}
 
