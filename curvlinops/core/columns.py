@@ -96,7 +96,7 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
 
 
 def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Yield items, and whether each is the last one; the next one is taken before."""
+    """Yield items, each when the next one is known, and whether there is none."""
     rest = iter(items)
     for item in rest:
         for following in rest:
