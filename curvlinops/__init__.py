@@ -52,6 +52,7 @@ from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.loading import load
 
 __all__ = [
     "BlockDiagonalLinearOperator",
@@ -98,6 +99,7 @@ __all__ = [
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
     "lanczos_logdet",
+    "load",
     "plot_spectrum",
     "trace_function",
     "xdiag",

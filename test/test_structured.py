@@ -20,6 +20,7 @@ from curvlinops import (
     KroneckerProductLinearOperator,
     ParameterSpace,
     TorchLinearOperator,
+    load,
 )
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.outer import Arrangement
@@ -227,6 +228,7 @@ CHANGES = {
     "float32": lambda op, M: (op._to(CPU, torch.float32), M),
     "pickled": lambda op, M: (pickle.loads(pickle.dumps(op)), M),
     "copied": lambda op, M: (copy.deepcopy(op), M),
+    "saved": lambda op, M: (load(op.state_dict()), M),
 }
 
 

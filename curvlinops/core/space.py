@@ -7,6 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
+
 #: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
 Columns = dict[str, Tensor]
 
@@ -33,6 +35,7 @@ class _Later(dict):
         return self[name]
 
 
+@recorded
 class ParameterSpace:
     """The vector space of one or several named tensors, flattened row-major and concatenated.
 
@@ -55,6 +58,9 @@ class ParameterSpace:
         ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
         self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.shapes)}
         self.dim = ends[-1]
+
+    def _record(self) -> tuple:
+        return self.shapes, self.dtype, self.device
 
     @classmethod
     def flat(cls, dim: int, dtype: torch.dtype, device: torch.device) -> "ParameterSpace":

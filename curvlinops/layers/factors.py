@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.inputs import Shortcut
@@ -22,6 +23,7 @@ from curvlinops.layers.parts import Part
 from curvlinops.layers.symmetric import second_moment
 
 
+@recorded
 class Kind(NamedTuple):
     """The shape of a Kronecker product, and where its entries are in a parameter.
 

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 
+
+@recorded
 class Place(NamedTuple):
     """Which of a parameter's entries, in the order of the flat vector, a part of it has.
 

@@ -14,9 +14,10 @@ from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.seeds import read_generator
 from curvlinops.core.space import ParameterSpace
 from curvlinops.structured.eigenvalues import rounding
+from curvlinops.structured.saving import Saveable
 
 
-class StructuredLinearOperator(TorchLinearOperator):
+class StructuredLinearOperator(Saveable, TorchLinearOperator):
     """A matrix whose structure makes more than products cheap.
 
     Multiples, sums with multiples of the identity, inverses and powers are such operators again,
@@ -24,7 +25,7 @@ class StructuredLinearOperator(TorchLinearOperator):
     Operators never change: all of these are new ones, which share tensors with the old. Tensors are
     kept, not copied; do not change them in place.
 
-    A subclass implements ``_apply`` and the methods with an underscore that it has.
+    A subclass implements ``_apply``, the methods with an underscore that it has, and ``_record``.
     """
 
     def __init__(

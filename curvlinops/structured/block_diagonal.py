@@ -7,6 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
@@ -14,6 +15,7 @@ from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.together import decompose
 
 
+@recorded
 class BlockDiagonalLinearOperator(StructuredLinearOperator):
     """A block-diagonal matrix of structured operators.
 
@@ -120,6 +122,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             for block, vector in zip(self, vectors, strict=True)
         ]
         return self.domain.join(self._whole(parts))[0].clone()
+
+    def _record(self) -> tuple:
+        return self._blocks, self.domain if self._is_named else None
 
     def _apply(self, columns: Columns) -> Columns:
         return self._whole([block._apply(part) for block, part in self._parts(columns)])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.decompositions import eigh_batched
@@ -12,6 +13,7 @@ from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 
+@recorded
 class CongruentLinearOperator(StructuredLinearOperator):
     """A symmetric matrix ``X diag(values) X^T``, where X need not be orthogonal.
 
@@ -26,6 +28,9 @@ class CongruentLinearOperator(StructuredLinearOperator):
     def __init__(self, values: Tensor, basis: KroneckerProductLinearOperator):
         self.values, self.basis = values, basis
         super().__init__(basis.domain)
+
+    def _record(self) -> tuple:
+        return self.values, self.basis
 
     def _apply(self, columns: Columns) -> Columns:
         found = self.basis._apply_adjoint(columns)[""] * self.values

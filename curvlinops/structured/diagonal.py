@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
@@ -12,6 +13,7 @@ from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.norms import wide_norm
 
 
+@recorded
 class DiagonalLinearOperator(StructuredLinearOperator):
     """A diagonal matrix.
 
@@ -34,6 +36,9 @@ class DiagonalLinearOperator(StructuredLinearOperator):
             )
         self._entries = entries.to(space.device, space.dtype)
         super().__init__(space)
+
+    def _record(self) -> tuple:
+        return self._entries, self.domain
 
     def _apply(self, columns: Columns) -> Columns:
         diagonal = self.domain.split(self._entries.unsqueeze(0))

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.structured.eigenvalues import powers, rounding, signed_logarithm
 from curvlinops.structured.norms import wide_norm
 
 
+@recorded
 class Diagonal:
     """One diagonal matrix for each of G groups.
 
@@ -23,6 +25,9 @@ class Diagonal:
         self.entries, self.is_unit = entries, is_unit
         self.groups, self.rows = entries.shape
         self.columns = self.rows
+
+    def _record(self) -> tuple:
+        return self.entries, self.is_unit
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply along an axis, see ``Dense.multiply``."""
@@ -115,7 +120,9 @@ class Diagonal:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Diagonal":
         """Return the factor elsewhere, or in another dtype."""
-        return Diagonal(self.entries.to(device, dtype), self.is_unit)
+        if self.is_unit:
+            return unit(self.rows, self.entries[:, :1].to(device, dtype))
+        return Diagonal(self.entries.to(device, dtype))
 
 
 def unit(size: int, like: Tensor) -> Diagonal:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
+
 #: Eigenvalues below so many rounding errors of the largest one have less than half of the digits.
 SLACK = 500.0
 
@@ -75,6 +77,7 @@ def is_added(x: Tensor, shift: float | Tensor) -> bool:
     return bool(((added - shift).abs() <= 1e-3 * abs(shift)).all())
 
 
+@recorded
 class Floor(NamedTuple):
     """What is known of symmetric matrices' eigenvalues before these are computed; else nothing.
 
@@ -114,7 +117,8 @@ class Floor(NamedTuple):
 
     def shifted(self, shift: float | Tensor) -> "Floor":
         """Return the floor of the sum with multiples of the identity, see ``value``."""
-        return self._replace(value=self.value + shift)
+        unknown = isinstance(self.value, float) and self.value == -inf
+        return self if unknown else self._replace(value=self.value + shift)
 
     def rounded(self, dtype: torch.dtype) -> "Floor":
         """Return the floor after a conversion to another dtype."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
@@ -13,6 +14,7 @@ from curvlinops.structured.eigenvalues import SLACK, powers, signed_logarithm, s
 from curvlinops.structured.norms import wide_norm
 
 
+@recorded
 class EighDecomposedLinearOperator(StructuredLinearOperator):
     """A symmetric matrix ``Q diag(eigenvalues) Q^T``.
 
@@ -54,8 +56,17 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
 
         Eigenvalues that may be rounding errors are not inverted, but computed anew in float64.
         """
-        found = cls(eigenvalues, eigenvectors)
-        found._origin = Origin(operator)
+        return cls._restored(eigenvalues, eigenvectors, Origin(operator))
+
+    def _record(self) -> tuple:
+        return self.eigenvalues, self.eigenvectors, self._origin
+
+    @classmethod
+    def _restored(
+        cls, values: Tensor, vectors: StructuredLinearOperator, origin: "Origin | None"
+    ) -> "EighDecomposedLinearOperator":
+        found = cls(values, vectors)
+        found._origin = origin
         return found
 
     def _apply(self, columns: Columns) -> Columns:
@@ -194,6 +205,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         return out
 
 
+@recorded
 @dataclass(frozen=True)
 class Origin:
     """Where eigenvalues come from: they are ``scale`` times those of an operator, plus ``shift``.
@@ -224,6 +236,7 @@ class Origin:
         return self.operator._wide_eigh()._changed(self.scale, self.shift)
 
 
+@recorded
 class DenseMatrix(StructuredLinearOperator):
     """Eigenvectors, or the squares of their entries, as a dense matrix: products only.
 
@@ -237,6 +250,9 @@ class DenseMatrix(StructuredLinearOperator):
         if matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"Eigenvectors must be square, got shape {list(matrix.shape)}.")
         super().__init__(space, self_adjoint=False)
+
+    def _record(self) -> tuple:
+        return (self.matrix,)
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": columns[""] @ self.matrix.T}

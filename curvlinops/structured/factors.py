@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.structured.decompositions import eigh_batched, is_symmetric, symmetrized
 from curvlinops.structured.diagonal_factor import Diagonal
 from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding, singular
 from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
+@recorded
 class Dense:
     """One matrix for each of G groups.
 
@@ -31,6 +33,9 @@ class Dense:
         self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
         self.decomposition = decomposition
         self._lifted: Tensor | None = None
+
+    def _record(self) -> tuple:
+        return self.tensor, self.symmetric, self.floor, self.decomposition
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply along an axis.
@@ -186,3 +191,8 @@ class Dense:
 
 
 Factor = Dense | Diagonal
+
+
+def tensor_of(factor: Factor) -> Tensor:
+    """Return the numbers of which a factor consists, ``[G, m, n]`` or ``[G, n]``."""
+    return factor.tensor if isinstance(factor, Dense) else factor.entries

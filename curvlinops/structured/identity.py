@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.arguments import as_device, as_integer, without_graph
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigenvalues import powers, signed_logarithm
@@ -14,6 +15,7 @@ from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.rearranged import InOrder, RearrangedLinearOperator
 
 
+@recorded
 class IdentityLinearOperator(StructuredLinearOperator):
     """The identity, or a multiple of it, e.g. ``H + 0.1 * IdentityLinearOperator(H.space)``.
 
@@ -51,6 +53,9 @@ class IdentityLinearOperator(StructuredLinearOperator):
                 f"A multiple of the identity in {space.dtype} cannot be {self.scalar:.3g}: that is "
                 "no finite number."
             )
+
+    def _record(self) -> tuple:
+        return self.domain, self.scalar
 
     def _apply(self, columns: Columns) -> Columns:
         return {name: self.scalar * column for name, column in columns.items()}

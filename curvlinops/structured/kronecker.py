@@ -7,13 +7,14 @@ from math import inf, log2, prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.checks import real
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.diagonal_factor import Diagonal, unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Factor
+from curvlinops.structured.factors import Dense, Factor, tensor_of
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.norms import wide_norm
 from curvlinops.structured.shifted import ShiftedLinearOperator
@@ -23,6 +24,7 @@ from curvlinops.structured.together import decompose, invert, multiply
 _FAR = 30
 
 
+@recorded
 class KroneckerProductLinearOperator(StructuredLinearOperator):
     """A Kronecker product ``F_1 (x) F_2 (x) ...`` that is never formed.
 
@@ -72,6 +74,9 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def factors(self) -> tuple[Tensor, ...]:
         """The factors as dense matrices, ``[n, m]``, or ``[G, n, m]`` if there are groups."""
         return tuple(f.dense() if self._groups > 1 else f.dense()[0] for f in self._factors)
+
+    def _record(self) -> tuple:
+        return tuple(self._factors)
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": multiply(self._factors, self._groups, columns[""])}
@@ -293,8 +298,3 @@ def _in_one_place(factors: list[Factor]) -> list[Factor]:
 def name_of_factor(index: int) -> str:
     """Return how messages call a factor."""
     return f"Factor {index} of the Kronecker product"
-
-
-def tensor_of(factor: Factor) -> Tensor:
-    """Return the numbers of which a factor consists, ``[G, m, n]`` or ``[G, n]``."""
-    return factor.tensor if isinstance(factor, Dense) else factor.entries

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
@@ -15,7 +16,7 @@ from curvlinops.structured.eigh import EighDecomposedLinearOperator
 class Placement(Protocol):
     """A bijection between the entries of parameters and those of a plain vector.
 
-    It must be picklable, and compare equal to others that do the same.
+    It must be picklable, ``recorded``, and compare equal to others that do the same.
     """
 
     def gather(self, columns: Columns) -> Tensor:
@@ -25,6 +26,7 @@ class Placement(Protocol):
         """Turn vectors ``[K, n]`` into ``{name: [K, *shape]}``; the inverse of ``gather``."""
 
 
+@recorded
 @dataclass(frozen=True)
 class Transposes:
     """Reads a plain vector of the entries of matrices as those of their transposes.
@@ -45,6 +47,7 @@ class Transposes:
         return {"": flat.unflatten(1, (groups, columns, rows)).mT.flatten(1)}
 
 
+@recorded
 @dataclass(frozen=True)
 class InOrder:
     """Reads a plain vector as the entries of parameters, one after the other.
@@ -69,6 +72,7 @@ class InOrder:
         return ParameterSpace(dict(self.shapes)).split(flat)
 
 
+@recorded
 class RearrangedLinearOperator(StructuredLinearOperator):
     """A structured operator on plain vectors, applied to parameters: ``P^T A P``.
 
@@ -88,6 +92,9 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         self.operator, self.placement = operator, placement
         domain = space.to(operator.device, operator.torch_dtype)
         super().__init__(domain, operator.self_adjoint)
+
+    def _record(self) -> tuple:
+        return self.operator, self.domain, self.placement
 
     def _apply(self, columns: Columns) -> Columns:
         return self._conjugate(self.operator._apply, columns)

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 
 
+@recorded
 class ShiftedLinearOperator(StructuredLinearOperator):
     """The sum ``A + c I``, whose products, trace and norm need no eigendecomposition.
 
@@ -20,6 +22,9 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def __init__(self, operator: StructuredLinearOperator, shift: float):
         self.operator, self.shift = operator, shift
         super().__init__(operator.domain, operator.self_adjoint)
+
+    def _record(self) -> tuple:
+        return self.operator, self.shift
 
     def _apply(self, columns: Columns) -> Columns:
         return self._add(self.operator._apply(columns), columns)

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.congruent import CongruentLinearOperator, diagonalize
@@ -18,6 +19,7 @@ from curvlinops.structured.norms import norm_of_sum, wide_norm
 from curvlinops.structured.rearranged import RearrangedLinearOperator, Transposes
 
 
+@recorded
 class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     """A sum of Kronecker products with factors of equal sizes.
 
@@ -56,6 +58,9 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         self._written: StructuredLinearOperator | None = None
         self._diagonalized: CongruentLinearOperator | None = None
         super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
+
+    def _record(self) -> tuple:
+        return self._terms, self.max_dense_dim
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": reduce(torch.add, [term._apply(columns)[""] for term in self._terms])}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvlinops.core.arguments import check_call, check_choice, check_count
 from curvlinops.core.data import Batches
+from curvlinops.core.records import read_state, write_state
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
@@ -242,7 +243,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def save(self, path: str | Path) -> None:
         """Write the factors to a safetensors file."""
-        storage.write(self.state_dict(), path)
+        write_state(self.state_dict(), path)
 
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
@@ -250,7 +251,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters or options, or the file has none.
         """
-        self.load_state_dict(storage.read(path))
+        self.load_state_dict(read_state(path))
 
     # --- the structured matrix
 

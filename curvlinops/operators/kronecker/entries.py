@@ -8,11 +8,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
 from curvlinops.layers.place import Place
 from curvlinops.operators.kronecker.plan import Block
 
 
+@recorded
 @dataclass(frozen=True)
 class Entries:
     """The entries of some blocks with the same parameters, and their places in these.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from curvlinops.core.arguments import check_number, without_graph
+from curvlinops.core.records import recorded
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
@@ -20,11 +21,10 @@ from curvlinops.operators.kronecker.blocks import (
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.batches import portions
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factors import Factor
+from curvlinops.structured.factors import Factor, tensor_of
 from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
     name_of_factor,
-    tensor_of,
 )
 from curvlinops.structured.together import invert, shift
 
@@ -242,3 +242,6 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             retry_double_precision,
         )
         super().__init__(A._inverse_blocks(checked), A.space)
+
+
+recorded(KFACInverseLinearOperator, "BlockDiagonalLinearOperator")

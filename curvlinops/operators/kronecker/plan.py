@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from curvlinops.core.records import recorded
 from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.place import Place, are_disjoint
@@ -21,6 +22,7 @@ _ALONE = (
 )
 
 
+@recorded
 @dataclass(frozen=True)
 class Block:
     """A diagonal block of the approximation.

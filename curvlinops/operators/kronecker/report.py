@@ -9,8 +9,7 @@ from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.factors import Factor
-from curvlinops.structured.kronecker import tensor_of
+from curvlinops.structured.factors import Factor, tensor_of
 
 
 class BlockReport(NamedTuple):

@@ -3,28 +3,23 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from curvlinops.core.records import Reader, Recorder, metadata_of
 from curvlinops.core.space import ParameterSpace
-from curvlinops.layers.factors import Kind
-from curvlinops.layers.outer import Arrangement
-from curvlinops.layers.place import Place
 from curvlinops.losses import Loss
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.estimate import stays_whole
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import plan
 from curvlinops.operators.kronecker.sums import Factors, Sums
-from curvlinops.operators.kronecker.usage import Partner, Usage, Uses
+from curvlinops.operators.kronecker.usage import Uses
 
 #: Of what is saved. It is raised when older files cannot be read any more.
-FORMAT = 2
+FORMAT = 3
 
 #: Options that choose the structure of blocks. They may differ where they make no difference.
 STRUCTURAL = ("max_factor_size", "fallback")
@@ -55,7 +50,7 @@ def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
         "fingerprint": own,
         "num_batches": sums.num_batches,
         "uses": {
-            name: sorted((_usage_to_json(usage) for usage in usages), key=repr)
+            name: sorted((Recorder().write(usage) for usage in usages), key=repr)
             for name, usages in sums.uses.known.items()
         },
         "unknown": sums.uses.unknown,
@@ -81,14 +76,13 @@ def unpack(
         ValueError: If the state is not of this kind, or of other parameters, options or loss; if an
             entry is missing, or cannot be what it should be.
     """
-    if "metadata" not in state:
-        raise ValueError("This is not the state of a Kronecker-factored operator: no metadata.")
-    metadata = json.loads(state["metadata"])
+    metadata = metadata_of(state, "a Kronecker-factored operator")
     if metadata.get("format") != FORMAT:
         raise ValueError(f"Unknown format {metadata.get('format')!r} of the saved state.")
     theirs = metadata["fingerprint"]
     check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
-    known = {n: frozenset(map(_usage_from_json, u)) for n, u in metadata["uses"].items()}
+    read = Reader({}, space.device).read
+    known = {n: frozenset(map(read, found)) for n, found in metadata["uses"].items()}
     sums = Sums(Uses(known, metadata["unknown"]), num_batches=metadata["num_batches"])
     tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
     sums.terms = take(tensors, "terms", (), torch.float64)
@@ -180,29 +174,6 @@ def _structural(found: dict[str, Any]) -> str:
     return ", ".join(f"{name}={found.get(name)!r}" for name in STRUCTURAL)
 
 
-def write(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a state to a safetensors file."""
-    tensors = {n: value.contiguous() for n, value in state.items() if isinstance(value, Tensor)}
-    save_file(tensors, str(path), {"metadata": state["metadata"]})
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """Read a state from a safetensors file.
-
-    Raises:
-        ValueError: If the file has no such state.
-    """
-    try:
-        with safe_open(str(path), "pt") as file:
-            metadata = file.metadata() or {}
-            if "metadata" in metadata:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return {**metadata, **tensors}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, such as save() writes.") from error
-    raise ValueError(f"{path} is not the state of a Kronecker-factored operator.")
-
-
 def fingerprint(space: ParameterSpace, options: Options, loss: Loss) -> dict[str, Any]:
     """Return what must be equal for sums to have the same meaning."""
     return {
@@ -267,30 +238,3 @@ def _digest(tensor: Tensor) -> str:
     """Return what is equal for equal tensors only."""
     values = tensor.detach().cpu().double().contiguous().numpy()
     return f"{list(tensor.shape)} {hashlib.sha256(values.tobytes()).hexdigest()[:16]}"
-
-
-def _usage_to_json(usage: Usage) -> list[Any]:
-    kind = usage.kind and _kind_to_json(usage.kind)
-    return [usage.place, kind, usage.partner, usage.mapped, usage.product]
-
-
-def _kind_to_json(k: Kind) -> list[Any]:
-    return [k.groups, k.outputs, k.inputs, k.arrangement.stages, k.lookup, k.shift]
-
-
-def _usage_from_json(found: list[Any]) -> Usage:
-    place, kind, partner, mapped, product = found
-    if kind is not None:
-        *sizes, stages, lookup, shift = kind
-        kind = Kind(*sizes, Arrangement(_as_tuples(stages)), lookup, shift)
-    if partner is not None:
-        partner = Partner(partner[0], _place_from_json(partner[1]), partner[2])
-    return Usage(_place_from_json(place), kind, partner, mapped, product)
-
-
-def _place_from_json(found: list[Any] | None) -> Place | None:
-    return None if found is None else Place(*_as_tuples(found))
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(part) for part in value) if isinstance(value, list) else value

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from curvlinops.core.records import recorded
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import innermost
 from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place
 
 
+@recorded
 class Partner(NamedTuple):
     """The bias that is added to a product with a weight; seen from the bias, the weight.
 
@@ -24,6 +26,7 @@ class Partner(NamedTuple):
     scale: float
 
 
+@recorded
 class Usage(NamedTuple):
     """How a layer uses a parameter.
 

@@ -1,0 +1,45 @@
+"""Structured operators from files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.arguments import as_device
+from curvlinops.core.records import Reader, metadata_of, read_state
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.saving import FORMAT
+
+
+@free_of_modes
+def load(
+    source: str | Path | Mapping[str, Any], device: torch.device | str = "cpu"
+) -> StructuredLinearOperator:
+    """Return a structured operator that was saved: an inverse, a damped KFAC, a power.
+
+    It has the structure, the precision and the parameters' names of the one that was saved, and
+    needs neither model nor data. No code in the file is run.
+
+    Args:
+        source: The file that its method ``save`` wrote, or what ``state_dict`` returned.
+        device: Where it goes.
+
+    Raises:
+        ValueError: If there is no structured operator, it is damaged, or of another version.
+    """
+    state = source if isinstance(source, Mapping) else read_state(source)
+    metadata = metadata_of(state, "a structured operator")
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"Unknown format {metadata.get('format')!r} of the saved state, where load() reads "
+            "structured operators. The factors of KFAC and EKFAC operators are read by their own "
+            "methods load() and load_state_dict()."
+        )
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    found = Reader(tensors, as_device(device)).read(metadata.get("operator"))
+    if not isinstance(found, StructuredLinearOperator):
+        raise ValueError(f"The saved state is a {type(found).__name__}, no structured operator.")
+    return found

@@ -1,0 +1,32 @@
+"""What structured operators consist of, to be saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.records import Recorder, write_state
+
+#: Of what is saved. It changes when older files cannot be read any more.
+FORMAT = "structured operator 1"
+
+
+class Saveable:
+    """What a structured operator consists of, as plain tensors and metadata."""
+
+    @free_of_modes
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the operator consists of: tensors by name, and metadata as a string.
+
+        ``load`` makes an operator of it. Do not write to the tensors: they are the operator's own.
+
+        Raises:
+            NotImplementedError: If the operator, or a part of it, is of a class of your own.
+        """
+        recorder = Recorder()
+        metadata = {"format": FORMAT, "operator": recorder.write(self)}
+        return {"metadata": json.dumps(metadata), **recorder.tensors}
+
+    def save(self, path: str | Path) -> None:
+        """Write the operator to a safetensors file, which ``load`` reads."""
+        write_state(self.state_dict(), path)
