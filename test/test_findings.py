@@ -344,6 +344,21 @@ def test_nothing_is_kept_alive(kind: str):
     assert len(findings._KNOWN) == before - 1
 
 
+def test_classes_are_not_kept_alive():
+    """Those of a notebook's cell have all of its names."""
+    net, (X, y) = Net(), batch()
+
+    class Settings:
+        table = torch.zeros(3)
+
+    net.settings = Settings()
+    product(build(net, GGNLinearOperator, [(X, y)]))
+    gone = weakref.ref(Settings)
+    del net, Settings
+    gc.collect()
+    assert gone() is None
+
+
 def test_only_so_many_structures_are_remembered():
     net = Net()
     for size in range(2, 25):

@@ -524,6 +524,32 @@ def test_containers_with_rules_of_their_own(case: str):
     assert list(net[0].output) == ["seen"] and not net[0].log
 
 
+class Alias(nn.Linear):
+    """Has its parameters and buffers under a second name."""
+
+    def __init__(self, *args: int):
+        super().__init__(*args)
+        self.register_buffer("shift", torch.ones(args[1]))
+        self.table, self.constants = self._parameters, self._buffers
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.table
+        return nn.functional.linear(x, own["weight"], own["bias"]) + self.constants["shift"]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_parameters_under_a_second_name(case: str):
+    torch.manual_seed(0)
+    net, plain = (nn.Sequential(kind(3, 2)).double() for kind in (Alias, nn.Linear))
+    plain.load_state_dict(net.state_dict(), strict=False)
+    with torch.no_grad():
+        plain[0].bias.add_(1)
+    data = [(X.double(), y % 2) for X, y in batches()]
+    found, expected = (product(case, one, data)() for one in (net, plain))
+    torch.testing.assert_close(found, expected)
+    assert net[0].table is net[0]._parameters and net[0].constants is net[0]._buffers
+
+
 @pytest.mark.parametrize("where", ["attribute", "dictionary", "elsewhere"])
 def test_hooks_of_a_first_pass(where: str):
     """They are registered once, wherever the model remembers that they are."""

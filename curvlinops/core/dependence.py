@@ -185,7 +185,10 @@ def own_names(model: Model) -> dict[int, str]:
 
 
 def own_ids(model: Model) -> set[int]:
-    """Return the ids of the parameters, and of the module's others if there is one."""
+    """Return the ids of the parameters, and of the module's others if there is one.
+
+    Unlike ``own_names``, also those that cannot be replaced.
+    """
     found = set(map(id, model.params.values()))
     for module in [] if model.module is None else modules_of([model.module]):
         found.update(map(id, module._parameters.values()))

@@ -79,9 +79,12 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
             # attributes, too: recurrent layers and weight norm cache tensors in them
             found += [(part, dict(part)) for part in (attributes, parameters, buffers)]
             # and what is in them: hooks that a first pass registers, lists of auxiliary losses
-            names = _containers(tuple(attributes), tuple(map(type, attributes.values())))
+            kinds = map(_CONTAINERS.__contains__, map(type, attributes.values()))
+            names = _containers(tuple(attributes), tuple(kinds))
             for contents, some in zip((inner, own), names, strict=True):
-                contents.add([*map(attributes.__getitem__, some)])
+                parts = map(attributes.__getitem__, some)
+                # under whatever name
+                contents.add([p for p in parts if p is not parameters and p is not buffers])
             # backward hooks observe the user's own backward passes, and are no part of the model
             for name in _OBSERVERS:
                 attributes[name] = OrderedDict()
@@ -128,12 +131,11 @@ class _Contents:
 
 
 @lru_cache(maxsize=1024)  # modules of one class have the same attributes
-def _containers(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[list[str], list[str]]:
-    """Return the attributes that are containers: all others, and those of hooks and submodules."""
-    chosen = {name for name, kind in zip(names, types, strict=True) if kind in _CONTAINERS}
-    chosen -= {"_parameters", "_buffers"}
-    own = [name for name in names if name in chosen and (name == "_modules" or "_hooks" in name)]
-    return [name for name in names if name in chosen.difference(own)], own
+def _containers(names: tuple[str, ...], chosen: tuple[bool, ...]) -> tuple[list[str], list[str]]:
+    """Tell the attributes that are containers: all others, and those of hooks and submodules."""
+    containers = [name for name, is_one in zip(names, chosen, strict=True) if is_one]
+    own = [name for name in containers if name == "_modules" or "_hooks" in name]
+    return [name for name in containers if name not in own], own
 
 
 def _flags(attributes: dict, before: dict) -> dict:

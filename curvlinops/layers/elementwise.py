@@ -38,8 +38,8 @@ def _elementwise(function: Callable) -> Callable[..., dict[int | str, Use]]:
         places = {**dict(enumerate(args)), **options}
         tensors = {place: x for place, x in places.items() if isinstance(x, Tensor)}
         shape = torch.broadcast_shapes(*(x.shape for x in tensors.values()))
-        is_sum = function is torch.add and len(places) == 2 and "alpha" not in places
-        is_sum &= not any(x.is_complex() for x in tensors.values())
+        is_plain = len(places) == 2 and not any(x.is_complex() for x in tensors.values())
+        is_sum = function is torch.add and is_plain
 
         def slope(place: int | str) -> Slope:
             if is_sum:

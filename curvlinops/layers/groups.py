@@ -117,7 +117,7 @@ def add_sums(
 
 
 def written(groups: list[Group], space: ParameterSpace) -> Columns:
-    """Return the gradients of all samples, for the only vector, ``{name: [N, entries]}``."""
+    """Return what ``write_rows`` writes, ``{name: [N, entries]}``; it empties the list, too."""
     rows = space.apart(groups[0][1].num_samples)
     write_rows(groups, space, rows)
     return {name: flat(x) for name, x in rows.items()}

@@ -176,14 +176,14 @@ def contraction(
 class _Axes(NamedTuple):
     """What the axes of a contraction are for.
 
-    Lead are those that number rows; groups those that all have; outer the argument's that the other
-    factor lacks; inner those that are summed.
+    In ``argument . other = output``, *lead* are those of other and output, which number rows;
+    *groups* those of all three; *outer* those of argument and output; *inner* what is summed.
 
     Attributes:
         lead: Places of lead in the other factor.
-        num_groups: How many groups are.
-        outer: Where outer are among groups, outer and inner.
-        alone: Places of the other factor's that only it has.
+        num_groups: The number of groups.
+        outer: Where outer are among groups, outer and inner, which begin where it ends.
+        alone: Places of axes that only the other factor has.
         of_rows: Places of lead, groups and outer in the output, behind one more axis.
         of_inputs: Places of lead, groups and inner in the other factor, without ``alone``.
         of_argument: Places of groups, outer and inner in the argument.

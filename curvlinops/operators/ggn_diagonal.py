@@ -25,8 +25,9 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
     expectation is the exact one. Implemented for MSELoss, CrossEntropyLoss and BCEWithLogitsLoss.
 
-    The diagonal is kept like graphs are, see ``cache``. What does not follow the model any more, and
-    has inverses, powers and a determinant, is ``DiagonalLinearOperator(G.diagonal(), G.space)``.
+    The diagonal is kept like graphs are, see ``cache``. What does not follow the model any
+    more, but has inverses, powers and a determinant, is
+    ``DiagonalLinearOperator(G.diagonal(), G.space)``.
 
     Args:
         *args: Shared arguments, see ``DataLinearOperator``.

@@ -183,10 +183,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         ranks = self.risk.ranks
         with self._passes.together("eigenvalues"):
-            last = self._passes.visit(self._run, "eigenvalues", add, batches, first)
-        last, terms = ranks.largest(last), ranks.total(terms)
+            num_batches = self._passes.visit(self._run, "eigenvalues", add, batches, first)
+        num_batches, terms = ranks.largest(num_batches), ranks.total(terms)
         moments = ranks.add_all(moments, self.device)
-        same = last == sums.num_batches and isclose(float(terms), float(sums.terms), rel_tol=1e-5)
+        same = num_batches == sums.num_batches
+        same = same and isclose(float(terms), float(sums.terms), rel_tol=1e-5)
         if batches is None and not same:
             raise ValueError(_NOT_PRESENT)
         return moments
