@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import curvlinops
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
 from curvlinops.layers.batch import RecordedBatch
+from curvlinops.operators.kronecker.passes import Passes
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [
@@ -343,3 +344,32 @@ def test_batches_are_asked_where_it_matters(norm: nn.Module, asked: int, monkeyp
     E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
     E.compute_kronecker_factors()
     assert count == asked
+
+
+def test_both_passes_see_the_same_uses(monkeypatch: pytest.MonkeyPatch):
+    """What layers do differently in the second one is in no eigenvalue by chance."""
+    torch.manual_seed(0)
+    passes = ["factors"]
+
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, X: Tensor) -> Tensor:
+            weight = self.layer.weight
+            weight = weight if passes[-1] == "factors" else weight.sin()
+            return self.head(nn.functional.linear(X, weight, self.layer.bias))
+
+    def visit(self: Passes, run: object, description: str, *args: object) -> int:
+        passes.append(description)
+        return inner(self, run, description, *args)
+
+    inner = Passes.visit
+    monkeypatch.setattr(Passes, "visit", visit)
+    model = Fickle()
+    data = [(torch.randn(5, 4), torch.randn(5, 2))]
+    E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    with pytest.raises(ValueError, match="in other ways in the pass for the eigenvalues"):
+        E.compute_kronecker_factors()
+    assert passes == ["factors", "factors", "eigenvalues"]

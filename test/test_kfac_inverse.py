@@ -591,3 +591,37 @@ def test_of_many_factors_a_bad_one_is_named_or_rescued(bad: int):
         # float32 promises three digits, and this one has fewer in it
         tolerance = 1e-6 if f"{key}.weight" == name else 3.5e-4
         assert error(found[where, where].double(), expected) <= tolerance, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_determinants_of_singular_factors(cls: type, loss: nn.Module, dtype: torch.dtype):
+    """The rounding errors instead of zeros have no say."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+        y = torch.randn(4, 3, dtype=dtype).softmax(1)
+        data = [(torch.randn(4, 6, dtype=dtype), y)]
+        K = cls(model, loss, list(model.parameters()), data, fisher_type="type-2")
+        for operator in (K, 3.0 * K, K.eigh()):
+            assert operator.logdet() == -torch.inf and operator.det() == 0
+        damped = K + 0.1 * IdentityLinearOperator(K.space)
+        torch.testing.assert_close(damped.logdet(), damped.to_dense().logdet())
+
+
+def test_determinants_of_ill_conditioned_factors():
+    """What is small, but known, counts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 10, bias=False), nn.Linear(10, 3, bias=False))
+    x = torch.randn(500, 20) * torch.logspace(0, -2.5, 20)
+    data = [(x, torch.randn(500, 3))]
+    params = list(model.parameters())
+    K = KFACLinearOperator(model, nn.MSELoss(), params, data, fisher_type="type-2")
+    # the first layer has but three independent gradients
+    A, B = K.input_covariances["0"].double(), K.gradient_covariances["1"].double()
+    assert 1e4 < float(torch.linalg.cond(A)) < 1e6
+    operator = KroneckerProductLinearOperator(K.gradient_covariances["1"], K.input_covariances["0"])
+    expected = 20 * B.logdet() + 3 * A.logdet()
+    torch.testing.assert_close(operator.logdet().double(), expected, rtol=1e-5, atol=1e-2)
+    assert K.logdet() == -torch.inf

@@ -4,6 +4,7 @@ import pytest
 import torch
 from contract import error
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
 from curvlinops.core.graph import graph_nodes, least_precise
@@ -264,3 +265,101 @@ def test_gradients_that_are_small_next_to_others(dtype: torch.dtype):
         grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
         row = torch.cat([g.flatten() for g in grads])
         assert float((found[n] - row).norm()) <= 1e-5 * float(row.norm())
+
+
+class Attention(nn.Module):
+    """Sequences of which the first few tokens are read; of the first alone, softmax is constant."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.head, self.causal = nn.Linear(16, 2), causal
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        x, mask = data["x"], data["mask"]
+        layers = (self.query, self.key, self.value)
+        qkv = [layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in layers]
+        options = {"is_causal": True} if self.causal else {"attn_mask": mask[:, None, None]}
+        out = scaled_dot_product_attention(*qkv, **options).transpose(1, 2).flatten(-2)
+        if self.causal:
+            return self.head(out[:, 0])
+        return self.head((out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("causal", "lengths"),
+    [
+        (True, [(4, 4, 4)]),
+        (True, [(4,), (4, 4)]),
+        (False, [(1, 1, 1)]),
+        (False, [(1,), (3, 2), (4, 1)]),
+        (False, [(1, 1), (3, 2), (4, 1)]),
+        (False, [(3, 2), (1,)]),
+        (False, [(1, 3)]),
+    ],
+)
+def test_gradients_that_are_rounding_errors(
+    causal: bool, lengths: list, dtype: torch.dtype, seed: int, caplog: pytest.LogCaptureFixture
+):
+    """Kernels of attention return such instead of zeros."""
+    torch.manual_seed(seed)
+    model, loss = Attention(causal).to(dtype), nn.CrossEntropyLoss(reduction="sum")
+    data = []
+    for some in lengths:
+        mask = torch.arange(4)[None] < torch.tensor(some)[:, None]
+        x = torch.randn(len(some), 4, 16, dtype=dtype)
+        data.append(({"x": x, "mask": mask}, torch.randint(2, (len(some),))))
+    params = list(model.parameters())
+    options = {"batch_size_fn": lambda X: len(X["x"])}
+    found = PerSampleGradientLinearOperator(model, loss, params, data, **options).dense()
+    rows = []
+    for X, y in data:
+        for n in range(len(y)):
+            output = model({name: x[n : n + 1] for name, x in X.items()})
+            grads = torch.autograd.grad(loss(output, y[n : n + 1]), params)
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    assert error(found, torch.stack(rows)) <= (1e-5 if dtype == torch.float32 else 1e-12)
+    assert not caplog.records
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        for approx in ("expand", "reduce"):
+            K = kind(model, loss, params, data, kfac_approx=approx, **options)
+            assert {block.structure for block in K.blocks()} == {"kronecker"}
+            assert bool(K.trace().isfinite())
+
+
+class Clip(torch.autograd.Function):
+    """A small share of its input, whose gradient has a norm of one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return share * x
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return ctx.share * g / g.norm(), None
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_gradients_that_are_not_linear(share: float):
+    """Small ones, too, are no rounding errors."""
+    torch.manual_seed(0)
+
+    class Clipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.small = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, X: Tensor) -> Tensor:
+            return self.large(X) + Clip.apply(self.small(X), share)
+
+    model, loss = Clipped(), nn.MSELoss(reduction="sum")
+    X, y, params = torch.randn(4, 3), torch.randn(4, 2), list(model.parameters())
+    found = PerSampleGradientLinearOperator(model, loss, params, [(X, y)]).dense()
+    for n in range(4):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        rows = found[n].split([param.numel() for param in params])
+        for row, g in zip(rows, grads, strict=True):
+            assert error(row, g.flatten()) <= 1e-5

@@ -134,6 +134,16 @@ def test_identities_take_no_memory():
         assert sum(x.untyped_storage().nbytes() for x in tensors) <= 8 * 20
 
 
+def test_one_output(tmp_path):
+    """Eigenvectors of weight and bias are then one tensor."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 1))
+    data, params = [(torch.randn(8, 4), torch.randn(8, 1))], list(model.parameters())
+    E, F = (EKFACLinearOperator(model, torch.nn.MSELoss(), params, data) for _ in range(2))
+    E.save(tmp_path / "operator")
+    F.load(tmp_path / "operator")
+    assert error(matrix(F), matrix(E)) <= 1e-6
+
+
 def test_parts_of_large_memory(tmp_path):
     whole = torch.arange(1.0, 10.0)
     blocks = Blocks([Diag(whole[2:4]), Diag(whole[3:7]), Diag(whole[::2])])

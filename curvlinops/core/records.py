@@ -147,14 +147,18 @@ class Reader:
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:
     """Write a state, tensors by name and ``"metadata"``, to a safetensors file."""
-    tensors = {name: _alone(value) for name, value in state.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            value = value.contiguous()
+            own = value.untyped_storage()
+            # in a file each tensor has all of its memory
+            if own.data_ptr() in memory or own.nbytes() != value.nbytes:
+                value = value.clone()
+            memory.add(own.data_ptr())
+            tensors[name] = value
     save_file(tensors, str(path), {"metadata": state["metadata"]})
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that has all of its memory."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def read_state(path: str | Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,22 +13,15 @@ from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
-from curvlinops.layers.check import disagreeing, probe, shares, weighted
-from curvlinops.layers.detection import (
-    Detection,
-    digits,
-    proofs,
-    settle,
-    sketch,
-    tolerance_of,
-    weights,
-)
+from curvlinops.layers.check import disagreeing, probe, shares
+from curvlinops.layers.detection import tolerance_of
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
+from curvlinops.layers.search import Search
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -49,8 +43,8 @@ class RecordedBatch:
         uses: What was recorded.
         layouts: Which rows belong to which sample.
         unconnected: Uses on which the output does not depend.
-        guessed: Uses whose gradients are all zero on this batch, so that their layout is a guess.
-        open: Uses with rows without a gradient, whose samples are guesses.
+        guessed: See ``Search``.
+        open: See ``Search``.
     """
 
     def __init__(
@@ -167,69 +161,39 @@ class RecordedBatch:
         return {key: found[recorded.called] for key, recorded in self.uses.items()}
 
     def detect(self, keys: list[Key], checking: bool) -> None:
-        """Find layouts, by a random vector with and without weights, perhaps before a ``check``."""
-        output = self.output.detach()
-        r = weights(self.num_samples, output)
-        u = probe(output)
+        """Find layouts of some uses, perhaps before a ``check``."""
+        u = probe(self.output.detach())
         gradients = self.gradients(u[None])
         self._probed = dict(gradients) if checking and self.num_bytes <= BYTES else None
-        plain = self._sketches(keys, gradients)
-        shares = self._sketches(keys, self.gradients(weighted(u, r)[None]))
-        detections, largest = {}, dict.fromkeys(self.names, 0.0)
-        for key in keys:
-            num_lead = len(self.uses[key].use.lead)
-            found = Detection(plain.pop(key), num_lead, self.num_samples, self._dtype)
-            detections[key] = found
-            largest |= {name: max(largest[name], found.size) for name in self.names_of(key)}
-        candidates = {}
-        for key, found in detections.items():
-            most = max(largest[name] for name in self.names_of(key))
-            candidates[key] = found.regular(shares.pop(key), r, most)
-        self.guessed = {key for key in keys if detections[key].is_blank}
-        leads = {key: self.uses[key].use.lead for key in keys}
-        found, self.open = settle(candidates, leads, self.guessed)
-        self.layouts |= found
-        rest = {key: found for key, found in detections.items() if not candidates[key]}
-        self._detect_scattered(rest, u)
-
-    def _detect_scattered(self, detections: Mapping[Key, Detection], u: Tensor) -> None:
-        """Find layouts without a pattern."""
-        output = self.output.detach()
-        for key in self.guessed & set(detections):
-            lead = self.uses[key].use.lead
-            if lead:
-                self.layouts[key] = Scattered.anyhow(lead, self.num_samples, output.device)
-            else:
-                del self.uses[key]
-        keys = [key for key in detections if key not in self.guessed and self.uses[key].use.lead]
-        tolerance = tolerance_of(self._dtype)
-        numbers = digits(self.num_samples, tolerance, output)
-        r = [*numbers, *proofs(self.num_samples, tolerance, output)] if keys else []
-        passes = [self._sketches(keys, self.gradients(weighted(u, some)[None])) for some in r]
-        for key in keys:
-            layout = detections[key].scattered([x.pop(key) for x in passes], r, len(numbers))
-            self.layouts |= {} if layout is None else {key: layout}
-        self.open |= {key for key, found in detections.items() if found.has_blanks}
-
-    def _sketches(self, keys: list[Key], gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return the rows of the gradients at some uses' outputs, in short, and free those."""
-        uses = self.uses
-        rows = {key: uses[key].use.split(gradients.pop(key))[0] for key in keys}
-        return {key: sketch(rows.pop(key), len(uses[key].use.lead)) for key in keys}
+        search = Search(
+            {key: self.uses[key].use for key in keys}, self.gradients, u, self.precision
+        )
+        search.run(gradients)
+        self.layouts |= search.layouts
+        self.guessed, self.open = search.guessed, search.open
+        for key in search.idle:
+            del self.uses[key]
 
     @cached_property
-    def _dtype(self) -> torch.dtype:
+    def precision(self) -> torch.dtype:
         """The least precise dtype in which gradients are computed, also within the model."""
         return least_precise(self._nodes, self.output)
 
-    def check(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """Return the parameters whose gradients do not add up to ``autograd_sums``."""
+    def check(
+        self, truth: Mapping[str, Tensor], slack: Mapping[str, float] = MappingProxyType({})
+    ) -> list[str]:
+        """Return the parameters whose gradients do not add up to ``autograd_sums``.
+
+        Args:
+            truth: These.
+            slack: See ``disagreeing``.
+        """
         found, self._probed = self._probed, None
         if found is None:
             found = self.gradients(probe(self.output.detach())[None])
         own, summands = self._weighted_sums(dict(found)), self._weighted_sums(found, absolute=True)
-        tolerance, eps = tolerance_of(self._dtype), torch.finfo(self.output.dtype).eps
-        return disagreeing(self._known(own), own, summands, truth, tolerance, eps)
+        tolerance, eps = tolerance_of(self.precision), torch.finfo(self.output.dtype).eps
+        return disagreeing(self._known(own), own, summands, truth, tolerance, eps, slack)
 
     def _weighted_sums(
         self, gradients: dict[Key, Tensor], absolute: bool = False

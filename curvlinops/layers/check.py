@@ -4,14 +4,14 @@ Gradients of samples have to add up to autograd's. Sums in which every sample ha
 also show gradients that were assigned to the wrong sample.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull
 from curvlinops.core.norms import double_norm
-from curvlinops.layers.detection import unrelated
+from curvlinops.layers.detection import NOISE, is_nonlinear, rounding_of, unrelated
 from curvlinops.layers.layout import by_samples
 
 Tensors = Mapping[str, Tensor]
@@ -35,16 +35,19 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
 
-def autograd_sums(bound: BoundModel, num_samples: int | None) -> dict[str, Tensor]:
+def autograd_sums(
+    bound: BoundModel, num_samples: int | None, then: Callable[[Tensor], Tensor] = torch.clone
+) -> dict[str, Tensor]:
     """Return autograd's gradients of a weighted sum of the output, in a forward pass of its own.
 
     Args:
         bound: The model on a batch.
         num_samples: See ``RecordedBatch``.
+        then: What happens to the samples' weights.
     """
     with bound.recording("gradient") as (_, leaves, output):
         output = by_samples(output, num_samples)
-        u = weighted(probe(output.detach()), shares(len(output), output.detach()))
+        u = weighted(probe(output.detach()), then(shares(len(output), output.detach())))
         found = pull({"": output}, {"": u}, leaves, retain=not bound.owns_graph)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
@@ -59,6 +62,7 @@ def disagreeing(
     truth: Tensors,
     tolerance: float,
     eps: float,
+    slack: Mapping[str, float],
 ) -> list[str]:
     """Return the parameters for which two sums differ.
 
@@ -69,6 +73,7 @@ def disagreeing(
         truth: Autograd's sums.
         tolerance: The relative error of gradients.
         eps: That of the output's dtype.
+        slack: How large a difference may be in any case.
     """
     # of what adds up to about zero, rounding errors are left, also those of a softmax in float32
     noise = max(0.01 * tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
@@ -78,9 +83,34 @@ def disagreeing(
         size = float(double_norm(truth[name])) + torch.finfo(torch.float32).tiny
         error = float(double_norm(own.get(name, zero).to(zero.device) - truth[name]))
         total = float(double_norm(summands.get(name, zero)))
-        if not error <= tolerance * size + noise * total + 1e-12:
+        if not error <= tolerance * size + noise * total + max(slack.get(name, 0.0), 1e-12):
             wrong.append(name)
     return wrong
+
+
+def rounding(
+    truth: Tensors, bound: BoundModel, num_samples: int | None, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return the rounding errors of sums, which may come from larger ones, with some to spare.
+
+    Args:
+        truth: Autograd's sums.
+        bound: The model on a batch.
+        num_samples: See ``RecordedBatch``.
+        dtype: The least precise one in which gradients are computed.
+    """
+    # they are not linear in what is backpropagated: two parts do not add up to the whole
+    parts = [
+        autograd_sums(bound, num_samples, lambda r: r * unrelated(len(r), 3, r)),
+        autograd_sums(bound, num_samples, lambda r: r * (1 - unrelated(len(r), 3, r))),
+    ]
+    sizes = {name: float(double_norm(whole)) for name, whole in truth.items()}
+    limit, found = NOISE * rounding_of(dtype) * max(sizes.values(), default=0.0), {}
+    for name, whole in truth.items():
+        difference = float(double_norm(whole - parts[0][name] - parts[1][name]))
+        of_all = sizes[name] if is_nonlinear(difference, sizes[name]) else 0.0
+        found[name] = min(10 * max(difference, of_all), limit)
+    return found
 
 
 def explained(
@@ -96,7 +126,7 @@ def explained(
     """
     again = autograd_sums(bound, num_samples) if wrong else truth
     # what is random differs by more than any rounding
-    if disagreeing(wrong, again, {}, truth, 1e-2, 0.0):
+    if disagreeing(wrong, again, {}, truth, 1e-2, 0.0, {}):
         return wrong, (
             "two passes over one batch differ, as with Dropout in train mode "
             "(check_deterministic=True names the module)"

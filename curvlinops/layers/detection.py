@@ -21,10 +21,29 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, to
 #: How many numbers of each row are compared.
 _SKETCHED = 4
 
+#: Gradients below so many rounding errors of the largest ones may be nothing else.
+_SMALL = 1000
+
+#: So large rounding errors, in those of the largest ones, are not surprising in others.
+NOISE = 20
+
+#: Of rounding errors, so much is not linear in what is backpropagated.
+_NONLINEAR = 0.05
+
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """Return the relative error up to which two gradients agree."""
     return TOLERANCES.get(dtype, 0.15)
+
+
+def is_nonlinear(difference: float, size: float) -> bool:
+    """Return whether a gradient is but rounding: two parts of it add up to something else."""
+    return difference > _NONLINEAR * size
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return the rounding error of what kernels compute, in float32 also for half precision."""
+    return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def weights(num_samples: int, like: Tensor) -> Tensor:
@@ -96,21 +115,48 @@ class Detection:
 
     Attributes:
         size: The norm of the gradient.
-        is_blank: Whether the gradient is zero, and tells nothing.
-        has_blanks: Whether gradients of some rows are zero, up to rounding.
+        is_blank: Whether the gradient is zero, or but rounding, and tells nothing.
     """
 
     def __init__(self, plain: Tensor, num_lead: int, num_samples: int, dtype: torch.dtype):
         self._plain, self._lead = plain, tuple(plain.shape[:num_lead])
         self._num_samples, self._tolerance = num_samples, tolerance_of(dtype)
         self._eps = torch.finfo(dtype).eps
-        norms = self._rows(plain).norm(dim=1)
-        self.size = float(norms.norm())
-        self._rounding = 10 * min(self._eps, torch.finfo(torch.float32).eps)
-        self.has_blanks = bool((norms <= self._rounding * self.size).any())
+        self._rounding, self._noise = rounding_of(dtype), 0.0
+        self._norms = self._rows(plain).norm(dim=1)
+        self.size = float(self._norms.norm())
         self.is_blank = self.size == 0.0
 
-    def regular(self, weighted: Tensor, r: Tensor, largest: float = 0.0) -> list[Layout]:
+    @property
+    def has_blanks(self) -> bool:
+        """Whether gradients of some rows are zero, up to rounding."""
+        noise = self._noise / max(len(self._norms), 1) ** 0.5
+        return bool((self._norms <= max(10 * self._rounding * self.size, noise)).any())
+
+    def is_doubtful(self, largest: float) -> bool:
+        """Return whether the gradient may be but the rounding errors of larger ones.
+
+        Softmax over a single position leaves such, whose gradient is zero.
+
+        Args:
+            largest: The size of the largest gradient.
+        """
+        if self.size <= _SMALL * self._rounding * largest:
+            return not self.is_blank
+        self._noise = NOISE * self._rounding * largest
+        return False
+
+    def resolve(self, weighted: Tensor, rest: Tensor) -> None:
+        """Take a doubtful gradient for zero if it is but rounding, not linear in the weights.
+
+        Args:
+            weighted: Gradient of the sum weighted by some numbers.
+            rest: That of the sum weighted by one minus these.
+        """
+        difference = float((self._plain.double() - weighted.double() - rest.double()).norm())
+        self.is_blank, self._noise = is_nonlinear(difference, self.size), 3 * difference
+
+    def regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
         """Return the regular layouts that explain the gradients.
 
         Several ones differ in rows whose gradient is zero.
@@ -118,25 +164,16 @@ class Detection:
         Args:
             weighted: Gradient of the sum weighted by ``r``.
             r: The weights, ``[N]``.
-            largest: The size of the largest gradient of a use of the same parameter. One that has
-                no layout, and is but rounding next to that, is taken for zero.
         """
         if self._num_samples == 1:
             return [Single()]
-        found = self._regular(weighted, r)
-        if not found and self.size <= self._rounding * largest:
-            self.is_blank = True
-            found = self._regular(weighted, r)
-        return self._different(found)
-
-    def _regular(self, weighted: Tensor, r: Tensor) -> list[Layout]:
         found: list[Layout] = []
         for layout in regular(self._lead, self._num_samples):
             if self.is_blank or self._explains(layout, weighted, r):
                 found.append(layout)
                 if not self.has_blanks:
                     break
-        return found
+        return self._different(found)
 
     def scattered(self, weighted: list[Tensor], r: list[Tensor], count: int) -> Scattered | None:
         """Return the layout that explains the gradients, whichever it is, or ``None``.
@@ -192,7 +229,7 @@ class Detection:
         # rounding errors are relative to the largest numbers; in half precision, many of them
         # would hide a wrong layout
         is_half = self._tolerance >= TOLERANCES[torch.float16]
-        noise = 100 * self._eps * self.size
+        noise = 100 * self._eps * self.size + self._noise
         allowed = 0.2 * self._tolerance * norms.max() if is_half else noise
         return bool((error <= self._tolerance * norms + allowed).all())
 

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.independence import check_first_sample
 from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, explained
+from curvlinops.layers.check import autograd_sums, explained, rounding
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key
@@ -114,17 +115,30 @@ class SampleBackward:
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked - own
         if fresh or not began:
             truth = truth or autograd_sums(bound, num_samples)
-            self._obeys_rules(
-                batch,
-                lambda: self._refuse(*explained(batch.check(truth), truth, bound, num_samples)),
-            )
-            own |= fresh
+            self._obeys_rules(batch, lambda: self._check(bound, batch, truth, num_samples))
+            own |= fresh - batch.guessed
         if len(self.fallbacks) > before:
             # the calls are numbered anew
             self._layouts.clear()
             self._changes.clear()
         batch.drop(self.fallbacks)
         return batch
+
+    def _check(
+        self,
+        bound: BoundModel,
+        batch: RecordedBatch,
+        truth: dict[str, Tensor],
+        num_samples: int | None,
+    ) -> None:
+        """Leave no parameter to rules that do not agree with autograd's sums."""
+        wrong = batch.check(truth)
+        if wrong:
+            slack = rounding(truth, bound, num_samples, batch.precision)
+            right = set(wrong).difference(wrong := batch.check(truth, slack))
+            # which a batch with other numbers has to show
+            batch.guessed |= {key for key in batch.uses if right.intersection(batch.names_of(key))}
+        self._refuse(*explained(wrong, truth, bound, num_samples))
 
     def _run(
         self, bound: BoundModel, names: list[str], num_samples: int | None

@@ -61,7 +61,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         return sign * logarithm.exp()
 
     def logdet(self) -> Tensor:
-        """Return the logarithm of the determinant, a scalar; minus infinity if that is zero.
+        """Return the logarithm of the determinant, a scalar; -inf if singular in its precision.
 
         Raises:
             ValueError: If the determinant is negative; if a multiple of the identity was added that

@@ -68,6 +68,10 @@ class Diagonal:
         """Return zeros, ``[G]``: the eigenvalues are the entries."""
         return self.entries.new_zeros(self.groups)
 
+    def vanishing(self) -> Tensor:
+        """Return zeros, ``[G]``: the eigenvalues are the entries."""
+        return self.noise()
+
     def rounding(self, slack: float) -> Tensor:
         """Return zeros, ``[G]``: the eigenvalues are the entries."""
         return self.noise()

@@ -102,7 +102,10 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         if self._origin is None:
             return signed_logarithm(self.eigenvalues)
         found = self._accurate(retry_double_precision=True)
-        lost = found._lost() | found._within(lambda factor: 10 * factor.noise())
+        if self._origin.shift == 0:
+            lost = found._lost() | found._within(lambda factor: factor.vanishing())
+        else:
+            lost = found._lost() | found._within(lambda factor: 10 * factor.noise())
         if self._origin.shift != 0 and bool(lost.any()):
             raise ValueError(
                 "The determinant is not known to working precision: what was added to the diagonal "

@@ -6,7 +6,15 @@ from torch import Tensor
 from curvlinops.core.records import recorded
 from curvlinops.structured.decompositions import eigh_batched, is_symmetric, symmetrized
 from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.eigenvalues import SLACK, Floor, is_added, powers, rounding, singular
+from curvlinops.structured.eigenvalues import (
+    SLACK,
+    Floor,
+    is_added,
+    powers,
+    rounding,
+    signed_logarithm,
+    singular,
+)
 from curvlinops.structured.norms import deviation, wide_inner, wide_norm
 
 
@@ -79,8 +87,29 @@ class Dense:
         return deviation(self.tensor)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of the determinants, ``[G]`` each."""
-        return tuple(torch.linalg.slogdet(self.tensor))
+        """Return signs and logarithms of the determinants, ``[G]`` each.
+
+        Those of symmetric matrices that are singular to working precision are zero.
+        """
+        lu, pivots, _ = torch.linalg.lu_factor_ex(self.tensor)
+        diagonal = lu.diagonal(dim1=-2, dim2=-1)
+        if self.symmetric and self.tensor.numel():
+            sizes = diagonal.abs()
+            smallest, largest = sizes.amin(-1), sizes.amax(-1)
+            if bool((smallest <= SLACK * torch.finfo(sizes.dtype).eps * largest).any()):
+                return self._slogdet_of_eigenvalues()
+        places = torch.arange(1, self.rows + 1, device=pivots.device)
+        swaps = (pivots != places).sum(-1)
+        sign, logarithm = signed_logarithm(diagonal)
+        return sign * (1 - 2 * (swaps % 2)), logarithm
+
+    def _slogdet_of_eigenvalues(self) -> tuple[Tensor, Tensor]:
+        wide = self.to(self.tensor.device, torch.float64)
+        [wide.decomposition] = eigh_batched([wide.tensor], ["A factor"])
+        values = wide.eigenvalues()
+        zero = values.abs() <= wide.rounding(0.0).maximum(wide.vanishing()).unsqueeze(-1)
+        sign, logarithm = signed_logarithm(values.masked_fill(zero, 0))
+        return sign.to(self.tensor), logarithm.to(self.tensor)
 
     def inner(self, other: "Factor") -> Tensor:
         """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
@@ -97,6 +126,14 @@ class Dense:
     def noise(self) -> Tensor:
         """Return by how much rounding is known to have moved eigenvalues, ``[G]``."""
         return self.floor.noise(self.decomposition[0])
+
+    def vanishing(self) -> Tensor:
+        """Return up to which size eigenvalues are zero, as far as is known, ``[G]``."""
+        values, noise, floor = self.decomposition[0], 10 * self.noise(), self.floor
+        if values.numel() == 0 or isinstance(floor.value, Tensor) or floor.value != 0:
+            return noise
+        # those of sums have the rounding errors of these
+        return noise.maximum(max(10, self.rows**0.5) * floor.eps * values.abs().amax(-1))
 
     def rounding(self, slack: float) -> Tensor:
         """Return how far computed eigenvalues may be off, ``[G]``; see ``rounding``."""

@@ -15,7 +15,8 @@ from curvlinops.layers.inputs import Inputs
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
-from curvlinops.structured.diagonal_factor import Diagonal
+from curvlinops.operators.kronecker.storage import take, take_squares
+from curvlinops.structured.diagonal_factor import Diagonal, unit
 from curvlinops.structured.factors import Dense, Factor
 from curvlinops.structured.together import decompose
 
@@ -143,7 +144,7 @@ def bases(factors: Sequence[BlockFactors]) -> dict[int, Basis]:
     return {number: _basis(each) for number, each in found.items()}
 
 
-def axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
+def _axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
     """Return the factors of a block whose eigenvectors are its basis, of outputs and of inputs."""
     first: Product = factors.products[0]
     outputs, inputs = first.gradients, first.inputs
@@ -157,8 +158,28 @@ def axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
     return outputs, inputs
 
 
+def unpacked(prefix: str, factors: BlockFactors, rest: dict[str, Tensor]) -> tuple[Basis, Tensor]:
+    """Return a block's basis and second moments from a saved state."""
+    kind, scale, axes = factors.products[0].kind, factors.block.scale, _axes_of(factors)
+    like = axes[0].diagonal()
+    sizes = kind.outputs, kind.inputs + (scale is not None)
+    shape = (kind.groups, *sizes)
+    moment = take_squares(rest, f"{prefix}moment", shape, like.dtype, matrix=False)
+    basis: list[Factor | None] = []
+    for axis, size, name in zip(axes, sizes, ("outputs", "inputs"), strict=True):
+        key = f"{prefix}basis.{name}"
+        if axis is None:
+            basis.append(None)
+        elif isinstance(axis, Dense) or key in rest:  # more data may have made an axis diagonal
+            shape = (kind.groups, size, size)
+            basis.append(Dense(take(rest, key, shape, like.dtype), symmetric=False))
+        else:
+            basis.append(unit(size, like))
+    return Basis(kind, *basis, scale), moment
+
+
 def _basis(factors: BlockFactors) -> Basis:
-    outputs, inputs = axes_of(factors)
+    outputs, inputs = _axes_of(factors)
     return Basis(
         factors.products[0].kind,
         outputs.eigenvectors(),

@@ -15,17 +15,18 @@ from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
-from curvlinops.operators.kronecker.correction import Basis, axes_of, bases
+from curvlinops.operators.kronecker.correction import Basis, bases, unpacked
 from curvlinops.operators.kronecker.estimate import by_block
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
-from curvlinops.operators.kronecker.storage import check_kind, take, take_squares
+from curvlinops.operators.kronecker.storage import check_kind
 from curvlinops.operators.kronecker.sums import Sums, successors
+from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal_factor import unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Factor
+from curvlinops.structured.factors import Dense
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 _NOT_PRESENT = (
@@ -33,6 +34,11 @@ _NOT_PRESENT = (
     "state of the model, so that no second pass can correct their eigenvalues: it was updated, or "
     "loaded with other data, or the model, its parameters or the data changed. Merge before the "
     "first update, build one operator on all data, or merge KFACLinearOperators."
+)
+
+_OTHER_USES = (
+    "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
+    "factors. Compute them once more, or use KFACLinearOperator, which needs one pass."
 )
 
 
@@ -177,8 +183,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             nonlocal moments, terms
             terms = terms + bound.terms(samples.output)
             for u, last in mark_last(self._passes.vectors(bound, samples)):
-                for number, parts in by_block(blocks, samples.parts(u, last)).items():
-                    moment = found[number].second_moment(parts).to(self.torch_dtype)
+                parts = list(samples.parts(u, last))
+                if not sums.uses.include(Uses.of(parts, samples.fallbacks)):
+                    raise ValueError(_OTHER_USES)
+                for number, own in by_block(blocks, parts).items():
+                    moment = found[number].second_moment(own).to(self.torch_dtype)
                     moments = _added(moments, {number: moment})
 
         ranks = self.risk.ranks
@@ -213,7 +222,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
             )
         for number, each in factors:
-            found[number], moments[number] = _unpack(f"{number}.", each, rest)
+            found[number], moments[number] = unpacked(f"{number}.", each, rest)
         self._replace(sums, found, moments)
 
     # --- the structured matrix
@@ -235,7 +244,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             if len({factor.groups for factor in vectors} - {1}) == 0 and basis.kind.groups > 1:
                 vectors.insert(0, unit(basis.kind.groups, moment))
             return EighDecomposedLinearOperator(
-                scale * moment.flatten(), KroneckerProductLinearOperator(*vectors)
+                scale * _without_rounding(moment.flatten()),
+                KroneckerProductLinearOperator(*vectors),
             )
 
         return build
@@ -263,33 +273,19 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         return self
 
 
-def _unpack(prefix: str, factors: BlockFactors, rest: dict[str, Tensor]) -> tuple[Basis, Tensor]:
-    """Return a block's basis and second moments from a saved state."""
-    kind, scale, axes = factors.products[0].kind, factors.block.scale, axes_of(factors)
-    like = axes[0].diagonal()
-    sizes = kind.outputs, kind.inputs + (scale is not None)
-    shape = (kind.groups, *sizes)
-    moment = take_squares(rest, f"{prefix}moment", shape, like.dtype, matrix=False)
-    basis: list[Factor | None] = []
-    for axis, size, name in zip(axes, sizes, ("outputs", "inputs"), strict=True):
-        key = f"{prefix}basis.{name}"
-        if axis is None:
-            basis.append(None)
-        elif isinstance(axis, Dense) or key in rest:  # more data may have made an axis diagonal
-            shape = (kind.groups, size, size)
-            basis.append(Dense(take(rest, key, shape, like.dtype), symmetric=False))
-        else:
-            basis.append(unit(size, like))
-    return Basis(kind, *basis, scale), moment
+def _without_rounding(squares: Tensor) -> Tensor:
+    """Return squares with zeros instead of what is but the square of rounding errors."""
+    if squares.numel() == 0:
+        return squares
+    rounding = (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
+    return squares.masked_fill(squares <= rounding, 0)
 
 
 def _check_regular(eigenvalues: Tensor) -> None:
-    """Refuse eigenvalues that are zero but for rounding, which they have as squares."""
-    rounding = (8 * torch.finfo(eigenvalues.dtype).eps) ** 2 * eigenvalues.max()
-    if bool((eigenvalues <= rounding).any()):
+    if bool((eigenvalues == 0).any()):
         raise ValueError(
-            f"It is singular to working precision (eigenvalues from {float(eigenvalues.min()):.2e} "
-            f"to {float(eigenvalues.max()):.2e}). Pass damping > 0."
+            "It is singular to working precision (eigenvalues from zero to "
+            f"{float(eigenvalues.max()):.2e}). Pass damping > 0."
         )
 
 

@@ -69,6 +69,10 @@ class Uses:
         known = {n: self.known.get(n, none) | other.known.get(n, none) for n in names}
         return Uses(known, {**other.unknown, **self.unknown})
 
+    def include(self, other: "Uses") -> bool:
+        """Return whether other data shows nothing new."""
+        return self.union(other) == self
+
 
 def usages(parts: Iterable[Part]) -> dict[str, frozenset[Usage]]:
     """Return how a batch's layers use the parameters."""
