@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from curvlinops import HessianLinearOperator
 from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.normalization import NORMALIZATIONS
-from curvlinops.core.rewriting import FOR_DOUBLE_BACKWARD, Rewriting
+from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 
 X, BAGS = (4, 3, 5), torch.tensor([[0, 1, 6], [1, 1, 2]])
 
@@ -153,3 +153,53 @@ def test_confident_float32_hessian():
     exact = product(double, x.double())
     # the logits, of size 50, are accurate to 1e-6 each
     assert (single - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("batch_first", "bidirectional"), [(False, True), (True, False)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"proj_size": 2}),
+        (nn.GRU, {"bias": False}),
+        (nn.RNN, {"nonlinearity": "relu"}),
+        (nn.RNN, {}),
+    ],
+)
+def test_dropout_between_recurrent_layers(
+    kind: type, options: dict, dropout: float, batch_first: bool, bidirectional: bool, packed: bool
+):
+    """PyTorch's composed layers forget it."""
+    torch.manual_seed(0)
+    options = {"batch_first": batch_first, "bidirectional": bidirectional, **options}
+    layer = kind(4, 3, 3, dropout=dropout, **options).double()
+    X: Tensor | nn.utils.rnn.PackedSequence = torch.randn(5, 5, 4, dtype=torch.float64)
+    if packed:
+        lengths = torch.tensor([3, 2, 4, 5, 1])
+        X = nn.utils.rnn.pack_padded_sequence(X, lengths, batch_first, enforce_sorted=False)
+    torch.manual_seed(1)
+    expected = layer(X)
+    torch.manual_seed(1)
+    with Rewriting(DECOMPOSITIONS):
+        found = layer(X)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_random(kind: type):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = kind(4, 3, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, X: Tensor) -> Tensor:
+            return self.layer(X)[0][:, -1]
+
+    model, data = Last(), [(torch.randn(6, 3, 4), torch.randn(6, 3))]
+    with pytest.raises(
+        RuntimeError, match=f"not deterministic: its module 'layer' .{kind.__name__}"
+    ):
+        HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    HessianLinearOperator(model.eval(), nn.MSELoss(), list(model.parameters()), data)

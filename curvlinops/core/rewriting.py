@@ -11,10 +11,8 @@ from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
-import torch._decomp.decompositions  # registers the Python kernels of the recurrent layers
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
@@ -26,27 +24,9 @@ from curvlinops.core.loans import FunctionMode
 from curvlinops.core.lookups import LOOKUPS, check_lookup
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.parameters import spread_error
+from curvlinops.core.recurrent import RECURRENT
 
 _GENERATED = BuiltinFunctionType | MethodDescriptorType
-
-
-def _recurrent(packet: Any) -> Callable:
-    """Return a recurrent layer composed of differentiable operations.
-
-    The fused kernels have no forward mode, and no double backward in float32 (oneDNN) and on
-    GPUs (cuDNN). PyTorch carries the same layers composed of elementary operations.
-    """
-
-    def composed(*args: Any) -> tuple[Tensor, ...]:
-        # (data, batch_sizes, ...) for packed sequences, (input, hx, ...) else
-        packed = isinstance(args[1], Tensor) and args[1].dtype == torch.int64
-        overload = packet.data if packed else packet.input
-        if not args[0].requires_grad:
-            # else the composed LSTM still calls oneDNN's kernel in float32; views keep tangents
-            args = (args[0].view_as(args[0]).requires_grad_(), *args[1:])
-        return overload.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
-
-    return composed
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -95,10 +75,6 @@ def check_modules(module: nn.Module) -> None:
 
 
 DECOMPOSITIONS: dict[Callable, Callable] = {
-    torch.lstm: _recurrent(torch.ops.aten.lstm),
-    torch.gru: _recurrent(torch.ops.aten.gru),
-    torch.rnn_tanh: _recurrent(torch.ops.aten.rnn_tanh),
-    torch.rnn_relu: _recurrent(torch.ops.aten.rnn_relu),
     torch._weight_norm: _weight_norm,
     torch.norm_except_dim: _norm_except_dim,
     F.hardsigmoid: _hardsigmoid,
@@ -108,6 +84,7 @@ DECOMPOSITIONS: dict[Callable, Callable] = {
     torch.ops.aten._cdist_forward.default: _cdist,
     torch.ops.aten.cdist.default: _cdist,
     **LOOKUPS,
+    **RECURRENT,
     **CONTROL_FLOW,
 }
 

@@ -1,6 +1,6 @@
 """Recurrent cells, composed of calls that rules know.
 
-Layers over whole sequences arrive composed already, see ``core/rewriting.py``.
+Layers over whole sequences arrive composed already, see ``core/recurrent.py``.
 """
 
 from collections.abc import Callable
