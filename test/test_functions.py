@@ -1,10 +1,13 @@
 """Our autograd functions: their derivatives of first and second order, and what they save."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlinops import HessianLinearOperator
 from curvlinops.core.activations import ACTIVATIONS
@@ -121,6 +124,42 @@ def test_empty_and_in_place():
         expected = F.silu(x)
         assert F.silu(x, inplace=True) is x
         assert torch.equal(x, expected)
+
+
+class Calls(TorchDispatchMode):
+    """Lists the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_distances_without_derivatives_take_no_memory():
+    """All differences are in memory only where they are differentiated."""
+    x, c = tensor(4, 3), tensor(5, 3)
+    expected = torch.cdist(x, c).detach()
+
+    def fused(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
+        with Rewriting(DECOMPOSITIONS), Calls() as calls:
+            torch.testing.assert_close(function(x, c).detach(), expected)
+        return "_cdist_forward" in calls.names
+
+    def forward_mode(x: Tensor, c: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), x.detach().sin())
+            return forward_ad.unpack_dual(torch.cdist(dual, c.detach())).primal
+
+    assert fused(lambda x, c: torch.cdist(x.detach(), c.detach()))
+    with torch.no_grad():
+        assert fused(torch.cdist)
+    assert not fused(torch.cdist)
+    assert not fused(lambda x, c: torch.cdist(x.detach(), c))
+    assert not fused(forward_mode)
+    assert not fused(lambda x, c: torch.func.vmap(lambda x: torch.cdist(x[None], c)[0])(x.detach()))
 
 
 def test_extreme_inputs_stay_finite():

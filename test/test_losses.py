@@ -363,6 +363,24 @@ def test_weights_of_single_samples_are_named():
         operator(HessianLinearOperator, loss, data, reduction="mean")
 
 
+@pytest.mark.parametrize("sizes", [(3,), (2, 4), (4, 3), (3, 4), (5, 1)])
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
+def test_weights_of_classes_are_shared(kind: type, sizes: tuple[int, ...]):
+    """A batch has as many samples as there are classes, by chance."""
+
+    def loss(output: Tensor, target: dict) -> Tensor:
+        terms = F.cross_entropy(output, target["labels"], reduction="none")
+        return (terms * target["weight"][target["labels"]]).sum()
+
+    weight = torch.tensor([0.2, 1.0, 3.0]).double()
+    pairs = data_of(sizes, [0, 1, 2, 0, 1, 2, 2][: sum(sizes)])
+    data = [(X, {"labels": y, "weight": weight}) for X, y in pairs]
+    found = operator(kind, loss, data, reduction="sum")
+    v = torch.arange(found.shape[1]).double()
+    weighted = nn.CrossEntropyLoss(weight=weight, reduction="sum")
+    torch.testing.assert_close(found @ v, operator(kind, weighted, pairs) @ v)
+
+
 @pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
 def test_functions_that_take_things_out_of_batches(kind: type):
     class Model(nn.Linear):

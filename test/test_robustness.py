@@ -339,6 +339,16 @@ def test_modules_that_are_not_registered_are_protected():
     EFLinearOperator(model, CE, params, batches(4))  # what is not used does not matter
 
 
+def test_batch_norm_without_running_statistics():
+    """It couples samples in any mode."""
+    model = mlp(nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    arguments = model, CE, list(model.parameters()), batches(4)
+    with pytest.warns(UserWarning, match="BatchNorm without running statistics"):
+        HessianLinearOperator(*arguments)
+    with pytest.raises(ValueError, match="statistics couples.*track_running_stats=True"):
+        EFLinearOperator(*arguments)
+
+
 @pytest.mark.parametrize("wrap", [by_object, by_method_of_an_object, by_property])
 def test_modules_that_are_not_used_do_not_count(wrap):
     model = mlp(nn.BatchNorm1d(4)).eval()

@@ -412,7 +412,8 @@ def test_models_that_cannot_be_recorded(name: str, reason: str, caplog: pytest.L
     reason = f"the model cannot be recorded: {reason}"
     known = dict.fromkeys(gradients.domain.names, reason)
     assert gradients.fallbacks == known
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 1
+    assert all(f"'{name}'" in caplog.text for name in gradients.domain.names)
     gradients.gradient_and_loss()
     assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match=reason):

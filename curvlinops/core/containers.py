@@ -78,7 +78,7 @@ def _fields(part: Any) -> dict[str, Any]:
     return {name: getattr(part, name) for name in names if hasattr(part, name)}
 
 
-def take(tree: Any, samples: slice, num_samples: int) -> Any:
+def take(tree: Any, samples: slice, num_samples: int, whole: Tensor | None = None) -> Any:
     """Return some samples of a batch.
 
     Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
@@ -88,13 +88,20 @@ def take(tree: Any, samples: slice, num_samples: int) -> Any:
         tree: X, y, or both.
         samples: Which samples.
         num_samples: How many the batch has.
+        whole: A tensor that stays, too.
     """
 
     def cut(part: Any) -> Any:
         # no view: it would keep all samples in memory
         return part[samples].clone() if isinstance(part, Tensor) else part[samples]
 
-    return _map_samples(tree, cut, num_samples)
+    return _map_samples(tree, cut, num_samples, whole)
+
+
+def perhaps_shared(tree: Any, num_samples: int) -> list[Tensor]:
+    """Return the tensors of which one may belong to all samples, see ``take``."""
+    found = {id(leaf): leaf for leaf in leaves(tree) if has_length(leaf, num_samples)}
+    return list(found.values()) if len(found) > 1 else []
 
 
 def twice(tree: Any) -> Any:
@@ -133,13 +140,17 @@ def tile(tree: Any, few: int, num_samples: int) -> Any:
     return _map_samples(tree, copies, num_samples)
 
 
-def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
-    """Apply a function to all that has one entry for each sample."""
+def _map_samples(
+    tree: Any, function: Callable[[Any], Any], num_samples: int, whole: Tensor | None = None
+) -> Any:
+    """Apply a function to all that has one entry for each sample, but not to ``whole``."""
 
     def lists_samples(part: Any) -> bool:
         return isinstance(part, list | tuple) and _lists_samples(part, num_samples)
 
     def applied(part: Any) -> Any:
+        if part is whole:
+            return part
         if isinstance(part, Tensor) and has_length(part, num_samples):
             return function(part.detach()).requires_grad_(part.requires_grad)
         return function(part) if lists_samples(part) or has_length(part, num_samples) else part

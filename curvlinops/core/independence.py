@@ -22,7 +22,8 @@ COUPLED = (
     "of single samples are not defined. Let the model treat samples one by one; if rows of its "
     "output are parts of samples, such as tokens, give samples an axis in front of them. If only "
     "a sample's place in the batch matters, as for noise that the model draws with a seed of its "
-    "own, pass check_deterministic=False."
+    "own, or if a tensor in X that all samples share has as many entries as the batch has samples, "
+    "pass check_deterministic=False."
 )
 
 

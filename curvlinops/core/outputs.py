@@ -12,29 +12,29 @@ from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
 
 
-def report_batch_statistics(names: list[str], operator: str | None) -> None:
+def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) -> None:
     """Warn that BatchNorm couples samples; refuse it for an operator made of single ones."""
-    if operator is not None:
-        raise ValueError(
-            f"BatchNorm in train mode couples the samples of a batch ({', '.join(names)}), so that "
-            f"{operator}, which is made of single samples' gradients, is not defined. Call "
-            "model.eval()."
-        )
-    warn(
-        f"BatchNorm in train mode ({', '.join(names)}): the result depends on how the data is "
-        "split into batches. Call model.eval() to use running statistics."
-    )
-
-
-def uses_batch_statistics(roots: Iterable[nn.Module]) -> list[str]:
-    """Return the names of batch normalizations that couple the samples of a batch."""
-    return [
-        name or type(child).__name__
+    found = [
+        (name or type(child).__name__, child.running_mean is not None)
         for root in roots
         for name, child in root.named_modules()
         if isinstance(child, nn.modules.batchnorm._BatchNorm)
         and (child.training or child.running_mean is None)
     ]
+    if not found:
+        return
+    names = ", ".join(name for name, _ in found)
+    if all(has_statistics for _, has_statistics in found):
+        what, remedy = "BatchNorm in train mode", "Call model.eval() to use running statistics."
+    else:
+        what = "BatchNorm without running statistics"
+        remedy = "Keep them with track_running_stats=True, and call model.eval()."
+    if operator is not None:
+        raise ValueError(
+            f"{what} couples the samples of a batch ({names}), so that {operator}, which is made "
+            f"of single samples' gradients, is not defined. {remedy}"
+        )
+    warn(f"{what} ({names}): the result depends on how the data is split into batches. {remedy}")
 
 
 def check_kind(batch: Batch, output: Any) -> None:

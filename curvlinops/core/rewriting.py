@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.control_flow import CONTROL_FLOW
 from curvlinops.core.convolution import CONVOLUTIONS
+from curvlinops.core.functions import in_transform
 from curvlinops.core.loans import FunctionMode
 from curvlinops.core.lookups import LOOKUPS, check_lookup
 from curvlinops.core.normalization import NORMALIZATIONS
@@ -48,7 +49,15 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """Return all distances; the fused kernel's backward is wrong under ``vmap``, and its last."""
+    if not (in_transform() or _has_derivative(x1) or _has_derivative(x2)):
+        return torch.cdist(x1, x2, p)  # without all differences in memory
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
+def _has_derivative(x: Tensor) -> bool:
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_modules(module: nn.Module) -> None:

@@ -116,18 +116,20 @@ class Lookup(Form):
 
     def products(self) -> GradientMaps:
         """Return products with the rows that were looked up, and sums into them."""
-        g, indices, shape, num_rows = self.g[0], self.indices, self.shape, self.num_rows
+        g, indices, num_rows = self.g[0], self.indices, self.num_rows
 
         def multiply(columns: Tensor) -> Tensor:
             found = columns.to(g).reshape(len(columns), num_rows, g.shape[-1])[:, indices]
             return torch.einsum("knsi,nsi->kn", found, g)
 
         def combine(weights: Tensor) -> Tensor:
-            weighted = (g * weights.to(g).reshape(*weights.shape, 1, 1)).flatten(1, 2)
-            out = g.new_zeros(len(weights), num_rows, g.shape[-1])
-            return out.index_add_(1, indices.flatten(), weighted).reshape(len(out), *shape)
+            return self._table(g * weights.to(g).reshape(*weights.shape, 1, 1))
 
         return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum, in memory proportional to the table."""
+        return self._table(self.g * weights.to(self.g).reshape(-1, 1, 1))
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""
@@ -162,6 +164,12 @@ class Lookup(Form):
             flat = flat.index_add(2, n[a] * other.num_samples + m[b], products)
             out = flat.unflatten(2, (self.num_samples, other.num_samples)).permute(0, 2, 1, 3)
         return out
+
+    def _table(self, values: Tensor) -> Tensor:
+        """Return sums of values ``[K, N, S, I]`` at their rows, ``[K, *shape]``."""
+        out = values.new_zeros(len(values), self.num_rows, values.shape[-1])
+        out.index_add_(1, self.indices.flatten(), values.flatten(1, 2))
+        return out.reshape(len(out), *self.shape)
 
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the non-zero rows of all samples ``[V, P, I]``, and of which sample and row."""

@@ -7,13 +7,20 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.forms import Form
-from curvlinops.layers.groups import Group, one_by_one
+from curvlinops.layers.groups import Group
 from curvlinops.layers.parts import Part
 from curvlinops.layers.products import BYTES
+from curvlinops.layers.shares import Shares
 
 
 class SampleGradients:
     """Gradients of the samples of a batch.
+
+    Args:
+        bound: The model on the batch.
+        batch: What the rules know of it, ``None`` for nothing.
+        fallbacks: Why parameters are treated sample by sample.
+        ways: How these are, see ``Shares``.
 
     Attributes:
         output: The model's output.
@@ -21,14 +28,22 @@ class SampleGradients:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(self, bound: BoundModel, batch: RecordedBatch | None, fallbacks: dict[str, str]):
-        self._bound, self._batch, self.fallbacks = bound, batch, dict(fallbacks)
+    def __init__(
+        self,
+        bound: BoundModel,
+        batch: RecordedBatch | None,
+        fallbacks: dict[str, str],
+        ways: dict[str, bool],
+    ):
+        self._batch, self.fallbacks = batch, dict(fallbacks)
         names = [] if batch is None else batch.names
-        self._rest = [name for name in bound.space.names if name not in names]
-        if self._rest:
-            self._apply, self.output = transposed_jacobian(bound)
+        rest = [name for name in bound.space.names if name not in names]
+        self._shares: Shares | None = None
+        if rest:
+            apply, self.output = transposed_jacobian(bound)
             if batch is None and len(self.output):  # else it was checked before it was sorted
                 bound.check(self.output)
+            self._shares = Shares(bound, apply, self.output, rest, ways)
         else:
             self.output = batch.model_output.detach()
         self.num_samples = len(self.output) if batch is None else batch.num_samples
@@ -65,6 +80,4 @@ class SampleGradients:
 
     def rest(self, u: Tensor) -> list[Group]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
-        if not self._rest:
-            return []
-        return [one_by_one(self._apply, self._bound.space.restricted(self._rest), u)]
+        return [] if self._shares is None else [self._shares.group(u)]

@@ -15,28 +15,6 @@ from curvlinops.layers.forms import Direct, Form
 Group = tuple[list[str], Form]
 
 
-def one_by_one(apply: Callable, space: ParameterSpace, u: Tensor) -> Group:
-    """Backpropagate each sample's share on its own, several at once.
-
-    Args:
-        apply: Adds gradients of ``[V * n, *output]`` to as many columns of ``space``.
-        space: The parameters.
-        u: ``[V, *output]``, the first axis of the output numbers the samples.
-    """
-    num_samples = u.shape[1]
-
-    def rows(samples: slice | Tensor) -> Tensor:
-        wanted = torch.arange(num_samples, device=u.device)[samples]
-        place = torch.arange(len(wanted), device=u.device)
-        alone = u.new_zeros(len(u), len(wanted), *u.shape[1:])
-        alone[:, place, wanted] = u[:, wanted]
-        out = space.zeros(len(u) * len(wanted))
-        apply(alone.flatten(0, 1), out)
-        return space.join(out).unflatten(0, (len(u), len(wanted)))
-
-    return space.names, Direct(rows, len(u), num_samples, (space.dim,))
-
-
 def in_turns(
     at: Callable[[int], list[Group]], rows: Tensor, count: int, space: ParameterSpace
 ) -> Group:

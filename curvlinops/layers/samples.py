@@ -15,6 +15,7 @@ from curvlinops.layers.check import autograd_sums, explained, rounding
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key
+from curvlinops.layers.shares import WAYS
 from curvlinops.layers.twice import blind, sample_twice
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -56,6 +57,7 @@ class SampleBackward:
         self._checked_alone: set[Key] = set()
         self._seeing: set[Key] = set()  # calls that see the sample of a batch of one
         self._changes: dict[Call, Change] = {}
+        self._ways = dict.fromkeys(WAYS, False)  # of those without rules
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +75,7 @@ class SampleBackward:
         if few is not None:
             self._rehearse(few)
         trusting = self._trusting if trusting is None else trusting
-        return SampleGradients(bound, self._record(bound, trusting), self.fallbacks)
+        return SampleGradients(bound, self._record(bound, trusting), self.fallbacks, self._ways)
 
     def _rehearse(self, few: BoundModel) -> None:
         """Learn from a few samples which rules agree with autograd, and what to do about calls."""
@@ -266,13 +268,14 @@ class SampleBackward:
         return True
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
-        for name in names:
-            if name not in self.fallbacks:
-                self.fallbacks[name] = reason
-                _LOGGER.log(
-                    self._log,
-                    "%s: gradients with respect to '%s' are computed sample by sample: %s.",
-                    self.name,
-                    name,
-                    reason,
-                )
+        names = [name for name in names if name not in self.fallbacks]
+        self.fallbacks.update(dict.fromkeys(names, reason))
+        if names:
+            said = ", ".join(f"'{name}'" for name in names[:3])
+            _LOGGER.log(
+                self._log,
+                "%s: gradients with respect to %s are computed sample by sample: %s.",
+                self.name,
+                said if len(names) <= 3 else f"{said} and {len(names) - 3} more",
+                reason,
+            )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import pull
-from curvlinops.core.containers import lent, take
+from curvlinops.core.containers import lent, perhaps_shared, take
 from curvlinops.core.float16 import Fit, narrowed
 from curvlinops.core.functions import wide
 from curvlinops.core.protection import protected
@@ -53,12 +53,12 @@ class AdditiveLoss(Loss):
         Raises:
             ValueError: If they do not add up.
         """
-        output, singles = output.detach(), []
+        output = output.detach()
         try:
-            for n in range(output.shape[0]):
-                one = take(target, slice(n, n + 1), output.shape[0])
-                singles.append(self._value(output[n : n + 1], one).detach())
+            singles = self._singles(output, target)
         except Exception as error:
+            if self._adds_up_otherwise(output, target):
+                return
             if self.needs_graph and isinstance(error, RuntimeError):
                 return
             note = (
@@ -73,8 +73,37 @@ class AdditiveLoss(Loss):
             raise
         if not singles:
             return
-        self._compare(self._check_gradient(output, target), singles, output, target)
+        total = self._check_gradient(output, target)
+        try:
+            self._compare(total, singles, output, target)
+        except ValueError:
+            if not self._adds_up_otherwise(output, target):
+                raise
         self._compare_across(output, target)
+
+    def _singles(self, output: Tensor, target: Any, whole: Tensor | None = None) -> list[Tensor]:
+        """Return the losses of the samples, see ``take``."""
+        num_samples, singles = len(output), []
+        for n in range(num_samples):
+            one = take(target, slice(n, n + 1), num_samples, whole)
+            singles.append(self._value(output[n : n + 1], one).detach())
+        return singles
+
+    def _adds_up_otherwise(self, output: Tensor, target: Any) -> bool:
+        """Return whether losses of samples add up with one of several tensors for all of them.
+
+        It has as many entries as there are samples by chance, such as a weight for each class.
+        """
+        for whole in perhaps_shared(target, len(output)):
+            try:
+                self._compare(
+                    self.sum(output, target), self._singles(output, target, whole), output, target
+                )
+            except Exception as error:
+                _LOGGER.info("%s of samples alone: %s", self.name, error)
+            else:
+                return True
+        return False
 
     def _compare_across(self, output: Tensor, target: Any) -> None:
         """Compare the loss of the first sample and one of the batch before with those of each."""

@@ -17,7 +17,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.outputs import overflow, report_batch_statistics, uses_batch_statistics
+from curvlinops.core.outputs import overflow, report_batch_statistics
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
@@ -281,8 +281,8 @@ class DataLinearOperator(TorchLinearOperator):
         flags = tuple(m.training for root in self.risk.model.roots for m in root.modules())
         if flags in self._checked:
             return
-        if names := uses_batch_statistics(self.risk.model.roots):
-            report_batch_statistics(names, type(self).__name__ if self._per_sample else None)
+        singles_of = type(self).__name__ if self._per_sample else None
+        report_batch_statistics(self.risk.model.roots, singles_of)
         if not self._trusting:
             check_repeatable(self.risk, independent=self._per_sample)
         self._checked.add(flags)

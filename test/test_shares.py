@@ -1,0 +1,229 @@
+"""Gradients of samples for parameters that no rule knows, in each of the ways they are computed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvlinops import (
+    EFLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    JacobianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+from curvlinops.layers.shares import Shares
+
+Data = list[tuple[Any, Tensor]]
+
+
+class StateSpace(nn.Module):
+    """Long convolutions by Fourier transforms of what parameters decay like."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay, self.scale = (nn.Parameter(torch.randn(2, 4, 3)) for _ in range(2))
+        self.read, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, T = self.read(x).mT, x.shape[1]
+        for decay, scale in zip(self.decay, self.scale, strict=True):
+            times = torch.arange(T, dtype=x.dtype)
+            kernel = (scale[..., None] * torch.exp(-F.softplus(decay)[..., None] * times)).sum(1)
+            spectrum = torch.fft.rfft(x, 2 * T) * torch.fft.rfft(kernel, 2 * T)
+            x = x + torch.fft.irfft(spectrum, 2 * T)[..., :T].tanh()
+        return self.head(x.mean(-1))
+
+
+class Named(StateSpace):
+    """Takes one tensor of the batch under two names, and something that all samples share."""
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        return super().forward(X["x"]) + X["again"][:, 0] * X["shared"]
+
+
+class Forces(nn.Module):
+    """An energy and its derivatives."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x)
+            (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return torch.cat([energy, -slope], 1)
+
+
+ROWS = [0]
+
+
+class Fourth(torch.autograd.Function):
+    """Multiplies by a weight, and counts of how many rows it got gradients; has no ``vmap``."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.pow(4)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        ROWS[0] += g.numel() // g.shape[-1]
+        return g * weight.pow(4), 4 * weight.pow(3) * (g * x).sum(0)
+
+
+class Wide(nn.Module):
+    """A custom function on rows of many numbers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.width = nn.Parameter(torch.randn(width)), width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fourth.apply(x, self.weight).reshape(len(x), 2, -1).sum(2)
+
+
+class Alone(StateSpace):
+    """Has no single samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise RuntimeError("One is not enough.")
+        return super().forward(x)
+
+
+class Backwards(StateSpace):
+    """Has other derivatives for single samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if len(x) > 1 else 2 * y - y.detach()
+
+
+def series(*lengths: int) -> Data:
+    return [(torch.randn(n, 6, 1), torch.randint(3, (n,))) for n in lengths]
+
+
+def named(*lengths: int) -> Data:
+    data = []
+    for x, y in series(*lengths):
+        data.append(({"x": x, "again": x, "shared": torch.randn(1, 3)}, y))
+    return data
+
+
+def points(*lengths: int) -> Data:
+    return [(torch.randn(n, 4), torch.randn(n, 5)) for n in lengths]
+
+
+def wide(*lengths: int) -> Data:
+    return [(torch.randn(n, 4096), torch.randn(n, 2)) for n in lengths]
+
+
+def rows_of(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:
+    """Return gradients through the graph of whole batches, one sample after the other."""
+    params, rows = list(model.parameters()), []
+    for X, y in data:
+        z = model(X)
+        for n in range(len(y)):
+            value = loss(z[n : n + 1], y[n : n + 1])
+            grads = torch.autograd.grad(
+                value, params, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Which ways have returned something."""
+    found = set()
+
+    def watch(name: str) -> None:
+        inner = getattr(Shares, name)
+
+        def watched(self, *args: Any) -> Any:
+            out = inner(self, *args)
+            found.add(name)
+            return out
+
+        monkeypatch.setattr(Shares, name, watched)
+
+    for name in ("_by_vmap", "_in_a_loop", "_in_whole"):
+        watch(name)
+    return found
+
+
+CASES = {
+    "vmap": (StateSpace, series, nn.CrossEntropyLoss, {"_by_vmap"}),
+    "vmap on dictionaries": (Named, named, nn.CrossEntropyLoss, {"_by_vmap"}),
+    "loop": (lambda: Forces(8192), points, nn.MSELoss, {"_in_a_loop"}),
+    "too small for a loop": (lambda: Forces(3), points, nn.MSELoss, {"_in_whole"}),
+    "loop over a custom function": (lambda: Wide(4096), wide, nn.MSELoss, {"_in_a_loop"}),
+    "errors alone": (Alone, series, nn.CrossEntropyLoss, {"_in_whole"}),
+    "other gradients alone": (Backwards, series, nn.CrossEntropyLoss, {"_by_vmap", "_in_whole"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ways(name: str, used: set[str]):
+    make, sampled, kind, expected = CASES[name]
+    model, loss, data = make(), kind(), sampled(3, 5)
+    params = list(model.parameters())
+    options = {"check_deterministic": False, "num_data": 8}
+    if name.startswith("vmap on"):
+        options["batch_size_fn"] = lambda X: len(X["x"])
+    rows = rows_of(model, loss, data)
+    A = PerSampleGradientLinearOperator(model, loss, params, data, **options)
+    for _ in range(2):
+        torch.testing.assert_close(A.dense(), rows)
+        torch.testing.assert_close(A.norms(), rows.norm(dim=1))
+    assert A.fallbacks and used == expected
+    some = PerSampleGradientLinearOperator(
+        model, loss, params, data, subsampling=[6, 1, 4], **options
+    )
+    torch.testing.assert_close(some.dense(), rows[[6, 1, 4]])
+    E = EFLinearOperator(model, loss, params, data, **options)
+    v = torch.randn(E.shape[1])
+    torch.testing.assert_close(E @ v, rows.T @ (rows @ v) / 8)
+    assert used == expected
+
+
+@pytest.mark.parametrize("make, sampled, kind", [case[:3] for case in CASES.values()][:4])
+def test_several_vectors(make, sampled, kind):
+    """What is backpropagated for the exact diagonal, and for the tangent kernel."""
+    model, data = make(), sampled(3, 4)
+    params, arguments = list(model.parameters()), {"check_deterministic": False}
+    if isinstance(data[0][0], dict):
+        arguments["batch_size_fn"] = lambda X: len(X["x"])
+    D = GGNDiagonalLinearOperator(model, kind(), params, data, **arguments)
+    if len(D.diagonal()) < 200:
+        G = GGNLinearOperator(model, kind(), params, data, **arguments)
+        torch.testing.assert_close(D.diagonal(), (G @ torch.eye(G.shape[1])).diagonal())
+    J = JacobianLinearOperator(model, params, data, **arguments)
+    J_dense = J.adjoint() @ torch.eye(J.shape[0])
+    torch.testing.assert_close(J.gram(), J_dense.T @ J_dense)
+
+
+def test_a_loop_is_linear_in_the_samples():
+    counts = []
+    for num_samples in (8, 32):
+        model, data = Wide(4096), wide(num_samples)
+        A = PerSampleGradientLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+        A.dense()
+        ROWS[0] = 0
+        A.dense()
+        counts.append(ROWS[0])
+    assert counts[1] <= 5 * counts[0]
