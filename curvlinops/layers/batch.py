@@ -15,6 +15,7 @@ from curvlinops.core.independence import differs
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares
 from curvlinops.layers.detection import tolerance_of
+from curvlinops.layers.flow import layout_of, samples_by_edge
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
@@ -45,6 +46,7 @@ class RecordedBatch:
         unconnected: Uses on which the output does not depend.
         guessed: See ``Search``.
         open: See ``Search``.
+        blank: Uses of whose rules ``check`` says nothing, as their gradients are zero.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RecordedBatch:
         self.unconnected: set[Key] = set()
         self.guessed: set[Key] = set()
         self.open: set[Key] = set()
+        self.blank: set[Key] = set()
         self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
         self._nodes = set(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
@@ -160,6 +163,21 @@ class RecordedBatch:
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
         return {key: found[recorded.called] for key, recorded in self.uses.items()}
 
+    def prove(self) -> None:
+        """Find layouts, where they are not known yet, that the graph alone shows."""
+        missing = self.uses.keys() - self.layouts.keys()
+        if not missing or self.num_samples < 2 or self.output.grad_fn is None:
+            return
+        steps = samples_by_edge(self.output, self._nodes)
+        for key in missing:
+            use, called = self.uses[key].use, self.uses[key].called
+            step = steps.get((called.edge.node, called.edge.output_nr))
+            if step is None or not called.is_whole:
+                continue
+            layout = layout_of(use, called.shape, step, self.output, self.num_samples)
+            if layout is not None:
+                self.layouts[key] = layout
+
     def detect(self, keys: list[Key], checking: bool) -> None:
         """Find layouts of some uses, perhaps before a ``check``."""
         u = probe(self.output.detach())
@@ -191,6 +209,7 @@ class RecordedBatch:
         found, self._probed = self._probed, None
         if found is None:
             found = self.gradients(probe(self.output.detach())[None])
+        self.blank = {key for key, g in found.items() if not bool(g.any())}
         own, summands = self._weighted_sums(dict(found)), self._weighted_sums(found, absolute=True)
         tolerance, eps = tolerance_of(self.precision), torch.finfo(self.output.dtype).eps
         return disagreeing(self._known(own), own, summands, truth, tolerance, eps, slack)

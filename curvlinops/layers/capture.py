@@ -72,6 +72,11 @@ class Called:
         return g.reshape(g.shape[0], *self.shape)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether what passes the edge has the output's entries, in their order."""
+        return self._entries is None
+
+    @property
     def overwritten(self) -> bool:
         """Whether an input was written to after the call, or an output that is part of another."""
         return any(x._version != version for x, version in self._versions)

@@ -24,7 +24,8 @@ _LOGGER = logging.getLogger("curvlinops")
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    Each batch shows which rows of each layer belong to which sample. Whether what the rules say of
+    Each batch's graph shows which rows of each layer belong to which sample, or, where it does not,
+    its gradients do. Whether what the rules say of
     a parameter agrees with autograd, the first few samples show, or the first batch where it cannot
     be cut or does more. Other parameters get one backward pass for each sample, several at once.
 
@@ -88,7 +89,7 @@ class SampleBackward:
             return
         if batch is not None and not trial.fallbacks:
             # what they do not use, others may
-            self._checked = trial._checked - batch.unconnected
+            self._checked = trial._checked - batch.unconnected - batch.blank
             self._changes, self._grouped = trial._changes, trial._grouped
 
     def _record(self, bound: BoundModel, trusting: bool) -> RecordedBatch | None:
@@ -179,8 +180,10 @@ class SampleBackward:
                 for key, layout in self._layouts.items()
                 if key in batch.uses and batch.fits(key, layout)
             }
+        batch.prove()
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
+            self._layouts |= batch.layouts
             return batch
         checking = not (self._checked or self._checked_alone)
         if not self._obeys_rules(batch, lambda: batch.detect(missing, checking)):

@@ -38,6 +38,7 @@ class Use:
             sorts others in the same way, and returns the gradients with respect to the argument.
         shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
         elsewhere: Whether its positions are others than those of the product.
+        order: What ``split`` does apart from changing numbers; by default, that is all.
     """
 
     lead: tuple[int, ...]
@@ -45,6 +46,7 @@ class Use:
     form: Callable[[Tensor, Sort], Form]
     shift: float | None = None
     elsewhere: bool = False
+    order: Callable[[Tensor], Tensor] | None = None
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
@@ -237,19 +239,23 @@ def broadcast(
     lead = [axis for axis, length in enumerate(full) if length == 1]
     kept = [axis for axis, length in enumerate(full) if length != 1]
 
+    def order(g: Tensor) -> Tensor:
+        g = g.permute(0, *(1 + axis for axis in (*lead, *kept)))
+        return g if lead else g.unsqueeze(1)
+
     def split(g: Tensor) -> Tensor:
         g = wide(g)
         if callable(slope) or slope != 1.0:
             g = g * (slope() if callable(slope) else slope)
             g = g.real if g.is_complex() else g
-        g = g.permute(0, *(1 + axis for axis in (*lead, *kept)))
-        return g if lead else g.unsqueeze(1)
+        return order(g)
 
     def form(g: Tensor, sort: Sort) -> Form:
         total = g.squeeze(2) if g.shape[2] == 1 else g.sum(2)
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
-    return Use(tuple(output[axis] for axis in lead) or (1,), split, form)
+    lengths = tuple(output[axis] for axis in lead) or (1,)
+    return Use(lengths, split, form, order=order)
 
 
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
