@@ -129,6 +129,11 @@ PROVEN = {
         x.unfold(2, 3, 1).cos()
         + x.view(N, -1).unfold(1, 2, 9).sum((1, 2))[:, None, None, None, None]
     ),
+    "indexed": lambda x: x[:, [2, 0]] + x[:, :, [1, 3]].mean(2, keepdim=True)[:, :2],
+    "indexed twice": lambda x: x[:, [2, 0, 1], [1, 1, 5]] + x[:, 0, torch.eye(6) > 0][:, :1, None],
+    "one for each": lambda x: x[torch.arange(N), torch.tensor([3, 0, 1])],
+    "two indices": lambda x: x[range(N), [3, 0, 1], [0, 0, 2]],
+    "pooled": lambda x: F.adaptive_avg_pool2d(x.contiguous(memory_format=torch.channels_last), 1),
     "in place": lambda x: (2 * x).add_(1).mul_(x).relu_(),
 }
 
@@ -143,6 +148,11 @@ UNPROVEN = {
     "mean": lambda x: x - x.mean(0),
     "maximum": lambda x: x * x.amax(0, keepdim=True),
     "selected": lambda x: x[torch.tensor([2, 0, 1])],
+    "others": lambda x: x[torch.arange(N).flip(0), torch.tensor([3, 0, 1])],
+    "apart": lambda x: x[:, [0, 1, 2], :, [3, 2, 1]],
+    "apart, in order": lambda x: x[range(N), :, [3, 2, 1]],
+    "masked": lambda x: x[torch.ones(N, dtype=torch.bool)],
+    "in rows": lambda x: x[torch.arange(N)[:, None], torch.tensor([0, 1])],
     "selected by index": lambda x: x.index_select(0, torch.tensor([2, 0, 1])),
     "gathered": lambda x: x.gather(0, torch.tensor([2, 0, 1])[:, None, None, None].expand(x.shape)),
     "mixed": lambda x: const(N, N) @ x.flatten(1),

@@ -1,13 +1,16 @@
 """How an axis of an operation's output is found again in its inputs, see ``flow``.
 
 To add an operation, write a function for the name of its node in graphs, less ``Backward0``. Which
-axis it returns must follow from shapes and options alone, not from numbers.
+axis it returns must follow from shapes, options and indices, whatever the other numbers are.
 """
 
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Move(NamedTuple):
@@ -119,6 +122,33 @@ def _along(move: Move) -> int | None:
 def _cat(move: Move) -> int | None:
     """The same for any number of inputs."""
     return _along(move._replace(place=0)) if len(move.shape) == len(move.out) else None
+
+
+@_rule("Index")
+def _index(move: Move) -> int | None:
+    """Neighboring axes are indexed, behind the axis, or with it in its order, as by a range."""
+    indices = move.node._saved_indices
+    where = [dim for dim, index in enumerate(indices) if index is not None]
+    if where != list(range(where[0], where[-1] + 1)):
+        return None
+    first = indices[where[0]]
+    in_order = first.ndim == 1 and first.dtype == torch.int64 and move.axis == where[0]
+    if in_order and all(index.ndim == 1 for index in indices[where[0] : where[-1] + 1]):
+        in_order = torch.equal(first, torch.arange(move.shape[move.axis], device=first.device))
+        return move.axis if in_order else None
+    return move.axis if move.axis < where[0] else None
+
+
+@_rule("AsStrided")
+def _as_strided(move: Move) -> int | None:
+    """What global pooling makes of a mean, whose memory is dense."""
+    source, node = move.node.next_functions[move.place][0], move.node
+    if operation(source) != "Mean" or move.out != move.shape or node._saved_storage_offset:
+        return None
+    strides = [prod(move.out[axis + 1 :]) for axis in range(len(move.out))]
+    found = zip(move.out, node._saved_stride, strides, strict=True)
+    dense = all(length == 1 or stride == expected for length, stride, expected in found)
+    return move.axis if dense else None
 
 
 @_rule("Stack")
