@@ -327,8 +327,36 @@ def test_merge_of_what_has_changed(change, first: bool):
     assert error(matrix(one), matrix(whole)) <= 1e-10
 
 
-@pytest.mark.parametrize("norm, asked", [(nn.Identity(), 1 + 3), (nn.LayerNorm(4), 3 + 3)])
-def test_batches_are_asked_where_it_matters(norm: nn.Module, asked: int, monkeypatch):
+class Opaque(torch.autograd.Function):
+    """Returns its input; nobody knows that from the graph."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g
+
+
+class Tanh(nn.Module):
+    """Hides which rows belong to which sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Opaque.apply(x.tanh())
+
+
+@pytest.mark.parametrize(
+    "norm, middle, asked",
+    [
+        (nn.Identity(), Tanh(), 1 + 3),
+        (nn.LayerNorm(4), Tanh(), 3 + 3),
+        (nn.LayerNorm(4), nn.Tanh(), 0),
+    ],
+)
+def test_batches_are_asked_where_it_matters(
+    norm: nn.Module, middle: nn.Module, asked: int, monkeypatch: pytest.MonkeyPatch
+):
     """Factors sum over all rows; eigenvalues and exact blocks are made of samples' gradients."""
     count, detect = 0, RecordedBatch.detect
 
@@ -339,7 +367,7 @@ def test_batches_are_asked_where_it_matters(norm: nn.Module, asked: int, monkeyp
 
     monkeypatch.setattr(RecordedBatch, "detect", counted)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), norm, middle, nn.Linear(4, 2)).double()
     data = [(torch.randn(5, 3).double(), torch.randn(5, 2).double()) for _ in range(3)]
     E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
     E.compute_kronecker_factors()

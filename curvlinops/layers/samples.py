@@ -180,7 +180,8 @@ class SampleBackward:
                 for key, layout in self._layouts.items()
                 if key in batch.uses and batch.fits(key, layout)
             }
-        batch.prove()
+        if not self._obeys_rules(batch, batch.prove):
+            return None
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             self._layouts |= batch.layouts
