@@ -295,3 +295,76 @@ def test_common_models_need_no_other_passes(build: type, monkeypatch: pytest.Mon
     torch.testing.assert_close(rows, torch.stack(expected))
     GGNDiagonalLinearOperator(model, loss, params, data).diagonal()
     KFACLinearOperator(model, loss, params, data, kfac_approx="reduce").trace()
+
+
+class Positions(nn.Module):
+    """A row of the output for each token, and a table of positions that sees no sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position, self.head = nn.Linear(5, 5), nn.Embedding(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.token(x) + self.position(torch.arange(4))).tanh()).flatten(0, 1)
+
+
+@pytest.mark.parametrize("cut", [[1, 1], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_tokens_of_one_sample_are_no_samples(cut: list[int], fisher_type: str, approx: str):
+    torch.manual_seed(0)
+    model, num_samples = Positions().double(), sum(cut)
+    X, y = torch.randn(num_samples, 4, 5).double(), torch.randint(3, (num_samples, 4))
+    whole = [(X, y.flatten())]
+    parts = [(x, t.flatten()) for x, t in zip(X.split(cut), y.split(cut), strict=True)]
+
+    def dense(data: list) -> Tensor:
+        params, options = list(model.parameters()), {"fisher_type": fisher_type}
+        # else signs are drawn for each batch
+        options |= {"kfac_approx": approx, "batch_size_fn": len, "exact": fisher_type == "type-2"}
+        K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, **options)
+        return K @ torch.eye(K.shape[1]).double()
+
+    torch.testing.assert_close(dense(parts), dense(whole))
+
+
+class Clipped(nn.Module):
+    """Clips the gradients of a batch together, if they are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x).sin()
+        if z.requires_grad:
+            z.register_hook(lambda g: g * (3 / g.norm()).clamp(max=1.0))
+        return self.second(z)
+
+
+class Nested(nn.Module):
+    """A tensor of tensors in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [row.reshape(2, 3) for row in self.first(x)]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+        return self.second(F.gelu(nested).to_padded_tensor(0.0).reshape(len(x), 6))
+
+
+@pytest.mark.parametrize("build", [Clipped, Nested])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_no_graph_shows(build: type):
+    torch.manual_seed(0)
+    model, loss = build().double(), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(12, 5).double(), torch.randn(12, 2).double()
+    params = list(model.parameters())
+    op = PerSampleGradientLinearOperator(model, loss, params, [(X, y)])
+    rows = op.dense()
+    for n in range(12):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        torch.testing.assert_close(rows[n], torch.cat([g.flatten() for g in grads]))
+    assert set(op.fallbacks) == ({"first.weight", "first.bias"} if build is Clipped else set())

@@ -47,10 +47,10 @@ class TimeFirst(nn.Module):
 class LastToken(nn.Module):
     """Sequences of which one token is read."""
 
-    def __init__(self, settled: bool):
+    def __init__(self, settled: bool, hidden: bool):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.settled = settled
+        self.settled, self.hidden = settled, hidden
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x.flatten(0, 1)))
@@ -58,7 +58,11 @@ class LastToken(nn.Module):
             mean = h.unflatten(0, x.shape[:2]).mean(1)
             h = h + mean.repeat_interleave(x.shape[1], 0)
         h = torch.tanh(self.second(h)).unflatten(0, x.shape[:2])
-        return self.head(h[torch.arange(len(x)), torch.arange(len(x)) % x.shape[1]])
+        # the graph shows what is read in the samples' order
+        own = torch.arange(len(x))
+        order = own.flip(0) if self.hidden else own
+        h = h[order, order % x.shape[1]]
+        return self.head(h[order] if self.hidden else h)
 
 
 class Experts(nn.Module):
@@ -141,12 +145,17 @@ def test_irregular_rows_without_a_gradient_are_inputs():
         torch.testing.assert_close(A, covariance(x[choice == i]))
 
 
+@pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("settled", [True, False])
-def test_several_layouts_are_possible(settled: bool):
+def test_several_layouts_are_possible(settled: bool, hidden: bool):
     """Two sequences of two tokens, of which the first and the last one are read."""
-    model, x, y = LastToken(settled).double(), torch.randn(2, 2, 3).double(), torch.randn(2, 2)
+    model, x, y = (
+        LastToken(settled, hidden).double(),
+        torch.randn(2, 2, 3).double(),
+        torch.randn(2, 2),
+    )
     K = factors(model, [(x, y.double())], "reduce")
-    if settled:
+    if settled or not hidden:
         torch.testing.assert_close(K.input_covariances["first"], covariance(x.mean(1)))
     else:
         with pytest.raises(NotImplementedError, match="no gradient"):

@@ -1,5 +1,6 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
 from curvlinops.layers.search import Search
+
+_LOGGER = logging.getLogger("curvlinops")
 
 #: Operations of a graph whose rows may be in another order on the next batch.
 _DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
@@ -166,17 +169,21 @@ class RecordedBatch:
     def prove(self) -> None:
         """Find layouts, where they are not known yet, that the graph alone shows."""
         missing = self.uses.keys() - self.layouts.keys()
-        if not missing or self.num_samples < 2 or self.output.grad_fn is None:
+        # what hooks do to gradients, no graph shows
+        if not missing or self.num_samples < 2 or self._capture.has_hooks:
             return
-        steps = samples_by_edge(self.output, self._nodes)
-        for key in missing:
-            use, called = self.uses[key].use, self.uses[key].called
-            step = steps.get((called.edge.node, called.edge.output_nr))
-            if step is None or not called.is_whole:
-                continue
-            layout = layout_of(use, called.shape, step, self.output, self.num_samples)
-            if layout is not None:
-                self.layouts[key] = layout
+        try:
+            steps = samples_by_edge(self.output, self._nodes)
+            for key in missing:
+                use, called = self.uses[key].use, self.uses[key].called
+                step = steps.get((called.edge.node, called.edge.output_nr))
+                if step is not None and called.is_whole:
+                    layout = layout_of(use, called.shape, step, self.output, self.num_samples)
+                    self.layouts |= {} if layout is None else {key: layout}
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # nodes and rules of any kind, such as those of nested tensors
+            _LOGGER.info("The graph does not show which rows belong to which sample: %s", error)
 
     def detect(self, keys: list[Key], checking: bool) -> None:
         """Find layouts of some uses, perhaps before a ``check``."""

@@ -112,6 +112,7 @@ class Capture(FunctionMode):
 
     Attributes:
         uses: Recorded uses, in the order of the calls.
+        has_hooks: Whether the model registered hooks on tensors, which may change gradients.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -129,6 +130,7 @@ class Capture(FunctionMode):
         self._changes, self._num_samples = dict(changes or {}), num_samples
         self._calls: Counter[Callable] = Counter()
         self.uses: dict[tuple[Call, int | str], Recorded] = {}
+        self.has_hooks = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -137,6 +139,7 @@ class Capture(FunctionMode):
         kwargs = kwargs or {}
         if func in DIFFERENTIATING:
             raise RuntimeError("it computes gradients itself")
+        self.has_hooks |= func is Tensor.register_hook
         tensors = leaves((args, kwargs))
         tracked = [x for x in tensors if id(x) in self._tracked]
         if not tracked or not torch.is_grad_enabled() or in_transform():

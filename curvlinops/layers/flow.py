@@ -28,7 +28,7 @@ def samples_by_edge(output: Tensor, nodes: Iterable[Any]) -> dict[tuple[Any, int
 
     Args:
         output: The graph's output, whose first axis numbers N > 1 samples.
-        nodes: All nodes of the graph.
+        nodes: All nodes of the graph, which have no hooks.
 
     Returns:
         For each node and number of one of its outputs, the distance s between neighboring samples
@@ -36,6 +36,8 @@ def samples_by_edge(output: Tensor, nodes: Iterable[Any]) -> dict[tuple[Any, int
         nor its gradient depends on other samples. ``None`` where that is not proven.
     """
     num_samples, waiting = len(output), Counter[Any]()
+    if output.grad_fn is None:
+        return {}
     for node in nodes:
         waiting.update(source for source, _ in node.next_functions if source is not None)
     found: dict[tuple[Any, int], int | None] = {

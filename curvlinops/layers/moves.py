@@ -141,7 +141,7 @@ def _index(move: Move) -> int | None:
 
 @_rule("AsStrided")
 def _as_strided(move: Move) -> int | None:
-    """What global pooling makes of a mean, whose memory is dense."""
+    """What global pooling makes of a mean, which PyTorch returns in contiguous memory."""
     source, node = move.node.next_functions[move.place][0], move.node
     if operation(source) != "Mean" or move.out != move.shape or node._saved_storage_offset:
         return None

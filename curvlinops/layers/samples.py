@@ -25,14 +25,14 @@ class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
     Each batch's graph shows which rows of each layer belong to which sample, or, where it does not,
-    its gradients do. Whether what the rules say of
-    a parameter agrees with autograd, the first few samples show, or the first batch where it cannot
-    be cut or does more. Other parameters get one backward pass for each sample, several at once.
+    its gradients do. Whether what the rules say of a parameter agrees with autograd, the first few
+    samples show, or the first batch where it cannot be cut or does more. Other parameters get one
+    backward pass for each sample.
 
     Args:
         name: Names the operator in messages.
         trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
-            batch only, which saves two backward passes on the others.
+            batch only, which saves two backward passes on others whose graph does not show it.
         independent: Whether samples that interact are refused.
         invariant: Whether layers have to be seen in the same way however the data is cut into
             batches and the output shaped: its rows may be parts of the batch's samples, such as
@@ -180,8 +180,9 @@ class SampleBackward:
                 for key, layout in self._layouts.items()
                 if key in batch.uses and batch.fits(key, layout)
             }
-        if not self._obeys_rules(batch, batch.prove):
-            return None
+        # whether layers see the only sample at all, no order of its parts shows
+        if not (self._invariant and samples_in(bound, batch.model_output) == 1):
+            batch.prove()
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
             self._layouts |= batch.layouts
