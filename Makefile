@@ -5,22 +5,26 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
+BASE ?= 7151846
+COMPARE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread per test process: tests are small, and workers must not fight over cores.
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow test-gpu lint format bench docs clean
+.PHONY: help demo test test-all test-slow test-gpu lint format bench compare docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train a small CNN on digits and analyze its curvature"
-	@echo "make test       tests (PYTEST_ARGS=..., WORKERS=2)"
+	@echo "make demo       train a small CNN on digits and analyze its curvature, in less than 40 s"
+	@echo "make test       the core tests, in less than five minutes (PYTEST_ARGS=..., WORKERS=2)"
+	@echo "make test-all   the rest: tests marked extensive"
 	@echo "make test-slow  tests marked slow"
 	@echo "make test-gpu   tests marked gpu"
-	@echo "make lint       ruff check and format check; 'make format' applies both"
+	@echo "make lint       ruff check and format check ('make format' applies both), types"
 	@echo "make bench      benchmarks in docs_src/benchmarks (BENCH_ARGS=...)"
+	@echo "make compare    numbers, times and memory against a commit (BASE=..., COMPARE_ARGS=...)"
 	@echo "make docs       the site, in docs/_build/html"
 	@echo "make clean      remove everything that was built, .venv included"
 
@@ -29,14 +33,18 @@ $(BIN)/python:
 
 # The constraints hold for every install, so that no extra ever moves torch.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"
+	@echo "Installing the package with its extra '$*' into $(VENV): minutes at the first time"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
 
 demo: $(VENV)/.stamp-test
-	$(BIN)/python docs_src/examples/plot_digits_cnn.py
+	@OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python docs_src/examples/plot_digits_cnn.py
 
 test: $(VENV)/.stamp-test
-	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not extensive and not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.stamp-test
+	$(PYTEST) -n $(WORKERS) -m "extensive and not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.stamp-test
 	$(PYTEST) -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS)
@@ -47,6 +55,7 @@ test-gpu: $(VENV)/.stamp-test
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/.stamp-lint
 	$(BIN)/ruff check --fix .
@@ -54,6 +63,9 @@ format: $(VENV)/.stamp-lint
 
 bench: $(VENV)/.stamp-test
 	$(BIN)/python docs_src/benchmarks/products.py $(BENCH_ARGS)
+
+compare: $(VENV)/.stamp-test
+	$(BIN)/python docs_src/benchmarks/compare.py --base $(BASE) $(COMPARE_ARGS)
 
 docs: $(VENV)/.stamp-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -54,6 +54,8 @@ from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.loading import load
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BlockDiagonalLinearOperator",
     "CGInverseLinearOperator",

@@ -1,8 +1,8 @@
 """Building blocks for Kronecker-factored curvature."""
 
-from typing import Any
+from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
@@ -20,7 +20,7 @@ __all__ = [
 
 @free_of_modes
 def loss_hessian_matrix_sqrt(
-    output_one_datum: Tensor, target_one_datum: Tensor, loss_func: Any
+    output_one_datum: Tensor, target_one_datum: Tensor, loss_func: nn.Module | Callable
 ) -> Tensor:
     """Return a square root of the loss's Hessian with respect to one datum's output.
 

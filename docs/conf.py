@@ -1,5 +1,6 @@
 """Configuration of the site; `make docs` builds it, with warnings as errors."""
 
+import importlib.metadata
 import os
 import warnings
 
@@ -9,7 +10,7 @@ os.environ["TQDM_DISABLE"] = "1"
 project = "curvlinops"
 author = "The curvlinops developers"
 copyright = author
-release = "0.1.0"
+release = importlib.metadata.version("curvlinops")
 version = release
 
 extensions = [

@@ -667,7 +667,7 @@ def factors(case: str, name: str, fisher: str) -> Callable[[], None]:
                         assert error(value, expected[key]) <= scale, key
             if together.torch_dtype == torch.float64:
                 assert error(together.trace(), alone.trace()) <= 1e-12
-                assert together.blocks() == alone.blocks()
+                assert together.report() == alone.report()
                 # with null spaces, where bases are not unique, EKFAC's depend on rounding
                 if case == "kfac":
                     assert error(matrix(together), matrix(alone)) <= 1e-12
@@ -764,7 +764,7 @@ def later(model: type[nn.Module], targets: Callable[[Tensor], Tensor], loss: nn.
             for cache in ("auto", "none"):
                 together, alone = both(case, p, cache=cache, **options)
                 assert error(matrix(together), matrix(alone)) <= 1e-12
-                assert together.blocks() == alone.blocks()
+                assert together.report() == alone.report()
                 assert_alike_everywhere(matrix(together))
             if model is Rewired:
                 continue

@@ -1,9 +1,10 @@
-"""The rules of the house: imports go down only, files stay short, the public names are known."""
+"""The rules of the house: imports go down only, the public names are known."""
 
 import ast
 import re
 from pathlib import Path
 
+import mutations
 import pytest
 
 import curvlinops
@@ -68,11 +69,6 @@ def test_layers_import_all_rules():
     assert have_rules <= named
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_short(path: Path):
-    assert len(path.read_text().splitlines()) <= 300
-
-
 #: What makes tensors where PyTorch's default device is, unless told otherwise.
 _FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
 _FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
@@ -96,14 +92,8 @@ def test_public_names_are_those_of_the_api_page():
     assert all(getattr(curvlinops, name).__doc__ for name in documented)
 
 
-def test_the_page_names_all_files():
-    """Under the heading of each folder, and no others."""
-    page = (ROOT.parent / "docs" / "architecture.md").read_text()
-    _, *parts = re.split(r"^#+ (.*)$", page, flags=re.MULTILINE)
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    folders = {path.parent for path in FILES} - {ROOT}
-    for folder in folders:
-        named = re.findall(r"(?<![\w/])\w+\.py", sections[f"`{folder.relative_to(ROOT)}/`"])
-        assert {path.name for path in folder.glob("*.py")} - {"__init__.py"} == set(named)
-    for name in re.findall(r"(?<![\w/])\w+/\w+\.py", page):
-        assert (ROOT / name).exists(), name
+def test_every_folder_has_tests_for_its_mutations():
+    assert mutations.folders().keys() == mutations.TESTS.keys()
+    for test in {test for folder in mutations.TESTS for test in mutations.tests(folder)}:
+        path, _, name = test.partition("::")
+        assert f"def {name}" in Path(path).read_text()

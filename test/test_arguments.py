@@ -176,3 +176,15 @@ def test_signatures_show_what_is_accepted(kind: type):
         kind(**{name: given[name] for name in required}, unknown=1)
     missing = SHARED - shown.keys()
     assert missing == (NO_LOSS if kind in JACOBIANS else set())
+
+
+@pytest.mark.parametrize("kind", ON_DATA)
+def test_misspelt_options_are_refused_before_any_pass(kind: type):
+    class Data:
+        def __iter__(self):
+            raise AssertionError("There is a pass over the data.")
+
+    model = nn.Linear(3, 2)
+    loss = () if kind in JACOBIANS else (nn.MSELoss(),)
+    with pytest.raises(TypeError, match="fisher_typ'"):
+        kind(model, *loss, list(model.parameters()), Data(), fisher_typ="mc")

@@ -25,6 +25,8 @@ from curvlinops import (
 )
 from curvlinops.core.containers import twice
 
+pytestmark = pytest.mark.extensive
+
 
 class Model(nn.Module):
     """A layer that uses a function of a parameter, and a head of which KFAC knows the structure."""
@@ -121,7 +123,7 @@ def build(cls: type, p: Problem, **options: Any) -> KFACLinearOperator:
 
 
 def structures(operator: KFACLinearOperator) -> list[tuple]:
-    return [(b.names, b.structure, b.factors, b.reason) for b in operator.blocks()]
+    return [(b.names, b.structure, b.factors, b.reason) for b in operator.report()]
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -1,11 +1,14 @@
 """The benchmark runs, on a problem with nothing to measure."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.extensive
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,3 +72,26 @@ def test_committed_table_is_complete():
     results = json.loads((ROOT / "docs_src/benchmarks/results/cpu.json").read_text())
     for problem in results["problems"].values():
         assert {"first", "repeated", "torch.func"} <= set(problem["rows"]["Hessian-vector"])
+
+
+DOUBLED = """
+_matmul = HessianLinearOperator.__matmul__
+HessianLinearOperator.__matmul__ = lambda self, x: 2 * _matmul(self, x)
+del GGNLinearOperator
+"""
+
+
+def test_comparison_notices_another_number(tmp_path: Path):
+    shutil.copytree(ROOT / "curvlinops", tmp_path / "curvlinops")
+    with (tmp_path / "curvlinops" / "__init__.py").open("a") as file:
+        file.write(DOUBLED)
+    script = ROOT / "docs_src" / "benchmarks" / "compare.py"
+    options = ["--base", str(tmp_path), "--problems", "tiny", "--repeats", "1"]
+    command = [sys.executable, str(script), *options, "--rows", "Hessian: product", "GGN: product"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 1, found.stderr
+    table, beyond = found.stdout.split("Beyond rounding: 1 of")
+    assert "tiny Hessian: product" in beyond and "5.0e-01" in beyond
+    assert "tiny GGN: product" in table and "only the base refuses: AttributeError" in table
+    options = ["--base", str(tmp_path), "--problems", "test/mlp-ce-mean", "--rows", "Jacobian"]
+    assert subprocess.run([sys.executable, str(script), *options]).returncode == 0

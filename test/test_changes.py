@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -456,6 +456,55 @@ def test_state_of_the_model(case: str, cache: str):
     change(model)
     assert _agree(operator, GGNLinearOperator, arguments)
     assert not torch.allclose(operator @ v, before, rtol=1e-6)
+
+
+class Unlisted(Mapping):
+    """A mapping that reads a value, but cannot be listed, as one of a closed file."""
+
+    value, looks = 2.0, 0
+
+    def __getitem__(self, name: str) -> float:
+        return self.value
+
+    def __iter__(self) -> Iterator[str]:
+        Unlisted.looks += 1
+        raise RuntimeError("closed")
+
+    __len__ = __iter__
+
+
+class Settings(nn.Module):
+    """A layer whose scale is in an attribute that is hard to look at."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.linear, self.own = nn.Linear(3, 2).double(), Unlisted()
+        self.get = self.cached if kind == "cached method" else self.own.get
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, name: str) -> float:
+        return 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get("scale") * self.linear(x)
+
+
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("kind", ["cached method", "mapping"])
+def test_what_cannot_be_compared_counts_as_changed(kind: str, cache: str):
+    torch.manual_seed(0)
+    model, X, y = Settings(kind), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    if kind == "cached method":
+        del model.own
+    data, params = [(X, y)], list(model.parameters())
+    plain = GGNLinearOperator(model.linear, nn.MSELoss(), params, data)
+    operator = GGNLinearOperator(model, nn.MSELoss(), params, data, cache=cache)
+    V, looks = torch.eye(8).double(), Unlisted.looks
+    for scale in (2.0, 2.0, 2.0, 3.0, 3.0):
+        if kind == "mapping":
+            model.own.value = scale
+        torch.testing.assert_close(operator @ V, model.get("scale") ** 2 * (plain @ V))
+    assert cache != "none" or Unlisted.looks == looks  # nothing is compared
 
 
 def test_global_hooks():

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 import curvlinops
 from curvlinops.layers.uses import RULES, Rule, Use
 
+pytestmark = pytest.mark.extensive
+
 N = 6
 
 

@@ -14,7 +14,7 @@ import torch
 from contract import ALL, CASES, EXACT, RANDOM, dense, error, errors, matrix, vectors
 from torch import Tensor, nn
 
-from curvlinops import IdentityLinearOperator, TorchLinearOperator
+from curvlinops import CGInverseLinearOperator, IdentityLinearOperator, TorchLinearOperator
 from curvlinops.core import columns
 from curvlinops.losses import Loss
 
@@ -59,6 +59,7 @@ def test_equals_dense_reference(case: str, problem: str):
     assert error(operator @ v, expected @ v.double()) <= p.tolerance
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
 def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
     """Where graphs are large, or none are kept, the tangents come from a pass of their own."""
@@ -93,6 +94,46 @@ def test_linear_and_adjoint(case: str, problem: str):
     assert error(U.T @ AV, AtU.T @ V) <= p.tolerance
     assert error(U.T @ operator, AtU.T) <= p.tolerance
     assert error(operator.adjoint().T @ V, AV) <= p.tolerance
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_to_dense(case: str):
+    p = problems.make("mlp-mse-mean")
+    operator = ALL[case].build(p)
+    assert error(operator.to_dense(), matrix(operator)) <= p.tolerance
+    assert error(operator.T.to_dense(), matrix(operator).T) <= p.tolerance
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if ALL[case].square])
+def test_damped(case: str):
+    p = problems.make("mlp-mse-mean")
+    operator = ALL[case].build(p)
+    damped = operator.damped(0.1)
+    assert damped.self_adjoint and damped.space.names == operator.space.names
+    assert hasattr(damped, "inverse") == case.endswith("kfac")  # these have structure
+    expected = matrix(operator) + 0.1 * torch.eye(len(matrix(operator)))
+    assert error(matrix(damped), expected) <= p.tolerance
+
+
+def test_representation():
+    """It says what an operator is, and what it was given that is not the default."""
+    p = problems.make("mlp-mse-mean")
+    H, K = ALL["hessian"].build(p), ALL["kfac"].build(p, fisher_type="type-2")
+    sampled = ALL["ggn-mc"].build(p, block_sizes=[1, 3], cache="none")
+    about = "MSELoss, reduction='mean', 5 samples in 2 batches"
+    size = "27 x 27, float64, cpu"
+    expected = {
+        H: f"Hessian({about}, {size})",
+        sampled: f"GGN({about}, block_sizes=[1, 3], {size}, cache='none', mc_samples=2)",
+        ALL["jacobian"].build(p): "Jacobian(5 samples in 2 batches, 15 x 27, float64, cpu)",
+        K: f"KFAC({about}, {size}, fisher_type='type-2', fallback='dense')",
+        K.inverse(0.1): f"KFACInverse(4 blocks, {size}, damping=0.1)",
+        CGInverseLinearOperator(H, damping=0.1): f"CGInverse(Hessian, {size}, damping=0.1)",
+    }
+    for operator, text in expected.items():
+        assert repr(operator) == text.replace("(", "LinearOperator(", 1)
+    unread = ALL["hessian"].build(p, check_deterministic=False)
+    assert "data not read yet" in repr(unread)
 
 
 @pytest.mark.parametrize("case, problem", pairs([c for c in EXACT if CASES[c].square], CORE))
@@ -207,6 +248,7 @@ def test_positive_semidefinite(case: str, problem: str):
 # --- Monte-Carlo Fishers
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("case, problem", pairs(RANDOM, MC))
 def test_samples_repeat(case: str, problem: str):
     p = problems.make(problem)
@@ -370,7 +412,7 @@ METHODS = {
 
 def passes(operator: TorchLinearOperator, capsys: pytest.CaptureFixture) -> list[str]:
     """Return for what progress bars were shown, each name of an operator and a device checked."""
-    labels = re.findall(r"\r(.*?): +\d+%", capsys.readouterr().err)
+    labels = re.findall(r"\r([^\r]*?): +\d+%", capsys.readouterr().err)
     parts = [re.fullmatch(r"(\w+)\.(\w+) on cpu", label) for label in labels]
     assert {part[1] for part in parts} == {type(operator).__name__}
     return list(dict.fromkeys(part[2] for part in parts))

@@ -105,14 +105,6 @@ COMPARED: dict[str, tuple[Callable, bool]] = {
         False,
     ),
     "product": (lambda: _used(GGNLinearOperator(*_net()), lambda A: A @ vectors(A)), True),
-    "product without a cache": (
-        lambda: _used(GGNLinearOperator(*_net(), cache="none"), lambda A: A @ vectors(A)),
-        False,
-    ),
-    "product without room": (
-        lambda: _used(GGNLinearOperator(*_net(), cache=0), lambda A: A @ vectors(A)),
-        False,
-    ),
 }
 
 

@@ -17,6 +17,8 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
+pytestmark = pytest.mark.extensive
+
 Data = list[tuple[Tensor, Tensor]]
 
 

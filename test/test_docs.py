@@ -6,6 +6,7 @@ import pkgutil
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
@@ -15,7 +16,8 @@ import curvlinops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-PAGES += [f"docs/{page}.md" for page in ("quickstart", "per_sample", "kfac", "solvers", "spectra")]
+NAMES = ("quickstart", "migration", "per_sample", "kfac", "solvers", "spectra")
+PAGES += [f"docs/{name}.md" for name in NAMES]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: The environment variable and its value with which pages of the gallery do less.
@@ -29,12 +31,43 @@ def blocks(page: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
 
 
+def test_versions_agree():
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest[1] == cited[1] == curvlinops.__version__
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = blocks(page)
     assert "import" in code
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+def calls(page: str) -> list[str]:
+    """Return the code in the columns "call" of a page's tables."""
+    found, column = [], None
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 1:
+            column = None
+        elif column is None:
+            column = cells.index("call") if "call" in cells else -1
+        elif column > 0:
+            found += re.findall(r"`([^`]+)`", cells[column])
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/migration.md"])
+def test_calls_in_tables_run(page: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(blocks(page), namespace)
+    namespace |= {name: getattr(curvlinops, name) for name in curvlinops.__all__}
+    assert len(calls(page)) > 10
+    for call in calls(page):
+        eval(call, namespace)
 
 
 def test_docstrings_run():
@@ -58,6 +91,7 @@ def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         plt.close("all")
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_examples_run(script: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv(*FAST)

@@ -1,5 +1,7 @@
 """Eigenpairs: against dense linear algebra, on spectra of all kinds, and against scipy."""
 
+import pickle
+
 import numpy as np
 import problems
 import pytest
@@ -31,7 +33,8 @@ def wanted(values: np.ndarray, k: int, which: str) -> np.ndarray:
 
 def check(A: np.ndarray, pairs: Eigenpairs, k: int, which: str, tolerance: float) -> None:
     """Compare with dense linear algebra in double precision."""
-    values, vectors, residuals = (np.asarray(part, dtype=np.float64) for part in pairs)
+    parts = (*pairs, pairs.residuals)
+    values, vectors, residuals = (np.asarray(part, dtype=np.float64) for part in parts)
     true = wanted(np.linalg.eigvalsh(A), k, which)
     scale = max(np.abs(np.linalg.eigvalsh(A)).max(), 1e-30)
     np.testing.assert_allclose(values, true, atol=tolerance * scale)
@@ -61,7 +64,8 @@ def test_blocks(name: str, which: str, block_size: int):
 @pytest.mark.parametrize("name, which", [pair for pair in SPECTRA if pair[0] != "zero"])
 def test_tolerance_on_true_residuals(name: str, which: str, tol: float):
     A = spectra.matrix(name)
-    values, vectors, residuals = eigsh(A, 4, which, tol=tol, seed=0)
+    values, vectors = pairs = eigsh(A, 4, which, tol=tol, seed=0)
+    residuals = pairs.residuals
     exact = np.linalg.norm(A @ vectors - vectors * values, axis=0)
     rounding = 1e-13 * np.abs(A).max() * len(A)
     assert (exact <= 2 * tol * np.abs(values) + rounding).all()
@@ -81,11 +85,11 @@ def test_tolerance_at_eigenvalues_of_zero(
     values = np.r_[np.zeros(zeros), others]
     A = sp.diags_array(values)
     for seed in seeds:  # what confirmations drop of other pairs must not stay in those of zero
-        found, vectors, residuals = eigsh(A, k, which, tol=1e-3, seed=seed)
+        found, vectors = pairs = eigsh(A, k, which, tol=1e-3, seed=seed)
         np.testing.assert_allclose(found, wanted(np.sort(values), k, which), atol=1e-5)
         exact = np.linalg.norm(A @ vectors - vectors * found, axis=0)
         assert (exact <= 2e-3 * np.abs(found) + 1e-13 * np.abs(values).max()).all()
-        assert (exact <= 2 * residuals + 1e-13 * np.abs(values).max()).all()
+        assert (exact <= 2 * pairs.residuals + 1e-13 * np.abs(values).max()).all()
 
 
 @pytest.mark.parametrize("k", [1, 5, 6, 7])
@@ -176,7 +180,8 @@ def test_no_more_products_than_scipy_on_a_network(case: str, which: str):
 def test_half_precision_operator(case: str, problem: str):
     operator = CASES[case].build(problems.make(problem))
     A = (operator @ torch.eye(operator.shape[0])).double().numpy()
-    values, _, residuals = eigsh(operator, 3, "LA", seed=0)
+    pairs = eigsh(operator, 3, "LA", seed=0)
+    values, residuals = pairs.eigenvalues, pairs.residuals
     true = np.linalg.eigvalsh((A + A.T) / 2)
     # products are rounded to eight bits; residuals say so
     np.testing.assert_allclose(values, true[-3:], atol=1e-2 * np.abs(true).max())
@@ -202,16 +207,28 @@ def test_single_precision_operator():
 def test_kinds_of_matrices(convert, kind: type):
     A = spectra.matrix("multiple")
     pairs = eigsh(convert(A), 3, "LA", seed=0)
-    assert all(isinstance(part, kind) for part in pairs)
+    assert all(isinstance(part, kind) for part in (*pairs, pairs.residuals))
     check(A, pairs, 3, "LA", 1e-13)
+
+
+def test_result_unpacks_like_that_of_scipy():
+    A = spectra.matrix("multiple")
+    pairs = eigsh(A, 3, "LA", seed=0)
+    copied = pickle.loads(pickle.dumps(pairs))
+    for found in (pairs, copied):
+        values, vectors = found
+        assert len(found) == 2 and found[0] is values and found[-1] is vectors
+        assert values is found.eigenvalues and vectors is found.eigenvectors
+        check(A, found, 3, "LA", 1e-13)
+        assert found.num_products == pairs.num_products > 0
 
 
 def test_low_precision_products_in_double_precision():
     A = spectra.matrix("power", np.float32)
     rounded = sla.LinearOperator(A.shape, lambda x: A @ x.astype(np.float32), dtype=float)
-    values, vectors, residuals = eigsh(rounded, 3, seed=0)
+    values, vectors = pairs = eigsh(rounded, 3, seed=0)
     exact = np.linalg.norm(A.astype(float) @ vectors - vectors * values, axis=0)
-    assert 1e-9 < residuals.max() < 1e-6 and exact.max() < 1e-6
+    assert 1e-9 < pairs.residuals.max() < 1e-6 and exact.max() < 1e-6
 
 
 def test_start_vectors_and_seeds():
@@ -265,6 +282,7 @@ def test_multiple_eigenvalues_are_all_found(seed: int):
     np.testing.assert_allclose(eigsh(A, 4, "SA", seed=seed)[0], 0, atol=1e-12)
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("which, others", [("LA", []), ("SA", [1.7, 1.5]), ("LM", [])])
 @pytest.mark.parametrize("gap, tol", [(0.1, 1e-2), (0.4, 1e-2), (0.05, 1e-3), (0.03, 1e-4)])
 def test_copies_above_dense_eigenvalues_are_rarely_missed(
@@ -327,6 +345,7 @@ def test_bound_on_what_is_missing_outlives_restarts(which: str, point: int, seed
     assert 1 / float(confirmation._sum) == pytest.approx(weight, rel=1e-6)
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize(
     "copies, gap, which, k", [(2, 1e-3, "SA", 3), (5, 0.01, "SA", 6), (5, 0.01, "BE", 7)]
 )
@@ -363,10 +382,10 @@ def test_without_convergence():
     with pytest.raises(ConvergenceError, match=r"after \d+ products [1-4] of 4 pairs .* maxiter"):
         eigsh(A, 4, "SA", ncv=12, maxiter=3, on_failure="raise", seed=0)
     with pytest.warns(ConvergenceWarning, match="residuals reach") as record:
-        values, vectors, residuals = eigsh(A, 4, "SA", ncv=12, maxiter=3, seed=0)
+        values, vectors = pairs = eigsh(A, 4, "SA", ncv=12, maxiter=3, seed=0)
     assert record[0].filename == __file__
     exact = np.linalg.norm(A @ vectors - vectors * values, axis=0)
-    np.testing.assert_allclose(residuals, exact, rtol=1e-6)
+    np.testing.assert_allclose(pairs.residuals, exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -166,10 +166,15 @@ def test_refused_inverses(options: dict, message: str):
         build(p, "type-2").inverse(**options)
 
 
-def test_forward_only_is_refused():
+@pytest.mark.parametrize(
+    "fisher, message", [("forward-only", "EKFAC needs gradients"), ("type2", "must be one of")]
+)
+def test_fisher_types_are_refused_before_any_pass(fisher: str, message: str):
     p = problems.make("mlp-ce-mean")
-    with pytest.raises(ValueError, match="EKFAC needs gradients"):
-        build(p, "forward-only")
+    data = Failing(p.data, at=1)
+    with pytest.raises(ValueError, match=message):
+        build(replace(p, data=data), fisher)
+    assert data.passes == 0
 
 
 class Failing:

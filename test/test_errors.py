@@ -916,6 +916,36 @@ def test_forward_mode_of_a_closure():
         build(model=lambda x: x @ weight, params=[weight], autodiff="forward")
 
 
+SECOND_BATCHES = {
+    "another dtype": (X[3:].double(), "dtype", "shape [2, 3], torch.float64"),
+    "another width": (X[3:, :2], "shapes cannot", "shape [2, 2], torch.float32"),
+    "no tensor": ("text", "must be Tensor", "str"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [HessianLinearOperator, PerSampleGradientLinearOperator, KFACLinearOperator]
+)
+@pytest.mark.parametrize("name", SECOND_BATCHES)
+def test_errors_in_the_model_name_the_batch(name: str, kind: type):
+    second, match, description = SECOND_BATCHES[name]
+    for check in (True, False):
+        with pytest.raises((RuntimeError, TypeError), match=match) as caught:
+            multiply(data=[DATA[0], (second, Y[3:])], kind=kind, check_deterministic=check)
+        assert caught.value.__notes__ == [f"(in batch 1 of the data, X of {description})"]
+
+
+def test_errors_in_the_loss_name_the_batch():
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target.expand_as(output)).square().sum()
+
+    wrong = [(X[:3], X[:3]), (X[3:], X)]
+    with pytest.raises(RuntimeError, match="expand") as caught:
+        multiply(loss=loss, data=wrong, reduction="sum")
+    notes = caught.value.__notes__
+    assert notes.count("(in batch 1 of the data, X of shape [2, 3], torch.float32)") == 1
+
+
 def test_batch_size_fn_is_a_function():
     with pytest.raises(TypeError, match=r"batch_size_fn must be a function.*got int"):
         build(batch_size_fn=5)

@@ -18,6 +18,8 @@ from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode
 from curvlinops.core.risk import BatchRisk
 
+pytestmark = pytest.mark.extensive
+
 N, SIZES = 32, (32, 32)
 
 

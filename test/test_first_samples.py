@@ -14,6 +14,8 @@ import curvlinops
 from curvlinops.core.data import Batch, first_samples
 from curvlinops.core.risk import BatchRisk
 
+pytestmark = pytest.mark.extensive
+
 N = 16
 
 

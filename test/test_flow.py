@@ -18,6 +18,8 @@ from curvlinops.core.graph import graph_nodes
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.flow import samples_by_edge
 
+pytestmark = pytest.mark.extensive
+
 N = 3
 
 

@@ -14,6 +14,8 @@ from curvlinops.core.activations import ACTIVATIONS
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 
+pytestmark = pytest.mark.extensive
+
 X, BAGS = (4, 3, 5), torch.tensor([[0, 1, 6], [1, 1, 2]])
 
 

@@ -47,6 +47,7 @@ AWKWARD = [
 SQUARE = [name for name, case in CASES.items() if case.square]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("cache", ["graph", "auto", 10**9, 0])
 @pytest.mark.parametrize("case, problem", pairs(EXACT, AWKWARD))
 def test_agrees_with_fresh_products(case: str, problem: str, cache):
@@ -303,6 +304,7 @@ def test_changes_are_noticed(case: str, change: str):
     assert _agree(w, case, operator)
 
 
+@pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
 @settings(max_examples=60, deadline=None)
 @given(
@@ -407,6 +409,46 @@ def test_batches_of_other_kinds():
         x.data.mul_(2)
         fresh = curvlinops.HessianLinearOperator(*arguments, cache="none", **options)
         assert error(H @ v, fresh @ v) <= 1e-10
+
+
+# --- models that draw random numbers
+
+
+@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("case", CASES)
+def test_random_models_follow_the_seed(case: str, cache: str):
+    """Each product is that of the model with the mask that Dropout draws with this seed."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(3, 8).double(), nn.Linear(8, 2).double()
+    scale = nn.Parameter(torch.ones(6, 8).double(), requires_grad=False)
+    X, y = torch.randn(6, 3).double(), torch.randint(2, (6,))
+    params = [*first.parameters(), *last.parameters()]
+
+    def build(middle: nn.Module, **options) -> curvlinops.TorchLinearOperator:
+        entry, model = CASES[case], nn.Sequential(first, nn.Tanh(), middle, last)
+        loss = (nn.CrossEntropyLoss(),) if entry.takes_loss else ()
+        options |= dict(entry.arguments) | {"check_deterministic": False}
+        return entry.operator(model, *loss, params, [(X, y)], **options)
+
+    operator, masked = build(nn.Dropout(), cache=cache), Masked(scale)
+    v = torch.arange(operator.shape[1]).double()
+    for seed in (1, 1, 2, 3, 1):
+        torch.manual_seed(seed)
+        scale.data = nn.functional.dropout(torch.ones_like(scale))
+        expected = build(masked, cache="none") @ v
+        torch.manual_seed(seed)
+        torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """Dropout with a given mask."""
+
+    def __init__(self, scale: Tensor):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale[: len(x)]
 
 
 # --- batches that are parts of something larger
@@ -590,6 +632,7 @@ def _live_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "cnn", "transformer-tied", "checkpoint"])
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_flat(case: str, problem: str):
@@ -605,6 +648,7 @@ def test_memory_is_flat(case: str, problem: str):
     assert operator._kept._used == size
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("problem", ["cnn", "transformer-tied", "checkpoint", "lstm-packed"])
 @pytest.mark.parametrize("case", [c for c in CASES if c != "ggn-diagonal"])  # it keeps no graph
 def test_freed_with_the_operator(case: str, problem: str):

@@ -298,7 +298,7 @@ def test_fallbacks(name: str):
     p = problems.make(name)
     exact = blocks_of(reference.empirical_fisher(p, terms="sample"), p.params)
     dense = build(p, "empirical", fallback="dense")
-    known = [block.structure == "dense" for block in dense.blocks()]
+    known = [block.structure == "dense" for block in dense.report()]
     found, offset = matrix(dense), 0
     diagonal = build(p, "empirical", fallback="diagonal").diagonal()
     for is_dense, param in zip(known, p.params, strict=True):
@@ -334,7 +334,7 @@ def test_blocks_by_vector(double, limit: int):
     K = build(p, "type-2", max_factor_size=limit)
     expected = vectors if limit == 14 else exact.diagonal().diag()
     assert error(matrix(K), expected) <= 1e-10
-    assert ("for each of 6 vectors" if limit == 14 else "max_factor_size") in K.blocks()[0].reason
+    assert ("for each of 6 vectors" if limit == 14 else "max_factor_size") in K.report()[0].reason
 
 
 def test_dense_fallbacks_that_are_too_large(double):
@@ -345,8 +345,8 @@ def test_dense_fallbacks_that_are_too_large(double):
     )
     p = problem(model, [torch.randn(4, 3)], nn.MSELoss())
     K = build(p, "type-2", fallback="dense", max_factor_size=2)
-    assert [block.structure for block in K.blocks()] == ["diagonal", "dense"]
-    assert "larger than max_factor_size=2" in K.blocks()[0].reason
+    assert [block.structure for block in K.report()] == ["diagonal", "dense"]
+    assert "larger than max_factor_size=2" in K.report()[0].reason
     assert error(K.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
 
 
@@ -455,9 +455,8 @@ def test_order_and_subsets_of_parameters():
     assert error(joint, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_models_have_float32_factors(dtype: torch.dtype):
-    p = problems.make("cnn")
+def test_low_precision_models_have_float32_factors():
+    p, dtype = problems.make("cnn"), torch.bfloat16
     p.model.to(dtype)
     data = [(X.to(dtype), y) for X, y in p.data]
     operator = build(replace(p, data=data), "empirical")
@@ -479,7 +478,7 @@ def test_double_stays_double():
 
 def test_blocks_report():
     p = problems.make("transformer-tied")
-    reports = {report.names[0]: report for report in build(p, "type-2", joint=True).blocks()}
+    reports = {report.names[0]: report for report in build(p, "type-2", joint=True).report()}
     tied = reports["embed.weight"]
     assert tied.structure == "kronecker" and tied.factors == (
         (1, 5, 5),
@@ -493,9 +492,9 @@ def test_blocks_report():
 
 def test_blocks_report_diagonal_gradient_factors():
     p = problems.make("mlp-ce-mean")  # 4 -> 3 -> 3
-    [large, *_] = build(p, "type-2", max_factor_size=2).blocks()
+    [large, *_] = build(p, "type-2", max_factor_size=2).report()
     assert "gradient factor diagonal: it is too large" in large.reason
-    [identity, *_] = build(p, "forward-only").blocks()
+    [identity, *_] = build(p, "forward-only").report()
     assert identity.reason == "gradient factor diagonal: the identity by fisher_type"
 
 
@@ -504,7 +503,7 @@ def test_large_factors_become_diagonal(joint: bool):
     p = problems.make("mlp-ce-mean")  # 4 -> 3 -> 3
     full = build(p, "type-2", joint=joint)
     small = build(p, "type-2", joint=joint, max_factor_size=3)
-    assert small.blocks()[0].factors == ((1, 3, 3), (1, 4 + joint))
+    assert small.report()[0].factors == ((1, 3, 3), (1, 4 + joint))
     A, B = full.input_covariances["0"], full.gradient_covariances["0"]
     torch.testing.assert_close(small.input_covariances["0"], A.diagonal())
     torch.testing.assert_close(small.gradient_covariances["0"], B)
@@ -521,6 +520,30 @@ def test_factors_by_module():
     size = p.model[6].weight.numel()
     block = matrix(operator)[-size - 2 : -2, -size - 2 : -2]
     assert error(block, torch.kron(B, A)) <= 1e-12
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_blocks_by_the_names_of_their_parameters(cls: type, joint: bool):
+    p = problems.make("mlp-ce-mean")
+    names = ["0, weight", "0, bias", "2", "2, bias"]  # of a function's parameters
+    params = dict(zip(names, p.params, strict=True))
+
+    def forward(params: dict, X: torch.Tensor) -> torch.Tensor:
+        state = zip(dict(p.model.named_parameters()), params.values(), strict=True)
+        return torch.func.functional_call(p.model, dict(state), (X,))
+
+    options = {"fisher_type": "type-2", "separate_weight_and_bias": not joint}
+    K = cls(forward, p.loss, params, p.data, **options)
+    expected = [tuple(names[:2]), tuple(names[2:])] if joint else [(name,) for name in names]
+    assert [block.names for block in K.report()] == expected
+    inverses = [K.inverse(0.1), K.inverse(0.1, use_exact_damping=True)]
+    for operator in (K, *inverses):
+        assert list(operator.blocks) == expected
+        dense = matrix(operator)
+        for key, block in operator.blocks.items():
+            index = torch.cat([torch.arange(len(dense))[K.space.slice(name)] for name in key])
+            assert error(block.to_dense(), dense[index][:, index]) <= 1e-12
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -563,7 +586,7 @@ def test_refused_models_and_data():
         build(replace(p, model=norm, params=list(norm.parameters())), "type-2")
     with pytest.raises((TypeError, ValueError), match="iterator|once"):
         build(replace(p, data=iter(p.data)), "type-2")
-    with pytest.raises(NotImplementedError, match="sampled"):
+    with pytest.raises(NotImplementedError, match="sampled.*fisher_type='empirical'"):
         q = problems.make("mlp-l1-mean")
         build(q, "mc")
     norm.eval()
@@ -683,11 +706,11 @@ def test_bias_without_a_joint_block_says_why():
     model = nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 3)).double()
     data = [(torch.randn(4, 2, 2).double(), torch.tensor([0, 1, 2, 0]))]
     arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
-    blocks = KFACLinearOperator(*arguments, separate_weight_and_bias=False).blocks()
+    blocks = KFACLinearOperator(*arguments, separate_weight_and_bias=False).report()
     reasons = {block.names: block.reason for block in blocks}
     assert list(reasons) == [("0.weight",), ("0.bias",), ("2.weight", "2.bias")]
     assert "transposed convolutions" in reasons["0.bias",] and not reasons["0.weight",]
-    separate = KFACLinearOperator(*arguments).blocks()
+    separate = KFACLinearOperator(*arguments).report()
     assert [block.reason for block in separate] == [""] * 4
 
 

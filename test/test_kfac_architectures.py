@@ -17,6 +17,8 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
+pytestmark = pytest.mark.extensive
+
 
 class Parts(nn.Module):
     """Named layers, and a function of these and the input.
@@ -215,7 +217,7 @@ def test_gathered_weights():
     x, y = torch.randn(8, 4).double(), torch.randint(2, (8,))
     params = {"weight": model.weight}
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(x, y)])
-    (block,) = operator.blocks()
+    (block,) = operator.report()
     assert block.factors == ((1, 12, 12), (1, 3))
     choice = (x[:, :2] > 0).sum(1)
     frequency = torch.bincount(choice, minlength=3) / 8
@@ -248,7 +250,7 @@ def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
         model = Parts(routed(number), **parts)
         arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
         operator = cls(*arguments, fisher_type="type-2")
-        assert {block.structure for block in operator.blocks()} == {"kronecker"}
+        assert {block.structure for block in operator.report()} == {"kronecker"}
         found.append(matrix(operator))
     assert error(*found) <= 1e-9
 
@@ -267,7 +269,7 @@ def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
     model = Parts(attend, **layers, head=nn.Linear(4, 3)).double()
     data = [(torch.randn(n, 5, 4).double(), torch.randint(3, (n,))) for n in (3, 2)]
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
-    assert {block.structure for block in operator.blocks()} == {"kronecker"}
+    assert {block.structure for block in operator.report()} == {"kronecker"}
 
 
 class RMSNorm(nn.Module):
@@ -352,6 +354,6 @@ def test_grouped_products_of_experts(cls: type):
         model = Parts(routed(multiply), **parts)
         arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
         operator = cls(*arguments, fisher_type="type-2")
-        assert {block.structure for block in operator.blocks()} == {"kronecker"}
+        assert {block.structure for block in operator.report()} == {"kronecker"}
         found.append(matrix(operator))
     assert error(*found) <= 1e-5

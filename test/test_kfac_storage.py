@@ -1,8 +1,13 @@
 """The life of factors: when they are computed, how they are saved, updated and merged."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import problems
@@ -13,6 +18,7 @@ from problems import Problem
 from safetensors.torch import save_file
 from torch import nn
 
+import curvlinops
 from curvlinops import (
     EKFACLinearOperator,
     IdentityLinearOperator,
@@ -21,6 +27,7 @@ from curvlinops import (
     SubmatrixLinearOperator,
 )
 
+ROOT = Path(curvlinops.__file__).parents[1]
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 both = pytest.mark.parametrize("cls", CLASSES)
 
@@ -70,7 +77,7 @@ DERIVED = {
     "eigendecomposition": (lambda K: K.eigh(), False),
     "structure": (lambda K: K.structure, False),
     "adjoint": (lambda K: K.T, True),
-    "sum": (lambda K: K + K, True),
+    "sum": (lambda K: K + K, False),
     "submatrix": (lambda K: SubmatrixLinearOperator(K, [0, 1], [0, 1]), True),
 }
 
@@ -305,7 +312,7 @@ def test_counts_below_one():
 def test_failed_updates_change_nothing(cls: type, fisher: str, approx: str):
     p = problems.make("mlp-ce-mean")
     operator = build(cls, p, fisher_type=fisher, kfac_approx=approx, fallback="diagonal")
-    before, blocks = matrix(operator), operator.blocks()
+    before, blocks = matrix(operator), operator.report()
     X, y = p.data[0]
     message = {0: "loss on batch . is nan", 2: "Batch 2: CrossEntropyLoss", 3: "has targets from"}
     for i, batch in enumerate(
@@ -315,7 +322,7 @@ def test_failed_updates_change_nothing(cls: type, fisher: str, approx: str):
             operator.update(batch, decay=0.5)
         assert torch.equal(matrix(operator), before)
     operator.compute_kronecker_factors()  # nothing is concluded from numbers that are none
-    assert operator.blocks() == blocks
+    assert operator.report() == blocks
     assert error(matrix(operator), before) <= 1e-12
 
 
@@ -389,6 +396,133 @@ def test_refused_merges():
             operator.merge(other)
     with pytest.raises(ValueError):
         operator.merge(build(KFACLinearOperator, replace(p, params=p.params[:2])))
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+def cubes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 3).sum()
+
+
+cubes.__name__ = cubes.__qualname__ = "squares"
+
+
+def times(factor: Any):
+    """Return a loss with a value in its closure."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (factor * (output - target) ** 2).sum()
+
+    return loss
+
+
+class Squares(nn.Module):
+    """A loss of the user's own, with options, a tensor, and a loss of PyTorch inside."""
+
+    def __init__(self, factor: float = 1.0, weight: float = 1.0, beta: float = 1.0):
+        super().__init__()
+        self.factor, self.inner = factor, nn.SmoothL1Loss(beta=beta, reduction="sum")
+        self.register_buffer("weight", torch.tensor(weight))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.weight * self.inner(output, target)
+
+
+class Subclass(Squares):
+    """Computes something else under the same options."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(output, target)
+
+
+Subclass.__name__ = Subclass.__qualname__ = "Squares"
+
+
+class Callable:
+    """No module."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * squares(output, target)
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor, k: float) -> torch.Tensor:
+    return k * squares(output, target)
+
+
+doubled = times(2.0)
+#: A loss, the same one again, and others that compute something else.
+LOSSES = {
+    "function": (squares, squares, [cubes, lambda o, t: squares(o, t)]),
+    "lambda": (add := lambda o, t: (o + t).sum(), add, [lambda o, t: (o - t).sum()]),
+    "closure": (doubled, doubled, [times(3.0), times(2.0)]),
+    "partial": (partial(weighted, k=2), partial(weighted, k=2), [partial(weighted, k=3)]),
+    "module": (Squares(), Squares(), [Squares(2.0), Squares(weight=2.0), Squares(beta=2.0)]),
+    "class": (Squares(), Squares(), [Subclass()]),
+    "object": (called := Callable(1.0), called, [Callable(2.0)]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_user_are_compared(name: str):
+    """Also those of one name."""
+    p = problems.make("mlp-mse-sum")
+    one, same, others = LOSSES[name]
+
+    def make(loss: Any) -> KFACLinearOperator:
+        return build(
+            KFACLinearOperator, replace(p, loss=loss), fisher_type="empirical", reduction="sum"
+        )
+
+    first = make(one)
+    expected = 2 * first.trace()
+    state = first.state_dict()
+    make(same).load_state_dict(state)
+    for other in others:
+        with pytest.raises(ValueError, match="differs in loss: .* Functions are compared by"):
+            make(other).load_state_dict(state)
+        with pytest.raises(ValueError, match="The other operator differs in loss"):
+            first.merge(make(other))
+    first.merge(make(same))
+    torch.testing.assert_close(first.trace(), expected)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from curvlinops import KFACLinearOperator
+
+scale = 2.0
+
+def my_loss(output, target):
+    return scale * ((output - target) ** 2).sum()
+
+torch.manual_seed(0)
+model, data = nn.Linear(3, 2), [(torch.randn(4, 3), torch.randn(4, 2))]
+options = {"fisher_type": "empirical", "reduction": "sum"}
+K = KFACLinearOperator(model, my_loss, list(model.parameters()), data, **options)
+getattr(K, sys.argv[1])("factors")
+unnamed = lambda o, t: scale * my_loss(o, t)
+K = KFACLinearOperator(model, unnamed, list(model.parameters()), data, **options)
+try:
+    getattr(K, sys.argv[1])("unnamed")
+except ValueError as error:
+    assert sys.argv[1] == "load" and "lambdas" in str(error)
+else:
+    assert sys.argv[1] == "save"
+"""
+
+
+def test_losses_of_the_user_in_another_process(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for seed, method in enumerate(["save", "load"]):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "script.py", method]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 @both
@@ -511,8 +645,8 @@ def test_experts_that_are_used_later(cls: type, approx: str, joint: bool):
     one.merge(two)
     loaded = build(data)
     loaded.load_state_dict(updated.state_dict())
-    assert {block.structure for block in updated.blocks()} == {"kronecker", "dense", "zero"}
-    assert updated.blocks() == whole.blocks() == one.blocks()
+    assert {block.structure for block in updated.report()} == {"kronecker", "dense", "zero"}
+    assert updated.report() == whole.report() == one.report()
     assert error(updated.trace(), whole.trace()) <= 1e-12
     for other in [one] if cls is EKFACLinearOperator else [one, updated]:
         assert error(matrix(other), matrix(whole)) <= 1e-12

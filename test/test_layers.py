@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_real_models import resnet, unet, vit
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_map
 
 from curvlinops import (
@@ -693,6 +694,59 @@ def test_traits_of_rules(trait: str, rules_of_ones_own: None):
         "in_place": lambda x, scale: _times(2 * x, scale) + x,
     }
     check(Call(functions[trait], (4,)), vectors())
+
+
+def _by_attribute(x: Tensor, weight: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((x, weight)):
+        return torch.overrides.handle_torch_function(_by_attribute, (x, weight), x, weight)
+    return F.linear(x, weight)
+
+
+def _by_name(x: Tensor, weight: Tensor) -> Tensor:
+    if has_torch_function((x, weight)):
+        return handle_torch_function(_by_name, (x, weight), x, weight)
+    return F.linear(x, weight)
+
+
+def _by_own_import(x: Tensor, weight: Tensor) -> Tensor:
+    from torch.overrides import handle_torch_function, has_torch_function
+
+    if has_torch_function((x, weight)):
+        return handle_torch_function(_by_own_import, (x, weight), x, weight)
+    return F.linear(x, weight)
+
+
+def _by_itself(x: Tensor, weight: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((x, weight)):
+        return torch.overrides.handle_torch_function(_by_itself, (x, weight), x, weight)
+    first = F.linear(x, weight[:1])
+    return first if len(weight) == 1 else first + _by_itself(x, weight[1:])
+
+
+@pytest.mark.parametrize("function", [_by_attribute, _by_name, _by_own_import, _by_itself])
+def test_functions_that_ask_who_watches(function: Callable):
+    """PyTorch's protocol for functions of one's own."""
+    torch.manual_seed(0)
+    first, weight = nn.Linear(3, 4).double(), torch.randn(3, 4).double()
+    params = {**{n: p.detach() for n, p in first.named_parameters()}, "own": weight}
+    add = function is _by_itself
+    X, y = torch.randn(5, 3).double(), torch.randn(5, 1 if add else 3).double()
+    operator = PerSampleGradients(
+        lambda p, X: function(torch.tanh(F.linear(X, p["weight"], p["bias"])), p["own"]),
+        nn.MSELoss(reduction="sum"),
+        params,
+        [(X, y)],
+    )
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        z = torch.tanh(F.linear(x, params["weight"], params["bias"]))
+        own = params["own"].sum(0, keepdim=True) if add else params["own"]
+        return (own @ z - y).square().sum()
+
+    rows = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, y)
+    torch.testing.assert_close(operator.gradients(), rows)
+    # a name that only exists while the function runs hides the calls inside
+    assert set(operator.fallbacks) == ({"own"} if function is _by_own_import else set())
 
 
 class Bare(nn.Module):

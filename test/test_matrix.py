@@ -10,7 +10,13 @@ import scipy.sparse.linalg as sla
 import torch
 from contract import CASES
 
-from curvlinops import dottest, xdiag
+from curvlinops import (
+    CGInverseLinearOperator,
+    dottest,
+    eigsh,
+    lanczos_logdet,
+    xdiag,
+)
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.core.seeds import read_generator
 
@@ -29,7 +35,36 @@ KINDS = {
     "coo-array": sp.coo_array,
     "scipy": sla.aslinearoperator,
     "only-matvec": lambda A: sla.LinearOperator(A.shape, lambda x: A @ x, lambda x: A.T @ x),
+    "only-vectors": lambda A: OnlyVectors(A),
+    "sum-of-only-vectors": lambda A: OnlyVectors(A / 2) + OnlyVectors(A / 2),
+    "transpose-of-only-vectors": lambda A: OnlyVectors(A.T).T,
+    "no-columns": lambda A: sla.LinearOperator(
+        A.shape, lambda x: np.sum(A * x, axis=1), lambda x: np.sum(A.T * x, axis=1), dtype=A.dtype
+    ),
+    "matmat": lambda A: sla.LinearOperator(
+        A.shape,
+        matvec=None,
+        matmat=lambda X: A @ X,
+        rmatmat=lambda X: A.T @ X,
+        dtype=A.dtype,
+    ),
 }
+
+
+class OnlyVectors(sla.LinearOperator):
+    """Takes vectors ``[D]`` only, as SciPy's solvers pass them."""
+
+    def __init__(self, A: np.ndarray):
+        self.matrix = A
+        super().__init__(A.dtype, A.shape)
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        assert x.ndim == 1
+        return self.matrix @ x
+
+    def _rmatvec(self, x: np.ndarray) -> np.ndarray:
+        assert x.ndim == 1
+        return self.matrix.T @ x
 
 
 #: PyTorch says so at the first such tensor.
@@ -48,6 +83,20 @@ def test_multiplies(kind: str, dtype: type):
     assert (A.shape, A.device, A.num_products) == ((5, 7), CPU, 5)
     assert isinstance(A.write(X), torch.Tensor if "tensor" in kind else np.ndarray)
     assert kind == "only-matvec" or A.dtype == torch.from_numpy(DENSE.astype(dtype)).dtype
+
+
+SPD = DENSE.T @ DENSE / 40 + np.diag(np.linspace(0.2, 0.5, 7))
+ALGORITHMS = {
+    "eigsh": lambda A: eigsh(A, 2, seed=0).eigenvalues,
+    "cg": lambda A: CGInverseLinearOperator(A, rtol=1e-10) @ np.ones((7, 2)),
+    "xdiag": lambda A: xdiag(A, 4, seed=0),
+    "logdet": lambda A: lanczos_logdet(A, 7, seed=0),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_operators_that_take_vectors_only(name: str):
+    np.testing.assert_allclose(ALGORITHMS[name](OnlyVectors(SPD)), ALGORITHMS[name](SPD))
 
 
 @BETA

@@ -222,6 +222,7 @@ class Watched(nn.Sequential):
         return x
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("case", ALL)
 def test_activations_do_not_wait_for_the_garbage_collector(case: str):
     model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -241,3 +242,111 @@ def test_activations_do_not_wait_for_the_garbage_collector(case: str):
         assert all(ref() is None for ref in Watched.seen)
     finally:
         gc.enable()
+
+
+class Transposed(nn.Linear):
+    """A layer as those of GPT-2, with the weight's axes in the other order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_addmm_takes_no_more_than_linear():
+    peaks = []
+    for layer in (nn.Linear, Transposed):
+        model = nn.Sequential(*(m for _ in range(6) for m in (layer(64, 64), nn.ReLU())))
+        X, y = torch.randn(1000, 64), torch.randn(1000, 64)
+        operator = curvlinops.PerSampleGradientLinearOperator(
+            model, nn.MSELoss(), list(model.parameters()), [(X, y)], check_deterministic=False
+        )
+        peaks.append(LiveBytes().peaks(operator.norms)[1])
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+# --- errors for want of memory
+
+
+class Exhausted(nn.Module):
+    """A model with an evaluation for which there is no memory."""
+
+    def __init__(self, error: Exception, at: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.error, self.at = error, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(len(x))
+        if len(RUNS) == self.at:
+            raise self.error
+        return self.layers(x)
+
+
+RUNS: list[int] = []
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "jacobian", "kfac"])
+def test_want_of_memory_is_no_reason_to_do_something_else(case: str, error: Exception):
+    entry, data = ALL[case], [(torch.randn(40, 3).double(), torch.randint(2, (40,)))]
+
+    def run(at: int) -> None:
+        RUNS.clear()
+        model = Exhausted(error, at)
+        loss = (nn.CrossEntropyLoss(),) if entry.takes_loss else ()
+        operator = entry.operator(model, *loss, list(model.parameters()), data)
+        operator @ vectors(operator)
+        if case == "gradients":
+            operator.norms()
+
+    run(0)
+    for at in range(1, len(RUNS) + 1):
+        with pytest.raises(type(error)) as raised:
+            run(at)
+        assert raised.value is error
+
+
+class Scarce(TorchDispatchMode):
+    """Has memory for tensors with so many entries."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most, self.largest, self.failures = most, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        size = max((x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)), default=0)
+        if size > self.most:
+            self.failures += 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        self.largest = max(self.largest, size)
+        return out
+
+
+def test_fewer_columns_where_memory_is_scarce(caplog):
+    """Each column needs 1000 numbers for each layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
+    H = curvlinops.HessianLinearOperator(
+        model, nn.MSELoss(), list(model.parameters()), data, cache="graph"
+    )
+    V = torch.randn(H.shape[1], 16).double()
+    expected = (
+        curvlinops.HessianLinearOperator(
+            model, nn.MSELoss(), list(model.parameters()), data, chunk_size=1
+        )
+        @ V
+    )
+    H @ V[:, 0]
+    with Scarce(5000) as memory:
+        torch.testing.assert_close(H @ V, expected)
+        assert memory.failures and memory.largest > 3000
+        memory.failures = 0
+        torch.testing.assert_close(H @ V, expected)
+        assert not memory.failures
+    assert "No memory for so many columns" in caplog.text

@@ -1,12 +1,13 @@
 """Kronecker factors by module, as programs read them that multiply them by weights themselves."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from curvlinops import FisherType, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 
 
 class Model(nn.Module):
@@ -21,7 +22,12 @@ class Model(nn.Module):
         return self.head(self.layer(x.reshape(-1, *self.shape)).tanh().flatten(1))
 
 
-def _operator(layer: nn.Module, shape: tuple[int, ...], **options: object) -> KFACLinearOperator:
+def _operator(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    cls: type = KFACLinearOperator,
+    **options: object,
+) -> KFACLinearOperator:
     torch.manual_seed(0)
     X, y = torch.randn(5, 8).double(), torch.randint(3, (5,))
     if isinstance(layer, nn.Embedding):
@@ -29,9 +35,8 @@ def _operator(layer: nn.Module, shape: tuple[int, ...], **options: object) -> KF
     model = Model(layer.double(), shape).double()
     model(X)
     options = {"fisher_type": FisherType.TYPE2} | options
-    return KFACLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)], **options
-    )
+    params = list(model.parameters())
+    return cls(model, nn.CrossEntropyLoss(), params, [(X, y)], **options)
 
 
 PLAIN = {
@@ -67,14 +72,33 @@ def test_models_that_are_a_single_layer():
     assert K.mapping == K._mapping == {"": {"weight": 0, "bias": 1}}
 
 
-def test_scaling_what_was_read_leaves_the_operator():
-    K = _operator(*PLAIN["linear"])
-    expected = K.trace().clone()
+READ = [KFACLinearOperator, EKFACLinearOperator]
+USES = {
+    "product": lambda K: K @ torch.ones(K.shape[0]).double(),
+    "inverse": lambda K: K.inverse(0.1) @ torch.ones(K.shape[0]).double(),
+    "trace": lambda K: K.trace(),
+    "state": lambda K: K.state_dict()["0.0.inputs"],
+    "update": lambda K: K.update((torch.ones(2, 8).double(), torch.tensor([0, 1]))),
+    "public": lambda K: K.input_covariances["layer"],
+}
+
+
+@pytest.mark.parametrize("fisher, cls", [("type-2", c) for c in READ] + [("forward-only", READ[0])])
+@pytest.mark.parametrize("kind", ["_input_covariances", "_gradient_covariances"])
+@pytest.mark.parametrize("use", USES)
+def test_operators_are_not_used_after_damping_by_hand(use: str, kind: str, fisher: str, cls: type):
+    """Programs scale in place what they have read, which is fine if the operator is not used."""
+    K = _operator(*PLAIN["linear"], cls=cls, fisher_type=fisher)
+    expected = USES[use](copy.deepcopy(K))
     with pytest.raises(TypeError, match="Factors are read-only"):
-        K._input_covariances[next(iter(K._input_covariances))] = torch.eye(3)
-    for factor in K._input_covariances.values():
-        factor *= 2
-    torch.testing.assert_close(K.trace(), expected, rtol=0, atol=0)
+        getattr(K, kind)["layer"] = torch.eye(3)
+    for factor in getattr(K, kind).values():
+        factor.diagonal().add_(0.1)
+    assert getattr(K, kind)["layer"] is getattr(K, kind)["layer"]
+    USES[use](copy.deepcopy(K))  # which nobody has written to
+    with pytest.raises(RuntimeError, match=r"changed in place.* Damp with inverse\(damping"):
+        USES[use](K)
+    torch.testing.assert_close(USES[use](K), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["input_covariances", "gradient_covariances", "mapping"])
@@ -112,8 +136,8 @@ def test_biases_alone():
     assert sorted(mixed._gradient_covariances) == ["0", "2"]
 
 
-def test_programs_that_read_one_factor_copy_one(monkeypatch):
-    """They read the whole attribute once for each module."""
+def test_factors_are_copied_when_they_are_read(monkeypatch):
+    """Programs read the whole attribute once for each module."""
     K = _operator(nn.Linear(8, 4), (8,))
     K.compute_kronecker_factors()
     K.mapping  # noqa: B018
@@ -121,12 +145,15 @@ def test_programs_that_read_one_factor_copy_one(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "clone", lambda x, **kwargs: copies.append(x) or clone(x, **kwargs)
     )
-    own = K._input_covariances, K._gradient_covariances
-    assert not copies
-    for factors in own:
+    for factors in (K.input_covariances, K.gradient_covariances):
+        assert not copies
+        assert len(factors) == 2 and "'layer', 'head'" in repr(factors)
         factors["layer"].mul_(2)
-    assert len(copies) == 2
-    assert len(own[0]) == len(own[1]) == 2
+        assert len(copies) == 1
+        torch.testing.assert_close(pickle.loads(pickle.dumps(factors)), factors)
+        copies.clear()
+    for factors in (K._input_covariances, K._gradient_covariances):
+        assert len(list(factors.values())) == 2 and not copies
 
 
 def test_more_data_is_read():

@@ -14,6 +14,8 @@ from curvlinops import HessianLinearOperator
 from curvlinops.core.references import find_modules
 from curvlinops.core.walk import walk
 
+pytestmark = pytest.mark.extensive
+
 FILES = {
     "__init__.py": "from curved import config, helpers, lazy, deep\nFACTOR = 1.0",
     "config.py": """

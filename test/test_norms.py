@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops.algorithms.products import norms
 from curvlinops.core.norms import PART, double_dot, double_norm
-from curvlinops.structured.norms import deviation, wide_norm
 
 CASES = {
     "vector": ((3 * PART + 5,), 0),
@@ -53,8 +52,6 @@ def test_norms(name: str, dtype: torch.dtype):
     x = x[:, ::2] if name == "strided" else x
     expected = x.double().square().sum(tuple(range(x.ndim)) if dim is None else dim).sqrt()
     torch.testing.assert_close(double_norm(x, dim), expected, rtol=1e-12, atol=0)
-    if dim is not None:
-        torch.testing.assert_close(wide_norm(x, dim), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -76,21 +73,9 @@ def test_squares_that_are_no_numbers():
     torch.testing.assert_close(norms(1e-30 * x * 1e-30), expected * 1e-60)
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (3, 40, 40), (700, 700), (2000, 3, 3), (1, 1)])
-def test_deviation(shape: tuple[int, ...]):
-    A = numbers(shape, torch.float32)
-    A += 1e4 * torch.eye(shape[-1])
-    mean = A.double().diagonal(dim1=-2, dim2=-1).mean(-1)
-    eye = torch.eye(shape[-1], dtype=torch.float64)
-    rest = (A.double() - mean[..., None, None] * eye).square().sum((-2, -1)).sqrt()
-    found = deviation(A)
-    torch.testing.assert_close(found[0], mean, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[1], rest, rtol=1e-9, atol=1e-12)
-
-
 def test_no_large_copy():
     A = numbers((700, 700), torch.float32)
-    for function in (double_norm, norms, deviation, lambda x: wide_norm(x, (0, 1))):
+    for function in (double_norm, norms):
         with Largest() as largest:
             function(A)
         assert 0 < largest.size <= PART

@@ -16,6 +16,7 @@ from curvlinops import (
     SubmatrixLinearOperator,
     TorchLinearOperator,
 )
+from curvlinops.core import operator as operator_module
 
 SHAPES = {"weight": (2, 3), "bias": (2,), "scale": ()}
 DOUBLE = torch.float64
@@ -63,6 +64,17 @@ class Matrix(TorchLinearOperator):
 
     def _apply_adjoint(self, columns):
         return self.domain.split(self.codomain.join(columns) @ self.matrix)
+
+
+class Ones(TorchLinearOperator):
+    """A square matrix of ones."""
+
+    def __init__(self, dim: int):
+        space = ParameterSpace.flat(dim, torch.float32, torch.device("cpu"))
+        super().__init__(space, self_adjoint=True)
+
+    def _apply(self, columns):
+        return {"": columns[""].sum(1, keepdim=True).expand_as(columns[""])}
 
 
 class NoNumpy(Matrix):
@@ -122,7 +134,11 @@ EXPRESSIONS = {
     "adjoint of a sum": ((A + 2 * B).T, (a + 2 * b).T),
     "adjoint of a product": ((J @ A).T, (j @ a).T),
     "adjoint of a power": ((A**3).T, (a @ a @ a).T),
-    "damped": (A + 0.1 * IdentityLinearOperator(A.space), a + 0.1 * eye),
+    "sum with the identity": (A + 0.1 * IdentityLinearOperator(A.space), a + 0.1 * eye),
+    "damped": (A.damped(0.1), a + 0.1 * eye),
+    "adjoint of a damped operator": (A.damped(0.1).T, a.T + 0.1 * eye),
+    "damped between two spaces": (F.damped(0.1), f + 0.1 * eye),
+    "damped product": ((J.T @ J).damped(torch.tensor(0.1)), j.T @ j + 0.1 * eye),
     "plain and named spaces": (J.T @ J + A, j.T @ j + a),
     "square between two spaces": (F**2, f @ f),
     "power zero between two spaces": (F**0, eye),
@@ -138,11 +154,48 @@ def test_algebra_is_that_of_matrices(name: str):
     assert operator.shape == tuple(expected.shape)
     identity = torch.eye(expected.shape[1], dtype=DOUBLE)
     torch.testing.assert_close(operator @ identity, expected)
+    torch.testing.assert_close(operator.to_dense(), expected)
     left = torch.eye(expected.shape[0], dtype=DOUBLE)
     torch.testing.assert_close(left @ operator, expected)
     torch.testing.assert_close(operator.T @ left, expected.T)
     torch.testing.assert_close(operator @ identity[0], expected[:, 0])
     torch.testing.assert_close(left[0] @ operator, expected[0])
+
+
+@pytest.mark.parametrize("name", ["nested", "transpose", "adjoint"])
+def test_dense_matrices_in_chunks(name: str, monkeypatch):
+    operator, expected = EXPRESSIONS[name]
+    monkeypatch.setattr(operator_module, "_DENSE_BLOCK", 4 * 9 * 8)
+    torch.testing.assert_close(operator.to_dense(), expected)
+    torch.testing.assert_close(operator.T.to_dense(), expected.T)
+
+
+def test_matrices_that_are_too_large_to_write():
+    large = IdentityLinearOperator(200_000) + Ones(200_000)
+    with pytest.raises(ValueError, match=r"\[200000, 200000\] needs 149.0 GiB .* Submatrix"):
+        large.to_dense()
+    part = SubmatrixLinearOperator(large, range(3), range(3))
+    torch.testing.assert_close(part.to_dense(), torch.ones(3, 3) + torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("trace", r"xtrace\(A, n\) or hutchinson_trace"),
+        ("diagonal", r"xdiag\(A, n\) or hutchinson_diag.*GGNDiagonalLinearOperator"),
+        ("frobenius_norm", "hutchinson_squared_fro"),
+        ("logdet", "lanczos_logdet"),
+        ("det", "lanczos_logdet"),
+        ("eigh", r"eigsh\(A, k\)"),
+        ("inverse", "CGInverseLinearOperator"),
+    ],
+)
+def test_methods_that_need_structure(name: str, remedy: str):
+    for operator in (A, A + B, 2 * A, A @ B, A**2, J.T):
+        assert not hasattr(operator, name)
+        with pytest.raises(AttributeError, match=rf"{name}\(\), which only .* {remedy}"):
+            getattr(operator, name)
+    assert hasattr(PLAIN, name)
 
 
 PLAIN = IdentityLinearOperator(9)
@@ -309,6 +362,22 @@ def test_structured_vectors(columns: tuple[int, ...]):
     torch.testing.assert_close(back[0], as_list[0])
 
 
+REPRESENTATIONS = {
+    "Matrix + 0.1 * Identity": A.damped(0.1),
+    "Matrix - (2 * Matrix)": A - 2 * B,
+    "(2 * (Matrix + Matrix)) @ Matrix**2": 2 * (A + B) @ A**2,
+    "Matrix.T @ Matrix": J.T @ J,
+    "Matrix - 3 * Identity": A - 3 * PLAIN,
+}
+
+
+@pytest.mark.parametrize("formula", REPRESENTATIONS)
+def test_representation_shows_operands(formula: str):
+    name = type(REPRESENTATIONS[formula]).__name__
+    expected = f"{name}({formula.replace('Matrix', 'NoNumpy')}, 9 x 9, float64, cpu)"
+    assert repr(REPRESENTATIONS[formula]) == expected
+
+
 def test_products_are_not_repeated():
     operator = square(0)
     operator @ torch.ones(9, 5)
@@ -326,6 +395,10 @@ def test_copies():
         (lambda: A + J, ValueError, r"shapes \(9, 9\) and \(4, 9\) cannot be added"),
         (lambda: A @ J, ValueError, "cannot be multiplied"),
         (lambda: J**2, ValueError, "square operator"),
+        (lambda: J.damped(0.1), ValueError, r"damped, got shape \(4, 9\)"),
+        (lambda: A.damped("much"), ValueError, "delta must be a number"),
+        (lambda: A.damped(float("inf")), ValueError, "delta must be a finite number"),
+        (lambda: A + 0.1, TypeError, r"A.damped\(c\)"),
         (lambda: renamed_rows("bias", "weight", "scale") ** 2, ValueError, "another order"),
         (lambda: A**0.5, ValueError, "integer >= 0"),
         (lambda: A**-1, ValueError, "integer >= 0"),

@@ -10,6 +10,8 @@ from pathlib import Path
 import parallel_checks
 import pytest
 
+pytestmark = pytest.mark.extensive
+
 #: What all processes together may take, in seconds; those that hang end then.
 LIMIT = 150
 ROOT = Path(__file__).parents[1]

@@ -42,6 +42,7 @@ def test_dense(problem: str):
     assert error(operator.dense(), rows) <= tolerance
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("problem", problems.NAMES)
 def test_gradients(problem: str):
     """They are lists or dictionaries as the parameters are, with an axis of samples in front."""
@@ -85,6 +86,7 @@ def test_variance_of_gradients_that_are_almost_equal():
     assert error(operator.variance(), expected) <= 1e-4
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("problem", problems.NAMES)
 def test_terms(problem: str):
     p = problems.make(problem)
@@ -228,6 +230,7 @@ def test_subsampling_that_is_refused(subsampling: Any):
         build(problems.NAMES[0], subsampling=subsampling, terms="term")
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("problem", problems.NAMES)
 def test_tangent_kernel(problem: str):
     p = problems.make(problem)
@@ -333,6 +336,7 @@ def test_trace_and_diagonal(problem: str):
     assert error(operator.trace(), expected.trace()) <= p.tolerance
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize(
     "problem", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "transformer-tied"]
 )

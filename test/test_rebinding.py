@@ -18,6 +18,8 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
+pytestmark = pytest.mark.extensive
+
 X, Y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
 DATA, LOSS = [(X[:4], Y[:4]), (X[4:], Y[4:])], nn.MSELoss()
 

@@ -60,6 +60,7 @@ def test_gradient_is_slope_of_loss(name):
         assert g @ v == pytest.approx(difference, rel=1e-6, abs=1e-6 * (g.norm() + 1e-3).item())
 
 
+@pytest.mark.extensive
 @each_exact
 def test_hessian_is_slope_of_gradient(name):
     p = make(name)
@@ -149,6 +150,7 @@ def test_reference_model_is_the_model(name):
     torch.testing.assert_close(reference.gradient(p), torch.cat([g.flatten() for g in grads]))
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("name", ROUNDED)
 def test_tolerance_of_low_precision_is_meant(name):
     """Gradient and Hessian in the model's own dtype, by plain double backward."""

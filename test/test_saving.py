@@ -77,6 +77,7 @@ DERIVED = {
 }
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("derive", DERIVED)
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
@@ -96,6 +97,7 @@ def test_a_preconditioner_without_model_and_data(tmp_path):
     K = KFACLinearOperator(p.model, p.loss, p.params, p.data)
     K.inverse(0.1, use_heuristic_damping=True).save(tmp_path / "inverse")
     M = load(str(tmp_path / "inverse"))
+    assert list(M.blocks) == list(K.blocks)
     G = GGNLinearOperator(p.model, p.loss, p.params, p.data)
     damped = G + 0.1 * IdentityLinearOperator(G.space)
     v = torch.ones(G.shape[0], dtype=G.torch_dtype)
@@ -183,9 +185,12 @@ def test_classes_of_users(operator: StructuredLinearOperator):
 
 def test_what_is_no_operator(tmp_path):
     K, path = kfac(), tmp_path / "file"
-    with pytest.raises(ValueError, match="are read by their own methods"):
-        load(K.state_dict())
-    with pytest.raises(ValueError, match="Unknown format 'structured operator 1'"):
+    for operator in (K, kfac(cls=EKFACLinearOperator)):
+        operator.save(path)
+        match = rf"state of a {type(operator).__name__} with fisher_type='.*load\(path\)"
+        with pytest.raises(ValueError, match=match):
+            load(path)
+    with pytest.raises(ValueError, match="'structured operator 1'.*curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import curvlinops as C
 
+pytestmark = pytest.mark.extensive
+
 MODELS = ["cnn", "transformer-tied", "lstm-bidirectional", "embedding-bag-mean", "weight-norm"]
 PROBLEMS = ["mlp-ce-all-mean", "tokens-bce-all-sum", "pinn", "dict-batch", "padding-idx", *MODELS]
 

@@ -20,6 +20,8 @@ from curvlinops import (
 from curvlinops.layers.check import shares
 from curvlinops.layers.detection import digits, proofs, weights
 
+pytestmark = pytest.mark.extensive
+
 
 class Written(nn.Module):
     """A matrix whose entries are written one after the other."""
@@ -296,5 +298,5 @@ def test_what_few_samples_show_is_not_taken_for_other_calls():
     torch.testing.assert_close(operator.dense(), loop(net, params, data, loss))
     assert not operator.fallbacks
     K = KFACLinearOperator(net, loss, params, data, fallback="diagonal", kfac_approx="expand")
-    found = {block.names: block.structure for block in K.blocks()}
+    found = {block.names: block.structure for block in K.report()}
     assert found["o.weight",] == found["k.weight",] == "kronecker"

@@ -16,6 +16,8 @@ from curvlinops import (
 )
 from curvlinops.layers.shares import Shares
 
+pytestmark = pytest.mark.extensive
+
 Data = list[tuple[Any, Tensor]]
 
 

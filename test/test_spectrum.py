@@ -90,6 +90,15 @@ def test_logdet():
     assert counting.products < 1000
 
 
+@pytest.mark.parametrize("dim", [3, 400])
+def test_default_number_of_products_for_logdet(dim: int):
+    values = 1 / torch.arange(1, dim + 1, dtype=torch.float64) + 1e-4
+    found, error = lanczos_logdet(values.diag(), distribution="sphere", return_error=True, seed=0)
+    more = lanczos_logdet(values.diag(), dim, distribution="sphere", seed=0)
+    assert abs(found - values.log().sum()) <= 4 * error
+    assert abs(found - more) <= 0.1 * error
+
+
 @pytest.mark.parametrize("exponent", [-100, 100])
 def test_scales_whose_squares_are_no_numbers(exponent: int):
     matrix, scale = A["clustered"].float(), 2.0**exponent
@@ -289,13 +298,21 @@ def test_plot():
 
     result = lanczos_approximate_spectrum(A["decaying"], 10, num_repeats=3, return_error=True)
     ax = plot_spectrum(*result, label="spectrum")
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("linear", "eigenvalue")
     assert ax.get_yscale() == "log" and ax.get_lines()[0].get_label() == "spectrum"
     assert np.allclose(ax.get_lines()[0].get_ydata(), result.density)
     assert plot_spectrum(*result[:2], ax=ax, log_y=False) is ax
     assert len(ax.get_lines()) == 2
     grid, density = lanczos_approximate_log_spectrum(A["decaying"].numpy(), 10)
-    ax = plot_spectrum(grid, density, log_x=True)
-    assert np.allclose(ax.get_lines()[0].get_ydata(), grid * density)
+    single = LanczosApproximateLogSpectrumCached(A["decaying"].float(), 10, seed=0)
+    for result_on_log_axis in ((grid, density), single.approximate_log_spectrum()):
+        ax = plot_spectrum(*result_on_log_axis)
+        assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
+        assert ax.get_ylabel() == "density per log |eigenvalue|"
+        x, y = result_on_log_axis
+        assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
+    ax = plot_spectrum(grid, density, log_x=False)
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("linear", "|eigenvalue|")
     plt.close("all")
     with pytest.raises(ValueError, match="vectors of one length"):
         plot_spectrum(grid, density[1:])

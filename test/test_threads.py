@@ -1,9 +1,7 @@
-"""Other threads, and processes that are forked while these compute."""
+"""Other threads."""
 
-import multiprocessing
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,8 +18,6 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
-FORKS = "fork" in multiprocessing.get_all_start_methods()
-needs_forks = pytest.mark.skipif(not FORKS, reason="this system has no fork")
 LOSS = nn.MSELoss()
 
 
@@ -30,81 +26,63 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3), torch.randn(4, 2)
 
 
-def in_a_fork(function: Callable[[], object]) -> int | None:
-    """Return the exit code of a forked process that calls a function, ``None`` if it hangs."""
-    with warnings.catch_warnings():  # of forks of processes with threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = multiprocessing.get_context("fork").Process(target=function)
-        process.start()
-    process.join(20)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        return None
-    return process.exitcode
+class Joining:
+    """Data that is there when another thread has multiplied, as with loaders that prefetch."""
 
-
-class Waiting(nn.Module):
-    """A model that waits for another thread."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.reached.set()
-        assert self.go_on.wait(60)
-        return self.linear(x)
-
-
-@needs_forks
-def test_forks_while_another_thread_multiplies():
-    busy, model = Waiting(), nn.Linear(3, 2)
-    other = HessianLinearOperator(busy, LOSS, list(busy.parameters()), [batch()], cache="none")
-    operator = GGNLinearOperator(model, LOSS, list(model.parameters()), [batch()])
-    v = torch.ones(8)
-    expected = operator @ v
-
-    def multiply() -> None:
-        assert torch.equal(operator @ v, expected)
-
-    busy.reached.clear()
-    busy.go_on.clear()
-    thread = threading.Thread(target=lambda: other @ v)
-    thread.start()
-    assert busy.reached.wait(60)
-    try:
-        assert in_a_fork(multiply) == 0
-    finally:
-        busy.go_on.set()
-        thread.join()
-    assert torch.equal(operator @ v, expected)
-
-
-class Forking:
-    """Data that another thread reads, in a process of its own, as prefetching loaders do."""
-
-    def __init__(self, child: Callable[[], object]):
-        self.batch, self.child, self.codes = batch(), child, []
+    def __init__(self, multiply: Callable[[], object]):
+        self.batch, self.multiply, self.found = batch(), multiply, []
 
     def __iter__(self) -> Iterator:
-        thread = threading.Thread(target=lambda: self.codes.append(in_a_fork(self.child)))
+        thread = threading.Thread(target=lambda: self.found.append(self.multiply()), daemon=True)
         thread.start()
-        thread.join()
+        thread.join(20)
+        assert not thread.is_alive()
         yield self.batch
 
 
-@needs_forks
-def test_forks_of_the_data_inside_of_products():
-    model = nn.Linear(3, 2)
-    inner = GGNLinearOperator(model, LOSS, list(model.parameters()), [batch()])
-    data = Forking(lambda: inner @ torch.ones(8))
-    operator = GGNLinearOperator(model, LOSS, list(model.parameters()), data)
-    data.codes.clear()
-    operator @ torch.ones(8)
-    assert data.codes == [0]
+@pytest.mark.parametrize("kind", [GGNLinearOperator, KFACLinearOperator])
+def test_loaders_that_wait_for_another_thread(kind: type):
+    inner, outer, v = nn.Linear(3, 2), nn.Linear(3, 2), torch.ones(8)
+    other = kind(inner, LOSS, list(inner.parameters()), [batch()])
+    data = Joining(lambda: other @ v)
+    arguments = outer, LOSS, list(outer.parameters())
+    found, expected = kind(*arguments, data) @ v, kind(*arguments, [data.batch]) @ v
+    torch.testing.assert_close(found, expected)
+    assert data.found
+    torch.testing.assert_close(data.found, len(data.found) * [other @ v])
+
+
+def test_what_interleaved_passes_draw_is_given_back():
+    """A pass that begins while another one fetches data, and ends later."""
+    ended, began, late = threading.Event(), threading.Event(), []
+
+    class First:
+        def __iter__(self) -> Iterator:
+            torch.rand(3)
+            late.append(threading.Thread(target=lambda: second @ torch.ones(8), daemon=True))
+            late[0].start()
+            assert began.wait(30)
+            yield batch()
+
+    class Second:
+        def __iter__(self) -> Iterator:
+            began.set()
+            assert ended.wait(30)
+            torch.rand(3)
+            yield batch()
+
+    models = nn.Linear(3, 2), nn.Linear(3, 2)
+    first, second = (
+        GGNLinearOperator(m, LOSS, list(m.parameters()), data, check_deterministic=False)
+        for m, data in zip(models, (First(), Second()), strict=True)
+    )
+    seed()
+    expected = drawn()
+    seed()
+    first @ torch.ones(8)
+    ended.set()
+    late[0].join(30)
+    assert drawn() == expected
 
 
 def drawn() -> tuple[float, float, float]:

@@ -16,6 +16,7 @@ from curvlinops import (
 )
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extensive
 
 SMALL = {
     "gpt2": lambda **options: transformers.GPT2LMHeadModel(
@@ -187,7 +188,7 @@ def test_kronecker_factored(name: str, joint: bool):
     expected = kfac_reference.kfac(p, "empirical", joint=joint)
     v = torch.randn(operator.shape[1], 3, dtype=torch.float64)
     assert error(operator @ v, expected @ v) <= tolerance
-    assert {block.structure for block in operator.blocks()} <= {"kronecker", "dense"}
+    assert {block.structure for block in operator.report()} <= {"kronecker", "dense"}
     corrected = EKFACLinearOperator(model, loss, params, data, **options)
     rows = PerSampleGradientLinearOperator(model, loss, params, data).dense()
     exact = rows.square().sum() / sum(int((y != -100).sum()) for _, y in data)

@@ -1,16 +1,12 @@
 """The user's model and all global state are as found, after success and after an exception."""
 
-import contextlib
 import copy
-import gc
-import os
 import pickle
 import random
-import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ from problems import Problem
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from curvlinops import GGNLinearOperator, TorchLinearOperator
+from curvlinops import TorchLinearOperator
 
 PER_SAMPLE = {"fisher", "fisher-samples", "gradients", "ggn-diagonal"}
 
@@ -249,63 +245,6 @@ def test_after_an_exception_in_the_model(case: str):
     assert surroundings() == around
 
 
-class Interrupt:
-    """Presses Ctrl-C at the n-th call that is made while something is lent out and given back.
-
-    But for PyTorch's own context, which puts back at some later time what it has taken away.
-    """
-
-    FILES = (contextlib.__file__, torch.overrides.__file__, f"curvlinops{os.sep}core{os.sep}")
-
-    def __init__(self, number: int):
-        self.rest = number
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if "return" in event or not any(name in code.co_filename for name in self.FILES):
-            return
-        while frame is not None and "_pop_mode_temporarily" not in _names(frame):
-            frame = frame.f_back
-        self.rest -= frame is None
-        if self.rest == 0:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-
-def _names(frame: FrameType) -> list[str]:
-    """Return what runs in a frame, and the context that it leaves, if it does."""
-    generator = getattr(frame.f_locals.get("self"), "gen", None)
-    return [frame.f_code.co_name, getattr(generator, "__name__", "")]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("case", ["hessian", "ggn", "gradients"])
-def test_after_an_interrupt(case: str, kept: bool):
-    net = model()
-    before, around = state(net), surroundings()
-    multiply = product(case, net, batches(), check_deterministic=False, cache="none")
-    multiply()
-    number, is_done, errors = 1, False, []
-    while not is_done:
-        sys.setprofile(Interrupt(number))
-        try:
-            multiply()
-            is_done = True
-        except KeyboardInterrupt as error:
-            number += 331
-            errors += [error] if kept else []  # with all contexts that were not left
-        finally:
-            sys.setprofile(None)
-        assert state(net) == before
-        assert surroundings() == around
-    assert number > 1000
-    errors.clear()
-    gc.collect()
-    assert state(net) == before
-    assert surroundings() == around
-
-
 @pytest.mark.parametrize("case", ["hessian", "ggn", "kfac"])
 def test_interrupts_of_the_model_without_gradients(case: str):
     net = FailingModel(model())
@@ -320,27 +259,6 @@ def test_interrupts_of_the_model_without_gradients(case: str):
             multiply()
         finally:
             assert not torch.is_grad_enabled()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_an_interrupt_of_a_closure():
-    weight, bias = torch.randn(3, 3), torch.randn(3, requires_grad=True)
-    bias.register_hook(lambda grad: grad)
-    G = GGNLinearOperator(
-        lambda X: X @ weight.T + bias, nn.CrossEntropyLoss(), [weight, bias], batches()
-    )
-    hooks, around = bias._backward_hooks, surroundings()
-    for number in range(1, 2000, 97):
-        sys.setprofile(Interrupt(number))
-        try:
-            G @ torch.ones(12)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        assert not weight.requires_grad and bias.requires_grad
-        assert bias._backward_hooks is hooks
-        assert surroundings() == around
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -477,6 +395,7 @@ class Masked(nn.Module):
         return self.second(torch.tanh(h) * mask)
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("where", ["attribute", "list", "dictionary", "buffer"])
 @pytest.mark.parametrize("case", ALL)
 def test_checkpoints_that_read_what_the_pass_has_left(case: str, where: str):

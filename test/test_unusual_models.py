@@ -13,6 +13,8 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 
+pytestmark = pytest.mark.extensive
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
 
 

@@ -95,3 +95,18 @@ def test_custom_functions():
     )
     with warned_at(currentframe().f_lineno + 1, "could not be checked"):
         H @ torch.ones(8)
+
+
+SOLVERS = {
+    "eigsh": lambda A: curvlinops.eigsh(A, 3, ncv=5, maxiter=0),
+    "trace": lambda A: curvlinops.hutchinson_trace(A, 10, rtol=1e-6, distribution="gaussian"),
+    "inverse": lambda A: curvlinops.CGInverseLinearOperator(A, maxiter=1) @ np.ones(30),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers(name: str):
+    A = np.diag(np.arange(1.0, 31.0))
+    solve = SOLVERS[name]
+    with warned_at(solve.__code__.co_firstlineno, "not converged|standard error|not solved"):
+        solve(A)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from curvlinops.algorithms.inverse import (
     Systems,
     check_positive,
 )
+from curvlinops.algorithms.matrix import AnyMatrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
 from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import without_graph
-from curvlinops.core.border import read
+from curvlinops.core.border import Vectors, read
+from curvlinops.core.linear import Array
+from curvlinops.core.progress import show_residuals, solver
 
 #: How other libraries call the options.
 _NAMES = {
@@ -28,6 +31,22 @@ _NAMES = {
     "max_iter": "maxiter",
     "initial_guess": "x0",
 }
+
+
+class _Aliases(TypedDict, total=False):
+    M: Preconditioner
+    tol: float
+    tolerance: float
+    max_iter: int | None
+    initial_guess: Vectors | None
+    eps: float
+    max_tridiag_iter: int
+
+
+class _Options(_Aliases, total=False):
+    preconditioner: Preconditioner
+    rtol: float
+    atol: float | None
 
 
 class CGInverseLinearOperator(KrylovInverseLinearOperator):
@@ -62,16 +81,16 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         *,
-        preconditioner: Any = None,
+        preconditioner: Preconditioner = None,
         rtol: float = 1e-5,
         atol: float = 0.0,
         maxiter: int | None = None,
         damping: float = 0.0,
-        x0: Any = None,
+        x0: Vectors | None = None,
         on_failure: str = "warn",
-        **aliases: Any,
+        **aliases: Unpack[_Aliases],
     ):
         options = {
             "preconditioner": preconditioner,
@@ -90,7 +109,10 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         super().__init__(A, **options | renamed)
 
     def set_cg_hyperparameters(
-        self, x0: Any = None, maxiter: int | None = None, **options: Any
+        self,
+        x0: Vectors | None = None,
+        maxiter: int | None = None,
+        **options: Unpack[_Options],
     ) -> None:
         """Set options after construction; those that are not given have their defaults.
 
@@ -106,7 +128,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         given = _renamed(options)
         _check_known(given, found)
         found |= given
-        preconditioner = self._read_preconditioner(found["preconditioner"])
+        preconditioner = read_preconditioner(found["preconditioner"], self._matrix)
         atol = 0.0 if found["atol"] is None else found["atol"]
         self._set(found["rtol"], atol, found["maxiter"], x0)
         self._preconditioner = preconditioner
@@ -124,7 +146,9 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             X.index_add_(0, s.place, scaled(alpha, s.P))
             count[s.place] += 1
             s.R = s.R - scaled(alpha, Q)
-            going = (norms(s.R) > s.goal) & (curvature > 0)
+            sizes = norms(s.R)
+            show_residuals((sizes, s.goal))
+            going = (sizes > s.goal) & (curvature > 0)
             if not bool(going.any()):
                 break
             s.keep(going)
@@ -133,7 +157,17 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             s.P = Z + scaled(s.rho / before, s.P)
         return X, count
 
-    def solve_shifted(self, B: Any, dampings: Sequence[float]) -> list[Solution]:
+    @overload
+    def solve_shifted(self, B: Array, dampings: Sequence[float]) -> list[Solution[Array]]: ...
+    @overload
+    def solve_shifted(
+        self, B: Sequence[Tensor], dampings: Sequence[float]
+    ) -> list[Solution[list[Tensor]]]: ...
+    @overload
+    def solve_shifted(
+        self, B: Mapping[str, Tensor], dampings: Sequence[float]
+    ) -> list[Solution[dict[str, Tensor]]]: ...
+    def solve_shifted(self, B: Vectors, dampings: Sequence[float]) -> list[Solution]:
         """Solve for several values of the damping, with the products of one.
 
         Multi-shift conjugate gradients (van den Eshof and Sleijpen, Accurate conjugate gradient
@@ -157,7 +191,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         found, least = [], shifts.min()
         without_graph(B, "The right-hand side")
-        with without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__), without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))
@@ -190,7 +224,9 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
                 (s.beta[:, None] * ratio**2)[..., None].to(B) * s.shifted
             )
             s.P = s.R + scaled(s.beta, s.P)
-            going &= s.zeta.abs() * s.rho.sqrt()[:, None] > s.goal[:, None]
+            left = s.zeta.abs() * s.rho.sqrt()[:, None]
+            show_residuals((left, s.goal[:, None]))
+            going &= left > s.goal[:, None]
             going = going.any(dim=1) & (curvature > 0)
             if not bool(going.any()):
                 break

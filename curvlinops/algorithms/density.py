@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from math import inf, isfinite, log, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Average, Probes
 from curvlinops.algorithms.quadrature import Lanczos, Quadrature, check_ncv
 from curvlinops.core.arguments import check_count
@@ -34,7 +33,7 @@ class KeptRuns:
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         ncv: int,
         boundaries: Boundaries,
         tol: float,

@@ -1,10 +1,8 @@
 """Whether an operator and its adjoint belong together."""
 
-from typing import Any
-
 import torch
 
-from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
 from curvlinops.core.seeds import read_generator
@@ -12,7 +10,7 @@ from curvlinops.core.seeds import read_generator
 
 @free_of_modes
 def dottest(
-    A: Any,
+    A: AnyMatrix,
     num_tests: int = 3,
     rtol: float | None = None,
     *,

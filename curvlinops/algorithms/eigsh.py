@@ -1,16 +1,20 @@
 """Some eigenvalues and eigenvectors of a symmetric matrix."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure
 from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
-from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
+from curvlinops.core.border import Vectors
+from curvlinops.core.progress import solver
 from curvlinops.core.seeds import read_generator
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
@@ -19,15 +23,32 @@ _BASIS_BYTES = 2**30
 _SMALL = 1000
 
 
-@free_of_modes
+P = ParamSpec("P")
+
+
+class _Eigensolver(Protocol[P]):
+    @overload
+    def __call__(self, A: TorchMatrix, *args: P.args, **kwargs: P.kwargs) -> Eigenpairs[Tensor]: ...
+    @overload
+    def __call__(
+        self, A: AnyMatrix, *args: P.args, **kwargs: P.kwargs
+    ) -> Eigenpairs[np.ndarray]: ...
+
+
+def _eigensolver(function: Callable[Concatenate[AnyMatrix, P], Eigenpairs]) -> _Eigensolver[P]:
+    return free_of_modes(function)
+
+
+@_eigensolver
+@solver("eigsh")
 def eigsh(
-    A: Any,
+    A: AnyMatrix,
     k: int = 6,
     which: str = "LM",
     *,
     block_size: int | None = None,
     ncv: int | None = None,
-    v0: Any = None,
+    v0: Vectors | None = None,
     tol: float = 0.0,
     maxiter: int | None = None,
     confirm: bool = True,
@@ -69,8 +90,9 @@ def eigsh(
         generator: Draws start vectors, instead of ``seed``.
 
     Returns:
-        The named tuple ``(eigenvalues, eigenvectors, residuals)``, with attribute
-        ``num_products``. Tensors for an operator of this package or a tensor, else numpy arrays.
+        An ``Eigenpairs``, which unpacks into ``(eigenvalues, eigenvectors)`` as scipy's result, and
+        has the attributes ``residuals`` and ``num_products``. Tensors for an operator of this
+        package or a tensor, else numpy arrays.
 
     Raises:
         ValueError: If an argument is out of its range, or ``A`` is not symmetric.
@@ -98,7 +120,9 @@ def eigsh(
     return search.result(finished, on_failure)
 
 
-def _start(matrix: Matrix, v0: Any, block_size: int | None, generator: torch.Generator) -> Tensor:
+def _start(
+    matrix: Matrix, v0: Vectors | None, block_size: int | None, generator: torch.Generator
+) -> Tensor:
     """Return the rows of the first block, ``[b, D]``."""
     given = None if v0 is None else matrix.read(v0).T
     size = block_size if block_size is not None else (1 if given is None else len(given))

@@ -6,19 +6,34 @@ the variance of both (Epperly, Tropp and Webber, XTrace: making the most of ever
 stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 2024).
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
-from curvlinops.core.ambient import free_of_modes
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.probes import (
+    Average,
+    Estimate,
+    Goal,
+    Probes,
+    Sample,
+    append,
+    grow,
+    number_estimator,
+    quadratic_forms,
+    rescale,
+    vector_estimator,
+)
+from curvlinops.core.progress import solver
 
 
-@free_of_modes
+@number_estimator
+@solver("xtrace")
 def xtrace(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -27,7 +42,7 @@ def xtrace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the trace of a square matrix with XTrace.
 
     ``tr(A) = mean_i  tr(P_i A P_i) + x_i^T (I - P_i) A (I - P_i) x_i``, with P_i the projection on
@@ -38,8 +53,8 @@ def xtrace(
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The number of products with ``A``, even, at most D; an upper limit if ``rtol``
-            is given.
+        num_matvecs: The largest number of products with ``A``, at least two; each random vector
+            takes two. From D on, the result is exact.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
         return_error: Whether to return the standard error, too: from the scatter of the terms of
@@ -57,8 +72,8 @@ def xtrace(
         ``standard_error``.
 
     Raises:
-        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
-            another argument is not among its choices.
+        ValueError: If the matrix is not square, ``num_matvecs`` is too small, or another argument
+            is not among its choices.
     """
     probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
     sketch = _Sketch(probes)
@@ -67,12 +82,14 @@ def xtrace(
         sketch.grow(num)
         return _traces_of_sketch(sketch)
 
-    return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
+    goal = Goal(rtol, return_error)
+    return _average(probes, num_matvecs, goal, samples, quadratic_forms)
 
 
-@free_of_modes
+@vector_estimator
+@solver("xdiag")
 def xdiag(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     *,
     rtol: float | None = None,
@@ -80,7 +97,7 @@ def xdiag(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the diagonal of a square matrix with XDiag.
 
     ``diag(A) = mean_i  diag(P_i A) + x_i * ((I - P_i) A x_i)``, with Rademacher vectors x_i and P_i
@@ -90,8 +107,8 @@ def xdiag(
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The number of products with ``A`` and its transpose, even, at most D; an upper
-            limit if ``rtol`` is given.
+        num_matvecs: The largest number of products with ``A`` and its transpose, at least two; each
+            random vector takes two. From D on, the result is exact.
         rtol: Stop when the norm of the standard errors is this small, relative to that of the
             estimate.
         return_error: Whether to return the standard errors, too; see ``xtrace``.
@@ -104,8 +121,8 @@ def xdiag(
         ``standard_error``, both ``[D]``.
 
     Raises:
-        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is odd, or
-            another argument is not among its choices.
+        ValueError: If the matrix is not square, ``num_matvecs`` is too small, or another argument
+            is not among its choices.
         NotImplementedError: If ``A`` has no products with its transpose.
     """
     probes = Probes(Matrix(A, square=True), "rademacher", chunk_size, seed, generator)
@@ -120,10 +137,12 @@ def xdiag(
         known = (sketch.Q * sketch.Z).sum(1, keepdim=True)
         return known + QS * (sketch.X * lengths - sketch.Z @ S)
 
-    return _average(probes, num_matvecs, Goal(rtol, return_error), samples)
+    return _average(probes, num_matvecs, Goal(rtol, return_error), samples, torch.mul)
 
 
-def _average(probes: Probes, num_matvecs: int, goal: Goal, samples: Any) -> Any:
+def _average(
+    probes: Probes, num_matvecs: int, goal: Goal, samples: Callable[[int], Tensor], exact: Sample
+) -> Any:
     """Average over the vector that is left out, for more and more vectors.
 
     The samples depend on each other through all vectors. Where pairs of vectors dominate, the mean
@@ -136,7 +155,7 @@ def _average(probes: Probes, num_matvecs: int, goal: Goal, samples: Any) -> Any:
         average.update(samples(count).to(probes.matrix.dtype))
         return average.mean, 2**0.5 * average.standard_error
 
-    return grow(probes, num_matvecs, 2, goal, estimate)
+    return grow(probes, num_matvecs, 2, goal, estimate, exact)
 
 
 class _Sketch:

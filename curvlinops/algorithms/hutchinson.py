@@ -1,20 +1,32 @@
 """Traces, diagonals and Frobenius norms as averages over random vectors."""
 
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Goal, Probes, average, check_split
-from curvlinops.core.ambient import free_of_modes
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.probes import (
+    Estimate,
+    Goal,
+    Probes,
+    Sample,
+    average,
+    number_estimator,
+    quadratic_forms,
+    split,
+    sum_over_unit_vectors,
+    vector_estimator,
+)
 from curvlinops.core.norms import double_norm
+from curvlinops.core.progress import solver
 
 
-@free_of_modes
+@number_estimator
+@solver("hutchinson_trace")
 def hutchinson_trace(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -23,7 +35,7 @@ def hutchinson_trace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the trace of a square matrix.
 
     ``tr(A) = E[x^T A x]`` (Hutchinson, A stochastic estimator of the trace of the influence matrix,
@@ -31,7 +43,9 @@ def hutchinson_trace(
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix.
-        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        num_matvecs: The largest number of products with ``A``. From D on, the result is exact,
+            with D products and no error; with ``rtol``, random vectors come first, as many as the
+            products beyond D allow.
         distribution: That of the random vectors x, all with ``E[x x^T] = I``: ``"rademacher"``
             (signs; exact for diagonal matrices), ``"gaussian"``, or ``"sphere"`` (exact for
             multiples of the identity).
@@ -51,12 +65,13 @@ def hutchinson_trace(
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    return _average_products(probes, num_matvecs, goal, lambda X, AX: (X * AX).sum(0))
+    return _average_products(probes, num_matvecs, goal, quadratic_forms)
 
 
-@free_of_modes
+@vector_estimator
+@solver("hutchinson_diag")
 def hutchinson_diag(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -65,7 +80,7 @@ def hutchinson_diag(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the diagonal of a square matrix.
 
     ``diag(A) = E[x * (A x)]``, entry by entry (Bekas et al., An estimator for the diagonal of a
@@ -74,7 +89,7 @@ def hutchinson_diag(
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        num_matvecs: The largest number of products with ``A``; from D on, the result is exact.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the norm of the standard errors is this small, relative to that of the
             estimate.
@@ -95,9 +110,10 @@ def hutchinson_diag(
     return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
 
 
-@free_of_modes
+@number_estimator
+@solver("hutchinson_squared_fro")
 def hutchinson_squared_fro(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -106,14 +122,14 @@ def hutchinson_squared_fro(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the squared Frobenius norm of a matrix, square or not.
 
     ``|A|_F^2 = tr(A^T A) = E[|A x|^2]``. Unbiased for every matrix.
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The number of products with ``A``; an upper limit if ``rtol`` is given.
+        num_matvecs: The largest number of products with ``A``; from D on, the result is exact.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
         return_error: Whether to return the standard error, too.
@@ -138,9 +154,10 @@ def hutchinson_squared_fro(
     return _average_products(probes, num_matvecs, goal, sample)
 
 
-@free_of_modes
+@number_estimator
+@solver("hutchpp_trace")
 def hutchpp_trace(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -149,7 +166,7 @@ def hutchpp_trace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the trace of a square matrix: exactly in a subspace, at random in the rest.
 
     ``tr(A) = tr(Q^T A Q) + E[x^T (I - Q Q^T) A (I - Q Q^T) x]``, with Q an orthonormal basis of the
@@ -159,8 +176,8 @@ def hutchpp_trace(
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The number of products with ``A``, a multiple of three, at most D. A third each
-            goes into Q, its part of the trace, and the rest.
+        num_matvecs: The largest number of products with ``A``, at least three. A third each goes
+            into Q, its part of the trace, and the rest. From D on, the result is exact.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate. The first two
             thirds of the products are spent in any case.
@@ -174,27 +191,28 @@ def hutchpp_trace(
         ``standard_error``.
 
     Raises:
-        ValueError: If the matrix is not square, ``num_matvecs`` does not fit it or is not divisible
-            by three, or another argument is not among its choices.
+        ValueError: If the matrix is not square, ``num_matvecs`` is too small, or another argument
+            is not among its choices.
     """
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
     goal = Goal(rtol, return_error)
-    num = check_split(num_matvecs, 3, matrix.shape[0], 1 + goal.return_error)
+    num, may_be_exact = split(num_matvecs, 3, probes.dim, 1 + goal.return_error, goal)
+    if num == 0:
+        return goal.report_exact(matrix, sum_over_unit_vectors(probes, quadratic_forms))
     Q = torch.linalg.qr(probes.multiply(probes.draw(num))).Q
     # contiguous vectors multiply fastest
     inside = (Q * probes.multiply(Q.T.contiguous().T)).sum()
 
     def sample(X: Tensor) -> Tensor:
         outside = X - Q @ (Q.T @ X)
-        return (outside * (matrix @ outside)).sum(0)
+        return quadratic_forms(outside, matrix @ outside)
 
-    return average(probes, num, goal, sample, inside)
+    return average(probes, num, goal, sample, inside, quadratic_forms if may_be_exact else None)
 
 
-def _average_products(
-    probes: Probes, num_matvecs: int, goal: Goal, sample: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
+def _average_products(probes: Probes, num_matvecs: int, goal: Goal, sample: Sample) -> Any:
     """Average a function of random vectors X and of ``A X``."""
-    num = goal.check_count("num_matvecs", num_matvecs)
-    return average(probes, num, goal, lambda X: sample(X, probes.matrix @ X))
+    num, may_be_exact = split(num_matvecs, 1, probes.dim, 1 + goal.return_error, goal)
+    exact = sample if may_be_exact else None
+    return average(probes, num, goal, lambda X: sample(X, probes.matrix @ X), exact=exact)

@@ -1,25 +1,30 @@
 """What inverses by Krylov methods share: goals, true residuals, and failures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import NegativeCurvatureError, check_on_failure, fail
-from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
 from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import check_count, check_number, without_graph
-from curvlinops.core.border import read
+from curvlinops.core.border import Vectors, read
+from curvlinops.core.linear import Array
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.progress import solver
 from curvlinops.core.space import Columns
 
+#: The kind of the right-hand sides.
+Kind = TypeVar("Kind")
 
-class Solution(NamedTuple):
+
+class Solution(NamedTuple, Generic[Kind]):
     """Solutions of linear systems, and how good they are.
 
     Attributes:
@@ -29,7 +34,7 @@ class Solution(NamedTuple):
         converged: Whether the tolerance is reached, ``[K]``.
     """
 
-    x: Any
+    x: Kind
     residuals: Tensor
     iterations: Tensor
     converged: Tensor
@@ -44,7 +49,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         preconditioner: A symmetric positive definite operator or matrix that approximates the
-            inverse.
+            inverse; or a function that multiplies by one: a vector ``[D]``, or if it does not take
+            these, several at once, ``[D, K]``, tensors like the products of ``A``.
         rtol: See ``atol``.
         atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
         maxiter: Largest number of iterations. Default: ``10 D``.
@@ -60,21 +66,21 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         *,
-        preconditioner: Any = None,
+        preconditioner: Preconditioner = None,
         rtol: float = 1e-5,
         atol: float = 0.0,
         maxiter: int | None = None,
         damping: float = 0.0,
-        x0: Any = None,
+        x0: Vectors | None = None,
         on_failure: str = "warn",
     ):
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         operator.domain.check_compatible(operator.codomain)
         super().__init__(operator.domain, self_adjoint=True)
-        self._preconditioner = self._read_preconditioner(preconditioner)
+        self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         self._set(rtol, atol, maxiter, x0)
         self._limit = 100 * torch.finfo(self.torch_dtype).eps
         self.damping = check_number("damping", damping)
@@ -97,14 +103,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """
         raise NotImplementedError
 
-    def _read_preconditioner(self, preconditioner: Any) -> Matrix | None:
-        if preconditioner is None:
-            return None
-        matrix = Matrix(preconditioner, square=True)
-        self.domain.check_compatible(matrix.operator.domain)
-        return matrix
-
-    def _set(self, rtol: float, atol: float, maxiter: int | None, x0: Any) -> None:
+    def _set(self, rtol: float, atol: float, maxiter: int | None, x0: Vectors | None) -> None:
         rtol, atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
         if rtol == atol == 0:
             raise ValueError("rtol and atol must not both be zero.")
@@ -115,7 +114,15 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     # --- products
 
-    def solve(self, B: Any, x0: Any = None) -> Solution:
+    @overload
+    def solve(self, B: Array, x0: Vectors | None = None) -> Solution[Array]: ...
+    @overload
+    def solve(self, B: Sequence[Tensor], x0: Vectors | None = None) -> Solution[list[Tensor]]: ...
+    @overload
+    def solve(
+        self, B: Mapping[str, Tensor], x0: Vectors | None = None
+    ) -> Solution[dict[str, Tensor]]: ...
+    def solve(self, B: Vectors, x0: Vectors | None = None) -> Solution:
         """Solve linear systems.
 
         Args:
@@ -129,7 +136,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        with without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__), without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
@@ -154,9 +161,13 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             error.change(self, written, written)
             raise
 
+    def _description(self) -> list[str]:
+        return [self._matrix.operator._formula()]
+
     def _apply(self, columns: Columns) -> Columns:
         A = self._products(self.damping)
-        X, *_ = self._solve(A, self.domain.join(columns), self._x0)
+        with solver(type(self).__name__):
+            X, *_ = self._solve(A, self.domain.join(columns), self._x0)
         return self.codomain.split(X)
 
     def _products(self, damping: float) -> Products:

@@ -1,9 +1,10 @@
 """The search for eigenpairs in a Krylov space: what to keep, and when to stop."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Generic
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,19 +13,16 @@ from curvlinops.algorithms.convergence import fail
 from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.products import ASYMMETRY
+from curvlinops.core.linear import Array
+from curvlinops.core.progress import show_residuals
 
 #: With as few products left, the whole space comes before any confirmation.
 _FEW = 3
 
 
-class _Fields(NamedTuple):
-    eigenvalues: Tensor | np.ndarray
-    eigenvectors: Tensor | np.ndarray
-    residuals: Tensor | np.ndarray
-
-
-class Eigenpairs(_Fields):
-    """Eigenvalues, eigenvectors and residuals; unpacks into these three.
+@dataclass(frozen=True, eq=False)
+class Eigenpairs(Generic[Array]):
+    """Eigenvalues and eigenvectors, into which it unpacks; with residuals and costs.
 
     Attributes:
         eigenvalues: Ascending, ``[k]``.
@@ -33,7 +31,20 @@ class Eigenpairs(_Fields):
         num_products: Number of vectors that ``A`` has been multiplied with.
     """
 
+    eigenvalues: Array
+    eigenvectors: Array
+    residuals: Array
     num_products: int
+
+    def __iter__(self) -> Iterator[Array]:
+        """Unpack like the result of scipy's ``eigsh``."""
+        return iter((self.eigenvalues, self.eigenvectors))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Array:
+        return (self.eigenvalues, self.eigenvectors)[index]
 
 
 class LanczosSearch:
@@ -149,7 +160,7 @@ class LanczosSearch:
         if int(others.sum()) < dim - self.space.dim:
             return _FEW  # at most as many as there are others, so the space is no closer
         rehearsal = Confirmation(values[wanted], self.which, slack, dim)
-        spectrum = Matrix(values[others].diag())
+        spectrum = Matrix(values[others].diag(), counted=False)
         space = KrylovSpace(spectrum, values.new_ones(1, spectrum.shape[0]), spectrum.shape[0])
         while space.pending and not rehearsal.certain:
             coefficients, beta = space.expand()
@@ -167,7 +178,10 @@ class LanczosSearch:
 
     def _unfinished(self, ritz: RitzPairs, chosen: Tensor) -> Tensor:
         """Return which of the chosen pairs further products may improve."""
-        return ritz.coupling[chosen] > self._goal(ritz, chosen).maximum(ritz.noise[chosen])
+        coupling = ritz.coupling[chosen]
+        allowed = self._goal(ritz, chosen).maximum(ritz.noise[chosen])
+        show_residuals((coupling, allowed))
+        return coupling > allowed
 
     def _rounding(self) -> float:
         return 10 * torch.finfo(self.matrix.dtype).eps * self.space.norm
@@ -223,9 +237,8 @@ class LanczosSearch:
         if bool(missed.any()) or not finished:
             self._fail(int(missed.sum()), unit * float(residuals.max()), on_failure)
         out = ((unit * values).to(X), X, (unit * residuals).to(X))
-        pairs = Eigenpairs(*(self.matrix.write(part) for part in out))
-        pairs.num_products = self.matrix.num_products
-        return pairs
+        written = (self.matrix.write(part) for part in out)
+        return Eigenpairs(*written, num_products=self.matrix.num_products)
 
     def _fail(self, missed: int, worst: float, on_failure: str) -> None:
         if missed:

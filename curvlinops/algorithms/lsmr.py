@@ -1,25 +1,28 @@
 """Least squares: the pseudo-inverse of any matrix."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.inverse import Systems
-from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.algorithms.inverse import Kind, Systems
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
 from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import check_count, check_number, without_graph
-from curvlinops.core.border import read
+from curvlinops.core.border import Vectors, read
+from curvlinops.core.linear import Array
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.progress import show_residuals, solver
 from curvlinops.core.space import Columns
 
 
-class LSMRSolution(NamedTuple):
+class LSMRSolution(NamedTuple, Generic[Kind]):
     """What ``scipy.sparse.linalg.lsmr`` returns, for every right-hand side, ``[K]``.
 
     Attributes:
@@ -35,7 +38,7 @@ class LSMRSolution(NamedTuple):
         normx: ``||x||``.
     """
 
-    x: Any
+    x: Kind
     istop: Tensor
     itn: Tensor
     normr: Tensor
@@ -71,7 +74,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         *,
         damp: float = 0.0,
         atol: float = 1e-6,
@@ -103,13 +106,22 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         self.damp = abs(damp)
         self.atol, self.btol, self.conlim = atol, btol, conlim or inf
 
-    def matvec_with_info(self, x: Any) -> LSMRSolution:
+    @overload
+    def matvec_with_info(self, x: Array) -> LSMRSolution[Array]: ...
+    @overload
+    def matvec_with_info(self, x: Sequence[Tensor]) -> LSMRSolution[list[Tensor]]: ...
+    @overload
+    def matvec_with_info(self, x: Mapping[str, Tensor]) -> LSMRSolution[dict[str, Tensor]]: ...
+    def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for right-hand sides, and return all that is known about the solutions."""
         without_graph(x, "The right-hand side")
         with without_modes():
             columns, write = read(x, self.domain)
             X, *info = self._solve(self.domain.join(columns), adjoint=False)
             return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
+
+    def _description(self) -> list[str]:
+        return [self._matrix.operator._formula()]
 
     def _apply(self, columns: Columns) -> Columns:
         X, *_ = self._solve(self.domain.join(columns), adjoint=False)
@@ -121,6 +133,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``."""
+        with solver(type(self).__name__):
+            return self._iterate(B, adjoint)
+
+    def _iterate(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
         if adjoint:
             multiply, transposed = transposed, multiply
@@ -160,8 +176,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         normr = torch.hypot(norms(s.R), damp * normx)
         # nothing is smaller than rounding errors
         atol, btol = (max(tol, torch.finfo(self.torch_dtype).eps) for tol in (self.atol, self.btol))
-        solved = normr <= btol * normb + atol * s.norma * normx
-        least = s.normar <= atol * s.norma * normr
+        enough, least_enough = btol * normb + atol * s.norma * normx, atol * s.norma * normr
+        solved, least = normr <= enough, s.normar <= least_enough
+        show_residuals((normr, enough), (s.normar, least_enough))
         reasons = [
             (s.itn >= self.maxiter, 7.0),
             (s.conda() >= self.conlim, 3.0),

@@ -6,18 +6,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse import issparse
+from scipy.sparse import issparse, sparray, spmatrix
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from curvlinops.core.arguments import without_graph
-from curvlinops.core.border import is_ours, read
+from curvlinops.core.border import Vectors, is_ours, read
 from curvlinops.core.columns import not_finite
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.progress import count_products
 from curvlinops.core.space import Columns, ParameterSpace
 
 #: Multiplies several vectors ``[D, K]``.
 Product = Callable[[Tensor], Tensor]
+
+#: Matrices whose products are tensors.
+TorchMatrix = TorchLinearOperator | Tensor
+#: All matrices. Products of those that are not PyTorch's are numpy arrays.
+AnyMatrix = TorchMatrix | LinearOperator | np.ndarray | sparray | spmatrix
+#: What approximates a matrix's inverse: a matrix, or a function that multiplies by it.
+Preconditioner = AnyMatrix | Product | None
 
 
 class ForeignLinearOperator(TorchLinearOperator):
@@ -58,6 +66,7 @@ class Matrix:
         A: An operator of this package, any other scipy LinearOperator, or a matrix: a tensor, a
             numpy array, or a sparse matrix of scipy's.
         square: Whether the algorithm needs a square matrix.
+        counted: Whether the solver's progress bar counts its products.
 
     Attributes:
         operator: ``A`` as an operator of this package.
@@ -71,11 +80,11 @@ class Matrix:
         ValueError: If it is not a matrix, or not square though it must be.
     """
 
-    def __init__(self, A: Any, square: bool = False):
+    def __init__(self, A: AnyMatrix, square: bool = False, counted: bool = True):
         self.operator = as_operator(A)
         self.shape: tuple[int, int] = tuple(self.operator.shape)
         self.device, self.dtype = self.operator.device, self.operator.torch_dtype
-        self.num_products = 0
+        self.num_products, self._counted = 0, counted
         self._takes_numpy = not isinstance(A, TorchLinearOperator | Tensor)
         if square and self.shape[0] != self.shape[1]:
             raise ValueError(f"The matrix must be square, got shape {list(self.shape)}.")
@@ -98,11 +107,13 @@ class Matrix:
     def _multiply(self, operator: TorchLinearOperator, X: Tensor) -> Tensor:
         self.num_products += X.shape[1]
         out = operator @ X
+        if self._counted:
+            count_products(X.shape[1])
         if X.shape[1] and not_finite({"": out}) is not None:
             raise ValueError("A product with the matrix is not finite, though the vector is.")
         return out
 
-    def read(self, x: Any) -> Tensor:
+    def read(self, x: Vectors) -> Tensor:
         """Return vectors ``[columns, K]`` that a user passed.
 
         Args:
@@ -123,7 +134,62 @@ class Matrix:
         return x.cpu().numpy() if self._takes_numpy else x
 
 
-def as_operator(A: Any) -> TorchLinearOperator:
+def read_preconditioner(preconditioner: Preconditioner, matrix: Matrix) -> Matrix | None:
+    """Return what approximates a matrix's inverse.
+
+    Args:
+        preconditioner: An operator or matrix; a function of vectors, see ``_of_function``; or
+            ``None``.
+        matrix: The matrix.
+
+    Raises:
+        ValueError: If it has another shape than the matrix, or other parameters.
+    """
+    if preconditioner is None:
+        return None
+    if callable(preconditioner) and not isinstance(preconditioner, LinearOperator):
+        preconditioner = ForeignLinearOperator(
+            matrix.shape,
+            matrix.dtype,
+            matrix.device,
+            partial(_of_function, preconditioner),
+            _no_adjoint,
+        )
+    found = Matrix(preconditioner, square=True, counted=False)
+    matrix.operator.domain.check_compatible(found.operator.domain)
+    return found
+
+
+def _of_function(function: Product, X: Tensor) -> Tensor:
+    """Apply a linear function to vectors ``[D, K]``.
+
+    It gets them one by one, ``[D]``, since on several at once it may broadcast to a wrong result.
+    If it does not take these, it gets all at once.
+    """
+    try:
+        columns = [function(x.clone()) for x in X.T]
+        takes_vectors = all(column.shape == X.shape[:1] for column in columns)
+    except Exception:  # whatever it raises, it raises again below if it takes no vectors at all
+        takes_vectors = False
+    if takes_vectors:
+        return torch.stack(columns, dim=1) if columns else X
+    out = function(X.clone())
+    if not isinstance(out, Tensor) or out.shape != X.shape:
+        found = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(
+            f"A function as preconditioner takes a tensor of shape {list(X.shape[:1])}, or "
+            f"{list(X.shape)}, and returns one of the same shape; it returned {found}."
+        )
+    return out
+
+
+def _no_adjoint(X: Tensor) -> Tensor:
+    raise NotImplementedError(
+        "The adjoint of the preconditioner, a function, is not known. Pass an operator or a matrix."
+    )
+
+
+def as_operator(A: AnyMatrix) -> TorchLinearOperator:
     """Return any operator or matrix as an operator of this package."""
     if isinstance(A, TorchLinearOperator):
         return A
@@ -158,31 +224,51 @@ def _wrap_scipy(A: Any) -> TorchLinearOperator:
     narrow = np.issubdtype(dtype, np.floating) and dtype.itemsize < 8
     torch_dtype = torch.float32 if narrow else torch.float64
 
-    products = (partial(_through_numpy, A, adjoint, torch_dtype) for adjoint in (False, True))
+    products = (
+        partial(_through_numpy, A, adjoint, _takes_blocks(A, adjoint), torch_dtype)
+        for adjoint in (False, True)
+    )
     return ForeignLinearOperator(A.shape, torch_dtype, torch.device("cpu"), *products)
 
 
-def _through_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Tensor:
+def _takes_blocks(A: Any, adjoint: bool) -> bool:
+    """Return whether a matrix of scipy's has a product of its own with several vectors.
+
+    Otherwise scipy passes columns ``[D, 1]`` to a function that may be written for vectors ``[D]``,
+    as scipy's own solvers pass them. It may fail on columns, or broadcast them to a wrong result.
+    """
+    if not isinstance(A, LinearOperator):
+        return True
+    operands = [part for part in getattr(A, "args", ()) if isinstance(part, LinearOperator)]
+    if operands:  # of a sum, a product, a multiple, or a transpose
+        return all(_takes_blocks(part, each) for part in operands for each in (False, True))
+    name = "rmatmat" if adjoint else "matmat"
+    private = f"_CustomLinearOperator__{name}_impl"  # of LinearOperator(shape, matvec, ...)
+    if private in vars(A):
+        return vars(A)[private] is not None
+    return getattr(type(A), f"_{name}") is not getattr(LinearOperator, f"_{name}")
+
+
+def _through_numpy(A: Any, adjoint: bool, blocks: bool, dtype: torch.dtype, X: Tensor) -> Tensor:
     X_numpy = X.cpu().numpy()
-    out = np.asarray(_transposed_product(A, X_numpy) if adjoint else A @ X_numpy)
+    if not blocks:
+        out = _columns(A, adjoint, X_numpy)
+    else:
+        out = np.asarray((A.T if adjoint else A) @ X_numpy)
     if np.iscomplexobj(out):
         raise TypeError("A product with the matrix is complex; it must be real.")
     return torch.from_numpy(np.array(out)).to(X.device, dtype)
 
 
-def _transposed_product(A: Any, X: np.ndarray) -> np.ndarray:
+def _columns(A: LinearOperator, adjoint: bool, X: np.ndarray) -> np.ndarray:
+    """Multiply vectors ``[columns, K]`` one by one."""
+    if X.shape[1] == 0:
+        return np.zeros((A.shape[1] if adjoint else A.shape[0], 0))
     try:
-        return A.T @ X
-    except (NotImplementedError, TypeError):
-        _check_transpose(A, X)
-        raise
-
-
-def _check_transpose(A: Any, X: np.ndarray) -> None:
-    """Say so if the reason why products with the transpose fail is that there are none."""
-    try:
-        A.rmatvec(X[:, 0])
+        return np.stack([A.rmatvec(x) if adjoint else A.matvec(x) for x in X.T], axis=1)
     except NotImplementedError as error:
+        if not adjoint:
+            raise
         raise NotImplementedError(
             f"Products with the transpose are needed, which the operator, a {type(A).__name__}, "
             "does not have. Give it rmatvec or rmatmat."

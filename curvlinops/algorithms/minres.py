@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.inverse import KrylovInverseLinearOperator, Systems, check_positive
 from curvlinops.algorithms.products import Products, dots, norms, scaled
+from curvlinops.core.progress import show_residuals
 
 #: What may turn out to be no curvature at all, relative to the matrix's norm.
 _LITTLE = 1e-3
@@ -44,7 +45,9 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
             retreat.offer(state.place, curvature)
             X.index_add_(0, state.place, scaled(tau, state.w))
             count[state.place] += 1
-            unsolved[state.place] = norms(state.R) > state.goal
+            sizes = norms(state.R)
+            show_residuals((sizes, state.goal))
+            unsolved[state.place] = sizes > state.goal
             going = unsolved[state.place] & ~ended
             if not bool(going.any()):
                 break

@@ -1,16 +1,22 @@
 """The inverse as a truncated Neumann series."""
 
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
-from curvlinops.algorithms.matrix import Matrix, Product
+from curvlinops.algorithms.matrix import (
+    AnyMatrix,
+    Matrix,
+    Preconditioner,
+    Product,
+    read_preconditioner,
+)
 from curvlinops.algorithms.products import norms
 from curvlinops.core.arguments import check_count, check_number
 from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.progress import show_residuals, solver
 from curvlinops.core.space import Columns
 
 
@@ -30,7 +36,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         num_terms: Number of products with ``A``.
         scale: The scale s.
         check_nan: Whether to check that each term is finite, not the last one only.
-        preconditioner: An operator or matrix that approximates the inverse. Default: identity.
+        preconditioner: An operator or matrix that approximates the inverse, or a function, see
+            ``KrylovInverseLinearOperator``, which has no adjoint. Default: identity.
         rtol: How large the last term may be relative to the first one, without failure; 1 for a
             truncation that is meant.
         on_failure: If it is larger, ``"warn"``, or ``"raise"``.
@@ -43,11 +50,11 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         num_terms: int = 100,
         scale: float = 1.0,
         check_nan: bool = True,
-        preconditioner: Any = None,
+        preconditioner: Preconditioner = None,
         rtol: float = 1e-2,
         on_failure: str = "warn",
     ):
@@ -57,11 +64,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         self.rtol, self.on_failure = float(rtol), on_failure
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
-        self._preconditioner = None
+        self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         symmetric = operator.self_adjoint
-        if preconditioner is not None:
-            self._preconditioner = Matrix(preconditioner, square=True)
-            operator.domain.check_compatible(self._preconditioner.operator.domain)
+        if self._preconditioner is not None:
             symmetric = symmetric and self._preconditioner.operator.self_adjoint
         super().__init__(operator.codomain, operator.domain, symmetric)
         self.set_neumann_hyperparameters(num_terms, scale, check_nan)
@@ -74,6 +79,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         self.scale, self.check_nan = check_number("scale", scale), check_nan
         if not isfinite(self.scale) or self.scale == 0:
             raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
+
+    def _description(self) -> list[str]:
+        return [self._matrix.operator._formula()]
 
     def _apply(self, columns: Columns) -> Columns:
         rows = self._precondition(self.domain.join(columns), adjoint=False)
@@ -102,6 +110,10 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
+        with solver(type(self).__name__):
+            return self._add_terms(rows, step)
+
+    def _add_terms(self, rows: Tensor, step: Product) -> Tensor:
         term = total = self.scale * rows
         first = before = last = norms(term)
         for k in range(1, self.num_terms + 1):
@@ -115,6 +127,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             total = total + term
             if self.check_nan or k >= self.num_terms - 1:
                 before, last = last, norms(term)
+                show_residuals((last, self.rtol * first))
                 if not bool(last.isfinite().all()):
                     self._diverge(k)
         # terms without curvature remain as they are, up to rounding

@@ -1,22 +1,32 @@
 """The trace of a positive semi-definite matrix, from Nyström approximations."""
 
-from typing import Any
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average, Goal, Probes, append, grow, rescale
-from curvlinops.core.ambient import free_of_modes
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.probes import (
+    Average,
+    Estimate,
+    Goal,
+    Probes,
+    append,
+    grow,
+    number_estimator,
+    quadratic_forms,
+    rescale,
+)
 from curvlinops.core.norms import double_norm
+from curvlinops.core.progress import solver
 
 #: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
 _FEW_DIMENSIONS = 32
 
 
-@free_of_modes
+@number_estimator
+@solver("xnystrace")
 def xnystrace(
-    A: Any,
+    A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
     *,
@@ -25,7 +35,7 @@ def xnystrace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> Tensor | np.number | np.ndarray | Estimate:
     """Estimate the trace of a symmetric positive semi-definite matrix with XNysTrace.
 
     ``tr(A) = mean_i  tr(A_i) + x_i^T (A - A_i) x_i``, with A_i the Nyström approximation of A from
@@ -35,8 +45,7 @@ def xnystrace(
 
     Args:
         A: See ``hutchinson_trace``, also for the other arguments. Positive semi-definite.
-        num_matvecs: The number of products with ``A``, at most D; an upper limit if ``rtol`` is
-            given.
+        num_matvecs: The largest number of products with ``A``. From D on, the result is exact.
         distribution: ``"rademacher"`` (in fewer than 32 dimensions, where signs may depend on each
             other, the same as ``"sphere"``), ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
@@ -67,7 +76,8 @@ def xnystrace(
         X, AX = append(X, new), append(AX, probes.multiply(new))
         return _Nystrom(probes, X, AX).estimate()
 
-    return grow(probes, num_matvecs, 1, Goal(rtol, return_error), estimate)
+    goal = Goal(rtol, return_error)
+    return grow(probes, num_matvecs, 1, goal, estimate, quadratic_forms)
 
 
 class _Nystrom:

@@ -1,22 +1,25 @@
 """A figure of a spectral density."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 def plot_spectrum(
-    grid: Any,
-    density: Any,
-    standard_error: Any = None,
+    grid: Tensor | np.ndarray,
+    density: Tensor | np.ndarray,
+    standard_error: Tensor | np.ndarray | None = None,
     *,
-    log_x: bool = False,
+    log_x: bool | None = None,
     log_y: bool = True,
     floor: float = 1e-7,
-    ax: Any = None,
+    ax: "Axes | None" = None,
     **line: Any,
-) -> Any:
+) -> "Axes":
     """Draw a spectral density with matplotlib, ``pip install 'curvlinops[plot]'``.
 
     Args:
@@ -26,7 +29,8 @@ def plot_spectrum(
         density: The density per unit of the eigenvalue, ``[num_points]``.
         standard_error: Its standard error, drawn as a band of one standard error to both sides.
         log_x: Whether the axis of eigenvalues is logarithmic. The density drawn is then that per
-            unit of the natural logarithm, ``grid * density``.
+            unit of the natural logarithm, ``grid * density``. Default: whether the grid is evenly
+            spaced in the logarithm, as that of ``lanczos_approximate_log_spectrum`` is.
         log_y: Whether the axis of densities is logarithmic.
         floor: Densities are drawn down to this one if their axis is logarithmic.
         ax: The axes to draw into. Default: those of a new figure.
@@ -46,6 +50,8 @@ def plot_spectrum(
             "grid, density and standard_error must be vectors of one length, got shapes "
             f"{', '.join(map(str, shapes))}."
         )
+    is_log_spectrum = _is_even_in_logarithm(x)
+    log_x = is_log_spectrum if log_x is None else log_x
     if log_x and x.min() <= 0:
         raise ValueError(
             f"A logarithmic axis needs positive eigenvalues, got {x.min():.3e}. Use "
@@ -57,9 +63,10 @@ def plot_spectrum(
     if error is not None:
         low, high = (np.clip(y + sign * error, 0, None) * unit for sign in (-1, 1))
         ax.fill_between(x, low, high, color=drawn.get_color(), alpha=0.3, linewidth=0)
+    name = "|eigenvalue|" if is_log_spectrum else "eigenvalue"
     ax.set(
-        xlabel="eigenvalue",
-        ylabel="density" + (" per log eigenvalue" if log_x else ""),
+        xlabel=name,
+        ylabel=f"density per log {name}" if log_x else "density",
         xscale="log" if log_x else "linear",
         yscale="log" if log_y else "linear",
     )
@@ -68,7 +75,15 @@ def plot_spectrum(
     return ax
 
 
-def _new_axes() -> Any:
+def _is_even_in_logarithm(x: np.ndarray) -> bool:
+    # grids over less than ten percent are even in both
+    if len(x) < 3 or x[0] <= 0 or x[-1] < 1.1 * x[0] or np.any(np.diff(x) <= 0):
+        return False
+    steps = np.diff(np.log(x))
+    return bool(np.ptp(steps) <= 1e-2 * steps.mean())
+
+
+def _new_axes() -> "Axes":
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

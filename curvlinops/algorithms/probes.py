@@ -2,13 +2,25 @@
 
 from collections.abc import Callable, Iterator
 from math import inf
-from typing import Any, NamedTuple
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.norms import double_norm
 from curvlinops.core.seeds import read_generator
@@ -23,7 +35,12 @@ _FEWEST = 8
 DISTRIBUTIONS = ("rademacher", "gaussian", "normal", "sphere")
 
 
-class Estimate(NamedTuple):
+P = ParamSpec("P")
+#: A tensor, or what numpy has in its place: a number or an array.
+Value = TypeVar("Value", covariant=True)
+
+
+class Estimate(NamedTuple, Generic[Value]):
     """A random estimate, and its standard error (the estimated standard deviation).
 
     Attributes:
@@ -31,8 +48,42 @@ class Estimate(NamedTuple):
         standard_error: Of the same shape.
     """
 
-    estimate: Any
-    standard_error: Any
+    estimate: Value
+    standard_error: Value
+
+
+class Estimator(Protocol[P, Value]):
+    """The type of a function that estimates something of a matrix, with other arguments P.
+
+    Of matrices that are not PyTorch's, the result is a ``Value`` of numpy's.
+    """
+
+    @overload
+    def __call__(
+        self, A: TorchMatrix, *args: Any, return_error: Literal[True], **options: Any
+    ) -> Estimate[Tensor]: ...
+    @overload
+    def __call__(
+        self, A: AnyMatrix, *args: Any, return_error: Literal[True], **options: Any
+    ) -> Estimate[Value]: ...
+    @overload
+    def __call__(self, A: TorchMatrix, *args: P.args, **options: P.kwargs) -> Tensor: ...
+    @overload
+    def __call__(self, A: AnyMatrix, *args: P.args, **options: P.kwargs) -> Value: ...
+
+
+def number_estimator(
+    function: Callable[Concatenate[AnyMatrix, P], object],
+) -> Estimator[P, np.floating]:
+    """Return a function that estimates a number, free of modes, with its type."""
+    return free_of_modes(function)
+
+
+def vector_estimator(
+    function: Callable[Concatenate[AnyMatrix, P], object],
+) -> Estimator[P, np.ndarray]:
+    """Return a function that estimates a vector, free of modes, with its type."""
+    return free_of_modes(function)
 
 
 class Probes:
@@ -154,6 +205,10 @@ class Goal:
             counts.insert(0, counts[0] // 2)
         return counts
 
+    def report_exact(self, matrix: Matrix, value: Tensor) -> Any:
+        """Return what the caller wants of a value without error."""
+        return self.report(matrix, value, torch.zeros_like(value))
+
     def report(self, matrix: Matrix, estimate: Tensor, error: Tensor) -> Any:
         """Return what the caller wants, with a warning if it is not as accurate."""
         if self.rtol is not None and not (found := _relative(estimate, error)) <= self.rtol:
@@ -172,22 +227,47 @@ def _relative(estimate: Tensor, error: Tensor) -> float:
     return size / scale if scale else size and inf
 
 
-def check_split(num_matvecs: Any, parts: int, dim: int, fewest: int) -> int:
-    """Return the number of products in each of ``parts`` equal parts.
+def split(num_matvecs: Any, parts: int, dim: int, fewest: int, goal: Goal) -> tuple[int, bool]:
+    """Return how many random vectors to draw, and whether the exact result may follow.
+
+    The exact result takes D products. With ``rtol``, random vectors come first, as many as the
+    products beyond D allow.
+
+    Args:
+        num_matvecs: The largest number of products.
+        parts: How many products each random vector needs. A remainder is left over.
+        dim: The number of the matrix's columns, D.
+        fewest: How many random vectors an estimate needs.
+        goal: When to stop.
 
     Raises:
-        ValueError: If ``num_matvecs`` is not divisible by ``parts``, larger than the matrix, or a
-            part has less than the ``fewest`` products that are needed.
+        ValueError: If ``num_matvecs`` is too small for an estimate.
     """
-    num = check_count("num_matvecs", num_matvecs, at_least=parts * fewest)
-    if num % parts:
-        raise ValueError(f"num_matvecs must be divisible by {parts}, got {num}.")
-    if num > dim:
-        raise ValueError(
-            f"num_matvecs = {num} products are more than the matrix has columns, {dim}: multiply "
-            "the identity, which is exact."
-        )
-    return num // parts
+    num = check_count("num_matvecs", num_matvecs, at_least=max(min(parts * fewest, dim), 1))
+    if num < dim:
+        return num // parts, False
+    extra = 0 if goal.rtol is None else min(num - dim, dim) // parts
+    return (extra if extra >= _FEWEST else 0), True
+
+
+#: Takes vectors ``[D, K]`` and their products, returns samples along the last axis.
+Sample = Callable[[Tensor, Tensor], Tensor]
+
+
+def quadratic_forms(X: Tensor, AX: Tensor) -> Tensor:
+    """Return ``x^T A x`` for each vector, ``[K]``: samples of the trace."""
+    return (X * AX).sum(0)
+
+
+def sum_over_unit_vectors(probes: Probes, sample: Sample) -> Tensor:
+    """Return what random vectors estimate: the outer products of unit vectors are the identity."""
+    total, dim = 0.0, probes.dim
+    for start in range(0, max(dim, 1), probes.chunk_size):
+        num = min(probes.chunk_size, dim - start)
+        rows = torch.zeros(num, dim, dtype=probes.matrix.dtype, device=probes.matrix.device)
+        rows.diagonal(start).fill_(1.0)
+        total = total + sample(rows.T, probes.matrix @ rows.T).sum(-1)
+    return total
 
 
 def average(
@@ -196,6 +276,7 @@ def average(
     goal: Goal,
     sample: Callable[[Tensor], Tensor],
     known: Tensor | float = 0.0,
+    exact: Sample | None = None,
 ) -> Any:
     """Average a function of random vectors.
 
@@ -205,12 +286,16 @@ def average(
         goal: When to stop, and what to return.
         sample: Takes vectors ``[D, K]``, returns samples along the last axis.
         known: The part of the result that is not random.
+        exact: What gives the exact result for unit vectors, if that may follow, see ``split``.
     """
     total = Average()
     for X in probes.chunks(num, often=goal.rtol is not None):
         total.update(sample(X))
         if goal.reached(known + total.mean, total.standard_error, total.count):
             break
+    else:
+        if exact is not None:
+            return goal.report_exact(probes.matrix, sum_over_unit_vectors(probes, exact))
     return goal.report(probes.matrix, known + total.mean, total.standard_error)
 
 
@@ -220,6 +305,7 @@ def grow(
     parts: int,
     goal: Goal,
     estimate: Callable[[int], tuple[Tensor, Tensor]],
+    exact: Sample,
 ) -> Any:
     """Estimate with more and more vectors, until the error is as small as wanted.
 
@@ -229,13 +315,18 @@ def grow(
         parts: How many products each vector needs.
         goal: When to stop, and what to return.
         estimate: Takes the number of vectors, returns the estimate and its standard error.
+        exact: What gives the exact result for unit vectors.
     """
     # the terms of two signs are equal for every diagonal matrix
-    num = check_split(num_matvecs, parts, probes.dim, 1 + 2 * goal.return_error)
-    for count in goal.steps(num):
+    fewest = 1 + 2 * goal.return_error
+    num, may_be_exact = split(num_matvecs, parts, probes.dim, fewest, goal)
+    for count in goal.steps(num) if num else ():
         mean, error = estimate(count)
         if goal.reached(mean, error, count):
             break
+    else:
+        if may_be_exact:
+            return goal.report_exact(probes.matrix, sum_over_unit_vectors(probes, exact))
     return goal.report(probes.matrix, mean, error)
 
 

@@ -1,20 +1,23 @@
 """Densities of spectra, smoothed, on linear and logarithmic axes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf, log
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, Protocol, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
-from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Average
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
+from curvlinops.algorithms.probes import Average, P, Value
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
+from curvlinops.core.progress import solver
 
 
-class SpectralDensity(NamedTuple):
+class SpectralDensity(NamedTuple, Generic[Value]):
     """A density on a grid, with its standard error.
 
     Attributes:
@@ -23,9 +26,37 @@ class SpectralDensity(NamedTuple):
         standard_error: That of the density, from the scatter between random vectors.
     """
 
-    grid: Any
-    density: Any
-    standard_error: Any
+    grid: Value
+    density: Value
+    standard_error: Value
+
+
+_Both = Tensor | np.ndarray
+#: Grid and density, perhaps with an error.
+_Density = tuple[_Both, _Both] | SpectralDensity[_Both]
+
+
+class _Estimator(Protocol[P]):
+    @overload
+    def __call__(
+        self, A: TorchMatrix, *args: Any, return_error: Literal[True], **options: Any
+    ) -> SpectralDensity[Tensor]: ...
+    @overload
+    def __call__(
+        self, A: AnyMatrix, *args: Any, return_error: Literal[True], **options: Any
+    ) -> SpectralDensity[np.ndarray]: ...
+    @overload
+    def __call__(
+        self, A: TorchMatrix, *args: P.args, **options: P.kwargs
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, A: AnyMatrix, *args: P.args, **options: P.kwargs
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def _estimator(function: Callable[Concatenate[AnyMatrix, P], object]) -> _Estimator[P]:
+    return free_of_modes(function)
 
 
 class LanczosApproximateSpectrumCached:
@@ -50,7 +81,7 @@ class LanczosApproximateSpectrumCached:
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         ncv: int,
         boundaries: Boundaries = None,
         boundaries_tol: float = 1e-2,
@@ -61,7 +92,20 @@ class LanczosApproximateSpectrumCached:
     ):
         self._runs = KeptRuns(A, ncv, boundaries, boundaries_tol, chunk_size, seed, generator)
 
+    @overload
+    def approximate_spectrum(
+        self, *args: Any, return_error: Literal[True], **options: float
+    ) -> SpectralDensity[_Both]: ...
+    @overload
+    def approximate_spectrum(
+        self,
+        num_repeats: int = ...,
+        num_points: int = ...,
+        kappa: float = ...,
+        margin: float = ...,
+    ) -> tuple[_Both, _Both]: ...
     @free_of_modes
+    @solver("approximate_spectrum")
     def approximate_spectrum(
         self,
         num_repeats: int = 1,
@@ -70,7 +114,7 @@ class LanczosApproximateSpectrumCached:
         margin: float = 0.05,
         *,
         return_error: bool = False,
-    ) -> Any:
+    ) -> _Density:
         """Return grid and density; see ``lanczos_approximate_spectrum``."""
         num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         rules = self._runs.take(num_repeats)
@@ -102,7 +146,7 @@ class LanczosApproximateLogSpectrumCached:
 
     def __init__(
         self,
-        A: Any,
+        A: AnyMatrix,
         ncv: int,
         boundaries: Boundaries = None,
         boundaries_tol: float = 1e-2,
@@ -115,7 +159,21 @@ class LanczosApproximateLogSpectrumCached:
         if any(end is not None and end < 0 for end in self._runs.known):
             raise ValueError(f"boundaries are absolute values here, got {boundaries}.")
 
+    @overload
+    def approximate_log_spectrum(
+        self, *args: Any, return_error: Literal[True], **options: float
+    ) -> SpectralDensity[_Both]: ...
+    @overload
+    def approximate_log_spectrum(
+        self,
+        num_repeats: int = ...,
+        num_points: int = ...,
+        kappa: float = ...,
+        margin: float = ...,
+        epsilon: float = ...,
+    ) -> tuple[_Both, _Both]: ...
     @free_of_modes
+    @solver("approximate_log_spectrum")
     def approximate_log_spectrum(
         self,
         num_repeats: int = 1,
@@ -125,7 +183,7 @@ class LanczosApproximateLogSpectrumCached:
         epsilon: float = 1e-5,
         *,
         return_error: bool = False,
-    ) -> Any:
+    ) -> _Density:
         """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
         if not 0 < epsilon < inf:
             raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}.")
@@ -145,9 +203,9 @@ class LanczosApproximateLogSpectrumCached:
         return _report(self._runs.matrix, grid, densities(axis, grid, rules), return_error)
 
 
-@free_of_modes
+@_estimator
 def lanczos_approximate_spectrum(
-    A: Any,
+    A: AnyMatrix,
     ncv: int,
     num_points: int = 1024,
     num_repeats: int = 1,
@@ -160,7 +218,7 @@ def lanczos_approximate_spectrum(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> _Density:
     """Estimate the density of a symmetric matrix's eigenvalues.
 
     ``p(x) = 1/D sum_d g(x - lambda_d)``, g a Gaussian of standard deviation ``sigma = L / ((ncv -
@@ -204,9 +262,9 @@ def lanczos_approximate_spectrum(
     )
 
 
-@free_of_modes
+@_estimator
 def lanczos_approximate_log_spectrum(
-    A: Any,
+    A: AnyMatrix,
     ncv: int,
     num_points: int = 1024,
     num_repeats: int = 1,
@@ -220,7 +278,7 @@ def lanczos_approximate_log_spectrum(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Any:
+) -> _Density:
     """Estimate the density of ``|lambda| + epsilon``, smoothed on a logarithmic axis.
 
     The density of ``log(|lambda| + epsilon)`` is smoothed as in ``lanczos_approximate_spectrum``
@@ -260,7 +318,7 @@ def lanczos_approximate_log_spectrum(
     )
 
 
-def _report(matrix: Matrix, grid: Tensor, found: Average, return_error: bool) -> Any:
+def _report(matrix: Matrix, grid: Tensor, found: Average, return_error: bool) -> _Density:
     values = [grid, found.mean] + ([found.standard_error] if return_error else [])
     values = [matrix.write(value.to(matrix.device, matrix.dtype)) for value in values]
     return SpectralDensity(*values) if return_error else tuple(values)

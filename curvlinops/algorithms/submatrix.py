@@ -1,15 +1,19 @@
 """Parts of a matrix."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import as_operator
+from curvlinops.algorithms.matrix import AnyMatrix, as_operator
 from curvlinops.core.arguments import as_integer
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.space import Columns, ParameterSpace
+
+#: Rows or columns: integers, a slice of them, or names of parameters.
+Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray
 
 
 class SubmatrixLinearOperator(TorchLinearOperator):
@@ -31,11 +35,11 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         TypeError: If a string is passed instead of a list.
     """
 
-    def __init__(self, A: Any, row_idxs: Any, col_idxs: Any):
+    def __init__(self, A: AnyMatrix, row_idxs: Selection, col_idxs: Selection):
         self._original = as_operator(A)
         self.set_submatrix(row_idxs, col_idxs)
 
-    def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
+    def set_submatrix(self, row_idxs: Selection, col_idxs: Selection) -> None:
         """Choose other rows and columns of ``A``.
 
         Args:
@@ -51,6 +55,9 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         self.operator, self._rows, self._columns = A, rows, columns
         symmetric = A.self_adjoint and self._rows.equals(self._columns)
         super().__init__(self._columns.space, self._rows.space, symmetric)
+
+    def _description(self) -> list[str]:
+        return [self.operator._formula()]
 
     def _apply(self, columns: Columns) -> Columns:
         inner = self._columns.embed(columns)

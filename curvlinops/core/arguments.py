@@ -109,12 +109,23 @@ def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
     return choices[choices.index(value)]
 
 
+def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Return ``name=value`` for each argument of a class that has not its default.
+
+    Args:
+        cls: The class. Arguments whose default is None are left out.
+        values: What was passed, by the names of the arguments; other names are ignored.
+    """
+    options = [p for p in inspect.signature(cls).parameters.values() if p.name in values]
+    options = [p for p in options if p.default is not None and p.default is not p.empty]
+    given = [(p.name, values[p.name]) for p in options if values[p.name] != p.default]
+    return [f"{name}={value!r}" for name, value in given]
+
+
 def has_graph(x: Any) -> bool:
-    """Return whether autograd, or a transform of ``torch.func``, follows tensors in ``x``."""
+    """Return whether autograd follows tensors in ``x``, in reverse or in forward mode."""
     if isinstance(x, Tensor):
         if x.requires_grad and torch.is_grad_enabled():
-            return True
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return True
         return forward_ad.unpack_dual(x).tangent is not None
     parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else ()
@@ -129,17 +140,7 @@ def without_graph(x: Any, name: str) -> Any:
     """
     if has_graph(x):
         raise ValueError(
-            f"{name} requires gradients, or is transformed by torch.func, but only products A @ v "
-            "are differentiated, and only with respect to the vector. Pass it as .detach(), or use "
-            "torch.no_grad()."
+            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
+            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
         )
     return x
-
-
-def whole_signature(cls: type) -> inspect.Signature:
-    """Return the signature of a class; what it only passes on is that of the class it extends."""
-    _, *own = inspect.signature(cls.__init__).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in own):
-        extra = {p.name: p for p in own if p.kind is p.KEYWORD_ONLY}
-        own = {**inspect.signature(cls.__base__).parameters, **extra}.values()
-    return inspect.Signature(list(own))

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
 from curvlinops.core.findings import Findings
-from curvlinops.core.float16 import Fit, fitted, reciprocal, unfitted
-from curvlinops.core.functions import wide
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_internals import run_backward
 
 #: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -96,11 +95,7 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     with bound.recording("gradient") as (_, leaves, output):
         loss, terms = head(output)
-        start, cotangents, retain = loss, {"": None}, not bound.owns_graph
-        if bound.seen.fit.outputs is not None and not bound.loss.needs_graph:
-            found = pull({"": loss}, {"": None}, {"": output}, retain=retain)
-            start, cotangents = output, {n: x for n, x in found.items() if x is not None}
-        grads = pull({"": start}, cotangents, leaves, retain=retain, order=bound.seen.fit.outputs)
+        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.owns_graph)
     out = bound.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms
@@ -121,16 +116,15 @@ def transposed_jacobian(
         scope, leaves, output = evaluation
 
     def product(u: Columns, inputs: Tensors) -> Columns:
-        return pull_columns({"": output}, u, inputs, order=order)
+        return pull_columns({"": output}, u, inputs)
 
-    order, dtype = bound.seen.fit.outputs, bound.seen.fit.dtype(output.dtype)
     chunks = in_chunks(product, chunk_size)
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
         with scope.active():
-            for rows, part in chunks(cotangents, {"": dtype}, inputs):
+            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)
 
     return apply, output.detach()
@@ -142,12 +136,8 @@ def pull(
     inputs: Mapping[Name, Tensor | GradientEdge],
     create_graph: bool = False,
     retain: bool = True,
-    order: float | None = None,
 ) -> dict[Name, Tensor | None]:
-    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero.
-
-    With an ``order``, cotangents are fitted to the range of float16 on the way; see ``Fit``.
-    """
+    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
     with torch._C.DisableTorchFunction():  # a scope watches what the model calls
         names = [
             name
@@ -161,10 +151,9 @@ def pull(
             name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
             for name in names
         }
-        weights, factor = fitted(weights, order)
         weights = {name: weight.to(outputs[name].dtype) for name, weight in weights.items()}
     # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
-    grads = _engine_run_backward(
+    grads = run_backward(
         tuple(outputs[name] for name in names),
         tuple(weights.values()),
         retain or create_graph,
@@ -173,7 +162,7 @@ def pull(
         allow_unreachable=True,
         accumulate_grad=False,
     )
-    return unfitted(dict(zip(inputs, grads, strict=True)), factor)
+    return dict(zip(inputs, grads, strict=True))
 
 
 def pull_several(
@@ -181,7 +170,6 @@ def pull_several(
     cotangents: Columns,
     inputs: Mapping[Name, Tensor | GradientEdge],
     retain: bool = True,
-    order: float | None = None,
 ) -> dict[Name, Tensor | None]:
     """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
 
@@ -190,14 +178,13 @@ def pull_several(
         cotangents: ``[K, *output]``.
         inputs: Tensors of the graph, or places in it.
         retain: Whether the graph is used again.
-        order: See ``pull``.
 
     Returns:
         ``[K, *input]`` for each input; ``None`` where no output depends on it.
     """
     if len(next(iter(cotangents.values()))) == 1:
         columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
-        grads = pull(outputs, columns, inputs, retain=retain, order=order)
+        grads = pull(outputs, columns, inputs, retain=retain)
         with torch._C.DisableTorchFunction():  # a scope watches what the model calls
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
@@ -205,7 +192,7 @@ def pull_several(
             }
 
     def product(columns: Tensors) -> dict[Name, Tensor]:
-        grads = pull(outputs, columns, inputs, retain=retain, order=order)
+        grads = pull(outputs, columns, inputs, retain=retain)
         return {name: grad.detach() for name, grad in grads.items() if grad is not None}
 
     with warnings.catch_warnings():
@@ -219,32 +206,11 @@ def pull_columns(
     cotangents: Columns,
     inputs: Tensors,
     retain: bool = True,
-    order: float | None = None,
 ) -> Columns:
     """Multiply like ``pull_several``; zeros where no output depends on an input."""
     num_columns = len(next(iter(cotangents.values())))
-    found = pull_several(outputs, cotangents, inputs, retain, order)
+    found = pull_several(outputs, cotangents, inputs, retain)
     return {
         name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
         for name, grad in found.items()
     }
-
-
-def fitted_seed(seed: Seed, fit: Fit) -> tuple[Seed, Tensor | None]:
-    """Return a seed for the Hessian, times a power of two, and this.
-
-    Both the cotangent and products with its derivative are then backpropagated: multiplied by it,
-    neither has a sum of absolute values above one.
-    """
-    start, cotangent = seed
-    if fit.outputs is None or cotangent is None:
-        return seed, None
-    size = cotangent.detach().double().abs().sum()
-    if cotangent.requires_grad:
-        generator = torch.Generator(start.device).manual_seed(0)
-        v = torch.randn(start.shape, generator=generator, dtype=torch.float32, device=start.device)
-        (change,) = pull({"": cotangent}, {"": v}, {"": start}).values()
-        if change is not None:
-            size = torch.maximum(size, change.detach().double().abs().sum())
-    factor = reciprocal(size)
-    return (start, wide(cotangent) * factor), factor

@@ -1,6 +1,6 @@
 """Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Number
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from curvlinops.core.arguments import LISTS, MAPPINGS
 from curvlinops.core.columns import not_finite
 from curvlinops.core.space import Columns, ParameterSpace
+
+#: Vectors of all kinds: arrays ``[D]`` or ``[D, K]``, or a tensor for each parameter.
+Vectors = Tensor | np.ndarray | Sequence[Tensor] | Mapping[str, Tensor]
 
 #: Turns a product's columns, which lie in the given space, into the kind that came in.
 Writer = Callable[[Columns, ParameterSpace], Any]

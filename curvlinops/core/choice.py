@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, Head, Seed, transposed_jacobian
 from curvlinops.core.columns import dot, norm
+from curvlinops.core.memory import lacks_memory, suppressed
 from curvlinops.core.model import Model
 from curvlinops.core.modes import Forward, Reverse
 from curvlinops.core.seeds import preserved_rng
@@ -81,10 +81,10 @@ def choose(
             seeds = range(_THOROUGH if thorough else 1)
             found = [dot_test(mode, bound, head, seed) for seed in seeds]
             discrepancy = math.nan if any(map(math.isnan, found)) else max(found)
-        except (torch.OutOfMemoryError, NothingToTest):
+        except NothingToTest:
             raise
         except Exception as error:  # also of models that look at what a mode does
-            if mode is modes[-1] and not isinstance(error, RuntimeError):
+            if lacks_memory(error) or (mode is modes[-1] and not isinstance(error, RuntimeError)):
                 raise
             failures.append(f"{name} mode: {first_line(error)}")
             cause = cause or error
@@ -124,8 +124,12 @@ class Chosen:
         """
         if self._mode is not None:
             return self._mode
+        with preserved_rng():  # the product draws as if there was no test
+            return self._search(bound, seen, decide)
+
+    def _search(self, bound: Any, seen: Any, decide: Callable[[Any, bool], Mode]) -> Mode:
         few = bound.first_samples() if bound.batch.index == 0 else None
-        with suppress(Exception):  # if these do not do alone, all show why
+        with suppressed():  # if these do not do alone, all show why
             if few is not None and few.resembles(seen):
                 self._mode = decide(few, self._many)
                 return self._mode

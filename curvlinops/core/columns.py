@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.graph import footprint
+from curvlinops.core.memory import lacks_memory
 from curvlinops.core.norms import double_dot, double_norm
 from curvlinops.core.space import Columns
+from curvlinops.core.warn import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -34,8 +36,8 @@ def in_chunks(
     Args:
         product: Takes and returns columns. Several at once it computes by ``vmap``, which some
             operations do not support: then they are taken one by one.
-        size: How many at once. Default: as many as have ``_BUDGETS`` bytes with the tensors in
-            the product's closure.
+        size: How many at once, fewer if there is no memory for so many. Default: as many as have
+            ``_BUDGETS`` bytes with the tensors in the product's closure.
 
     Returns:
         A function of columns, of the dtypes to which ``product`` needs them cast, and of further
@@ -51,20 +53,25 @@ def in_chunks(
         if num_columns > 1 and size is None:
             budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
             size = max(budget // max(footprint(product), 1), 1)
+        failure = None
         while start < num_columns:
-            rest = num_columns - start
+            rest = 1 if failure else num_columns - start
             # in equal parts
             rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
             try:
                 part = product(_take(V, rows, dtypes), *args)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
-                _LOGGER.info("Columns are multiplied one by one: %s", error)
-                size = 1
+                if lacks_memory(error):
+                    size = (rows.stop - start) // 2
+                    _LOGGER.warning("No memory for so many columns at once, now %d.", size)
+                else:
+                    failure = first_line(error)
                 continue
+            if failure:  # what one column can do, vmap cannot
+                _LOGGER.info("Columns are multiplied one by one: %s", failure)
+                size, failure = 1, None
             yield rows, part
             start = rows.stop
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def map_leaves(
@@ -242,7 +241,7 @@ def _collect(trees: Iterable[Any], found: list[Tensor]) -> None:
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in strided_parts(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:

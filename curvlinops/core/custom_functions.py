@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.autodiff import gradient
 from curvlinops.core.choice import Mode
 from curvlinops.core.columns import norm
 from curvlinops.core.graph import custom_functions, graph_nodes
-from curvlinops.core.loans import FunctionMode
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
 
 
-class Hooks(FunctionMode):
+class Hooks(TorchFunctionMode):
     """Notes the hooks that model and loss register on tensors.
 
     Attributes:

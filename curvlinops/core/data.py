@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite, nan
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ class Batch:
     index: int
     X: Any
     y: Any
+
+    def name_in(self, error: Exception) -> None:
+        """Add to an error in which batch it was raised."""
+        tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
+        about = "; ".join(tensors) or type(self.X).__name__
+        note = f"(in batch {self.index} of the data, X of {about})"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 class Batches:
@@ -68,6 +77,7 @@ class Batches:
         self.batch_size_fn = batch_size_fn
         self.num_data = num_data
         self._had_batches = False
+        self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
     def iterate(
         self,
@@ -89,7 +99,8 @@ class Batches:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
                 not the one given.
         """
-        index, num_data = -1, 0
+        index, num_data = -1, 0.0
+        must_count = self.num_data is not None or self.batch_size_fn is not None
         for index, pair in enumerate(wrap(self.data)):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 kind = type(pair).__name__
@@ -100,8 +111,12 @@ class Batches:
                     "y may be None."
                 )
             batch = Batch(index, *_constant(move(tuple(pair), device), own))
-            if self.num_data is not None or self.batch_size_fn is not None:
+            try:
                 num_data += self.size(batch)
+            except ValueError:  # it is not evident
+                if must_count:
+                    raise
+                num_data = nan
             yield batch
             self._had_batches = True
         if index == -1 and self._had_batches:
@@ -113,7 +128,16 @@ class Batches:
         if index == -1:
             raise ValueError("data is empty: it did not yield a single batch.")
         if self.num_data is not None and num_data != self.num_data:
-            raise ValueError(f"num_data is {self.num_data}, but data has {num_data} samples.")
+            raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
+        self._counts = index + 1, num_data
+
+    def describe(self) -> str:
+        """Return how many samples and batches the last pass has met, for ``repr``."""
+        if self._counts is None:
+            return "data not read yet"
+        batches, samples = self._counts
+        number = f"{samples:.0f}" if isfinite(samples) else "unknown number of"
+        return f"{number} samples in {batches} batch{'' if batches == 1 else 'es'}"
 
     def size(self, batch: Batch) -> int:
         """Return the number of samples in a batch.

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.containers import leaves
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
-from curvlinops.core.loans import FunctionMode
+from curvlinops.core.memory import lacks_memory
 from curvlinops.core.model import ClosureModel, Model
 from curvlinops.core.protection import modules_of
 from curvlinops.core.walk import walk
@@ -37,7 +38,7 @@ _READING = {
 }
 
 
-class Watch(FunctionMode):
+class Watch(TorchFunctionMode):
     """Watches whether model and loss hide parameters, or differentiate with respect to them.
 
     Args:
@@ -218,10 +219,10 @@ def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params:
     try:
         # as what it sees usually: with a graph, but not the model's
         total = loss.sum(output.detach().requires_grad_().clone(), target)
-    except RuntimeError as error:
-        return any(words in str(error) for words in _NO_GRAPH)
-    except Exception:
-        return False
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        return isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_GRAPH)
     used = {id(param) for param in (*leaves.values(), *params.values())}
     if any(id(variable) in used for variable in leaf_variables(graph_nodes(total))):
         return True

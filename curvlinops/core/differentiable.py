@@ -44,14 +44,13 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(operator: Multiplies, adjoint: bool, structured: bool, *vectors: Tensor) -> Any:
+    def forward(
+        ctx: Any, operator: Multiplies, adjoint: bool, structured: bool, *vectors: Tensor
+    ) -> Any:
+        ctx.operator, ctx.adjoint, ctx.structured = operator, adjoint, structured
         if not structured:
             return _own(operator._product(*vectors, adjoint))
         return tuple(_own(out) for out in operator._product(list(vectors), adjoint))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.operator, ctx.adjoint, ctx.structured, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
@@ -63,42 +62,6 @@ class _Product(torch.autograd.Function):
                 f"The gradient of a product is a product with the adjoint. {error}"
             ) from error
         return None, None, None, *(out if ctx.structured else (out,))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple,
-        operator: Multiplies,
-        adjoint: bool,
-        structured: bool,
-        *vectors: Tensor,
-    ) -> Any:
-        space = operator.codomain if adjoint else operator.domain
-        ranks = [len(shape) for shape in space.shapes.values()] if structured else [1]
-        parts = zip(vectors, in_dims[3:], strict=True)
-        columns = [_as_columns(x, dim, info.batch_size) for x, dim in parts]
-        several = any(x.ndim > 1 + rank for x, rank in zip(columns, ranks, strict=True))
-        if several:  # of them for each of the batch
-            columns = [x.flatten(-2) for x in columns]
-        out = _Product.apply(operator, adjoint, structured, *columns)
-        outs = list(out) if structured else [out]
-        if several:
-            outs = [x.unflatten(-1, (-1, info.batch_size)) for x in outs]
-        return (tuple(outs), (-1,) * len(outs)) if structured else (outs[0], -1)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        if not ctx.structured:
-            return _own(ctx.operator._product(tangents[3], ctx.adjoint))
-        out = ctx.operator._product(list(tangents[3:]), ctx.adjoint)
-        return tuple(_own(part) for part in out)
-
-
-def _as_columns(x: Tensor, dim: int | None, num_columns: int) -> Tensor:
-    """Return a tensor whose last axis is the one over which a function is vectorized."""
-    if dim is None:
-        return x.unsqueeze(-1).expand(*x.shape, num_columns)
-    return x.movedim(dim, -1)
 
 
 def _own(out: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 
 from curvlinops.core.autodiff import Evaluation
 from curvlinops.core.dependence import Watch, check_graph, needs_graph
-from curvlinops.core.float16 import Fit
 from curvlinops.core.graph import custom_functions, footprint, graph_nodes, operations, precisions
+from curvlinops.core.memory import suppressed
 from curvlinops.core.model import Model
 from curvlinops.core.seeds import preserved_rng
 
@@ -39,11 +39,6 @@ class Seen:
     differentiates: bool = False
     needs_graph: bool = False
     is_complete: bool = False
-
-    @property
-    def fit(self) -> Fit:
-        """What keeps derivatives in the range of the dtypes."""
-        return Fit.to(self.dtypes)
 
 
 class Examination:
@@ -142,7 +137,7 @@ class Examination:
             value = output = bound.output(scope)
             reads, watch.reads = watch.reads, False
             if not self._done:
-                with suppress(Exception):  # products have better messages
+                with suppressed():  # products have better messages
                     total = output if loss is None else loss.sum(output, y)
                     self.seen.operations, self.seen.purpose = operations(total), purpose
                     nodes = list(graph_nodes(total))

@@ -44,6 +44,11 @@ class Findings:
             if self._own[key].is_complete:
                 self._known[key] = _copied(self._own[key])
 
+    def forget(self, make: Callable[..., Found]) -> None:
+        """Let ``make()`` make its object anew."""
+        self._own.pop((make,), None)
+        self._known.pop((make,), None)
+
     def withdraw(self) -> None:
         """Let nobody else have anything."""
         self._known.clear()

@@ -1,7 +1,6 @@
 """Does the output for a sample depend on the other samples of its batch?"""
 
 import logging
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel, evaluate
 from curvlinops.core.containers import has_length, leaves, take, tile
 from curvlinops.core.data import Batch
+from curvlinops.core.memory import lacks_memory, suppressed
 from curvlinops.core.risk import BatchRisk
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -33,7 +33,7 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
     Nothing is said, ``None``, of batches of one sample or that cannot be cut, and of models that
     refuse a part of a batch.
     """
-    with suppress(Exception):
+    with suppressed():
         # one sample alone may take ways of its own, so that two are better
         X, num_samples = bound.batch.X, bound.num_samples
         at_least = 2 if num_samples > 3 else 1
@@ -56,6 +56,8 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
         X = take(bound.batch.X, slice(1), len(output))
         coupled = _differs_alone(bound, _on(bound, X), output)
     except Exception as error:
+        if lacks_memory(error):
+            raise
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return
     if coupled:

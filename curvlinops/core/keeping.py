@@ -2,22 +2,24 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
 import psutil
 import torch
-from torch.nn.modules import module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch import nn
+from torch.nn.modules import module as hooks
 
 from curvlinops.core.arguments import as_integer
 from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch
 from curvlinops.core.graph import footprint
+from curvlinops.core.references import is_plain
+from curvlinops.core.seeds import GeneratorStates
 from curvlinops.core.snapshot import Change, Snapshot
-from curvlinops.core.walk import Structure
+from curvlinops.core.torch_internals import current_dispatch_modes, current_function_modes
+from curvlinops.core.walk import Structure, value_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -36,17 +38,19 @@ class Keeper:
         name: Names the operator in log messages.
 
     Attributes:
+        keeps: Whether anything is ever kept, so that changes have to be noticed.
         active: Whether this product keeps what it prepares, and may find something kept.
     """
 
     def __init__(self, cache: str | int, name: str):
         self.cache, self.name = cache, name
-        self._keeps = cache not in ("none", 0)
+        self.keeps = cache not in ("none", 0)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything, and free its memory."""
         self._snapshot: Snapshot | None = None
+        self._outline: list | None = None
         self._entries: dict[Any, _Entry] = {}
         self._too_large: set[Any] = set()
         self._device, self._free = torch.device("cpu"), None
@@ -68,7 +72,7 @@ class Keeper:
         return {"graph": inf, "none": 0}.get(self.cache, self.cache)
 
     def start(self, root: Any, device: torch.device, numbers_matter: bool = False) -> bool:
-        """Begin a product: forget all if anything changed.
+        """Begin a product: forget all if anything changed, or if that cannot be found out.
 
         Args:
             root: All that prepared products depend on, except for the batches.
@@ -79,7 +83,14 @@ class Keeper:
             Whether more may have changed than numbers, unless these matter, so that the conclusions
             must be drawn again.
         """
-        root = [root, _surroundings(device)]
+        try:
+            return self._compare([root, _surroundings(device)], device, numbers_matter)
+        except Exception as error:  # whatever the user's objects raise when they are looked at
+            _LOGGER.info("%s: nothing is kept, as it may have changed: %s", self.name, error)
+            self.clear()
+            return True
+
+    def _compare(self, root: Any, device: torch.device, numbers_matter: bool) -> bool:
         known = self._snapshot
         change = Change.STRUCTURE if known is None else known.compare(root)
         # while no numbers are compared, nothing is kept
@@ -89,18 +100,31 @@ class Keeper:
             self._snapshot = Snapshot(root, numbers=False)
         if not unchanged:
             self._device, self._free = device, None
-        self.active = self._keeps and (unchanged or self.cache != "auto")
+        self.active = self.keeps and (unchanged or self.cache != "auto")
         return change is Change.STRUCTURE or (numbers_matter and not unchanged)
 
+    def start_without(self, modules: Iterable[nn.Module]) -> bool:
+        """Begin a product that keeps nothing; return whether modules have changed.
+
+        Their types and plain attributes, and what they have registered, by name, are compared: such
+        as train flags, options and the numbers of hooks.
+        """
+        before, self._outline = self._outline, _outline(modules)
+        return self._outline != before
+
     @property
-    def structure(self) -> Structure:
-        """What the product that began last depends on, numbers aside."""
-        return self._snapshot.structure
+    def structure(self) -> Structure | None:
+        """What the product that began last depends on, numbers aside, if that is known."""
+        return None if self._snapshot is None else self._snapshot.structure
 
     def wants(self, key: Any) -> bool:
         """Return whether a product is kept, or would be unless it turns out to be too large."""
-        if self._keeps:
-            self._snapshot.copy_numbers()  # with which the next product compares
+        try:
+            if self._snapshot is not None:
+                self._snapshot.copy_numbers()  # with which the next product compares
+        except Exception as error:  # there may be no memory for it
+            _LOGGER.info("%s: nothing is kept, for want of a copy: %s", self.name, error)
+            self.clear()
         return self.active and key not in self._too_large
 
     def has_room(self, key: Any, num_bytes: int) -> bool:
@@ -122,22 +146,26 @@ class Keeper:
             return build(batch)
         entry = self._entries.get(key)
         if entry is not None:
-            if entry.snapshot.matches([batch.X, batch.y]):
+            if _matches(entry.snapshot, batch):
                 return entry.product
             del self._entries[key], entry  # before the new one needs memory
             self._used = sum(kept.num_bytes for kept in self._entries.values())
         try:
             # the batch's memory is the user's, and may change
             own = _copied(batch)
+            snapshot = Snapshot([own.X, own.y], copy_of=[batch.X, batch.y])
         except Exception as error:  # whatever the user's own types raise
             _LOGGER.info("%s: batch %d cannot be kept: %s", self.name, batch.index, error)
             self._too_large.add(key)
             return build(batch)
+        states = GeneratorStates()
         product = build(own)
+        if not states.are_current():
+            _LOGGER.info("%s: batch %d is not kept: the model is random", self.name, batch.index)
+            return product
         num_bytes = footprint(product)
         fits = self._used + num_bytes <= self._budget
         if fits:
-            snapshot = Snapshot([own.X, own.y], copy_of=[batch.X, batch.y])
             self._entries[key] = _Entry(product, snapshot, num_bytes)
             self._used += num_bytes
         else:
@@ -192,6 +220,29 @@ def _copied(batch: Batch) -> Batch:
     return own
 
 
+def _matches(snapshot: Snapshot, batch: Batch) -> bool:
+    try:
+        return snapshot.matches([batch.X, batch.y])
+    except Exception:  # whatever the user's own types raise
+        return False
+
+
+def _outline(modules: Iterable[nn.Module]) -> list:
+    return [
+        (type(module), [(name, _sketch(value)) for name, value in vars(module).items()])
+        for root in modules
+        for module in root.modules()
+    ]
+
+
+def _sketch(value: Any) -> Any:
+    if is_plain(value):
+        return type(value), value_of(value)
+    if isinstance(value, dict):
+        return [value_of(key) if is_plain(key) else type(key) for key in list(value)]
+    return type(value)
+
+
 class _Entry:
     def __init__(self, product: Callable, snapshot: Snapshot, num_bytes: int):
         self.product, self.snapshot, self.num_bytes = product, snapshot, num_bytes
@@ -207,12 +258,11 @@ _GLOBAL_HOOKS = {
 def _surroundings(device: torch.device) -> list:
     """Return PyTorch's own settings that a forward pass depends on."""
     kind = device.type
-    hooks = [dict(value) for name, value in vars(module).items() if name in _GLOBAL_HOOKS]
     return [
-        hooks,
-        _get_current_function_mode_stack(),
+        [dict(value) for name, value in vars(hooks).items() if name in _GLOBAL_HOOKS],
+        current_function_modes(),
         # not what they hold: counters and profilers change all the time
-        [(type(mode), id(mode)) for mode in _get_current_dispatch_mode_stack()],
+        [(type(mode), id(mode)) for mode in current_dispatch_modes()],
         torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),

@@ -1,18 +1,60 @@
 """Products with a scipy LinearOperator, of numpy arrays and tensors alike."""
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes, methods_free_of_modes, without_modes
+from curvlinops.core.ambient import uncompiled, without_modes
 from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
 from curvlinops.core.differentiable import product_with_graph
 from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns, ParameterSpace
+
+if TYPE_CHECKING:
+
+    class LinearOperator:
+        """What operators inherit from SciPy's class.
+
+        SciPy has no annotations. Were its class the base, mypy would take operators for numbers,
+        and ``2 * H`` for an integer.
+        """
+
+        shape: tuple[int, int]
+        dtype: np.dtype
+        ndim: int
+
+        def adjoint(self) -> "LinearMap":
+            """See ``H``."""
+
+        def transpose(self) -> "LinearMap":
+            """See ``T``."""
+
+else:
+    from scipy.sparse.linalg import LinearOperator
+
+#: The kinds of single arrays.
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+
+class VectorProduct(Protocol):
+    """The type of a product with vectors, which returns the kind that came in."""
+
+    @overload
+    def __call__(self, x: Array, /) -> Array: ...
+    @overload
+    def __call__(self, x: Sequence[Tensor], /) -> list[Tensor]: ...
+    @overload
+    def __call__(self, x: Mapping[str, Tensor], /) -> dict[str, Tensor]: ...
+
+
+def _multiplies(method: Callable[[Any, Any], Any]) -> VectorProduct:
+    """Give a method the type of a product."""
+    return method
 
 
 class LinearMap(LinearOperator):
@@ -23,11 +65,6 @@ class LinearMap(LinearOperator):
         codomain: The space of the vectors that it returns. Default: ``domain``.
         self_adjoint: Whether the matrix equals its adjoint.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let all that operators compute be the same in PyTorch's ambient modes."""
-        super().__init_subclass__(**kwargs)
-        methods_free_of_modes(cls)
 
     def __init__(
         self,
@@ -82,16 +119,16 @@ class LinearMap(LinearOperator):
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
+    @uncompiled
     def _product(self, x: Any, adjoint: bool = False) -> Any:
-        if has_graph(x) or (in_transform() and not isinstance(x, np.ndarray)):
+        if has_graph(x) and not in_transform():
             return product_with_graph(self, x, adjoint)
         domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
         with without_modes():
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
             codomain.check(out)
-            out = apart(out, columns)  # never the caller's memory
-        return write(out, codomain)
+            return write(apart(out, columns), codomain)  # never the caller's memory
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))
@@ -102,22 +139,22 @@ class LinearMap(LinearOperator):
     _matvec = _matmat
     _rmatvec = _rmatmat
 
-    @free_of_modes
+    @_multiplies
     def matvec(self, x: Any) -> Any:
         """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
         return self._product(x) if is_ours(x) else super().matvec(x)
 
-    @free_of_modes
+    @_multiplies
     def matmat(self, X: Any) -> Any:
         """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
         return self._product(X) if is_ours(X) else super().matmat(X)
 
-    @free_of_modes
+    @_multiplies
     def rmatvec(self, x: Any) -> Any:
         """Multiply one vector by the adjoint."""
         return self._product(x, adjoint=True) if is_ours(x) else super().rmatvec(x)
 
-    @free_of_modes
+    @_multiplies
     def rmatmat(self, X: Any) -> Any:
         """Multiply several vectors by the adjoint."""
         return self._product(X, adjoint=True) if is_ours(X) else super().rmatmat(X)

@@ -107,24 +107,6 @@ def _embedding_bag(
     return total / count.clamp(min=1).unsqueeze(-1)
 
 
-def _raw_embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kind = ("sum", "mean", "max")[mode]
-    options = per_sample_weights, include_last_offset, padding_idx
-    checked = None, 2.0, scale_grad_by_freq
-    out = _embedding_bag(indices, weight, offsets, *checked, kind, sparse, *options)
-    return out, *(indices.new_zeros(0) for _ in range(3))  # of use to the fused backward only
-
-
 def _renormalized(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> None:
     check_lookup("Embedding", max_norm, False)
 
@@ -133,7 +115,6 @@ LOOKUPS: dict[Callable, Callable] = {
     F.embedding: _embedding,
     torch.embedding: _raw_embedding,
     F.embedding_bag: _embedding_bag,
-    # what exported programs call
-    torch.embedding_bag: _raw_embedding_bag,
     torch.embedding_renorm_: _renormalized,
+    torch.ops.aten.embedding_renorm_.default: _renormalized,  # of exported programs
 }

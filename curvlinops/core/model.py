@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.loans import Loan
 from curvlinops.core.parameters import (
     Given,
     alias,
@@ -258,14 +257,6 @@ class ClosureModel(Model):
         params = list(self.params.values())
         frozen = [param for param in params if not param.requires_grad]
         hooks = [param._backward_hooks for param in params]
-
-        def give_back() -> None:
-            for param, own in zip(params, hooks, strict=True):
-                param._backward_hooks = own
-            for param in frozen:
-                param.requires_grad_(False)
-
-        loan = Loan(give_back)
         try:
             for param in params:
                 param.requires_grad_(True)
@@ -273,7 +264,10 @@ class ClosureModel(Model):
             with protected(self.roots, state):
                 yield
         finally:
-            loan.undo()
+            for param, own in zip(params, hooks, strict=True):
+                param._backward_hooks = own
+            for param in frozen:
+                param.requires_grad_(False)
 
 
 def wrap_model(model_func: Any, params: Any) -> Model:

@@ -16,6 +16,7 @@ test suite:
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +28,15 @@ from curvlinops.core.autodiff import (
     BoundModel,
     Head,
     Tensors,
-    fitted_seed,
     pull,
     pull_columns,
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
-from curvlinops.core.float16 import Fit, fitted, unfitted
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), suppress(ImportError):
     # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
     warnings.simplefilter("ignore")
     import torch._decomp.decompositions_for_jvp
@@ -70,13 +69,11 @@ class Reverse:
                 terms.
         """
         with bound.recording("reverse") as (scope, leaves, output):
-            seed, terms = head(output)
-            (start, cotangent), factor = fitted_seed(seed, fit := bound.seen.fit)
+            (start, cotangent), terms = head(output)
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            found = pull_columns(grads, v, inputs, not self.once, fit.vectors)
-            return unfitted(found, factor)
+            return pull_columns(grads, v, inputs, not self.once)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
@@ -89,7 +86,7 @@ class Reverse:
         """
         with bound.recording("reverse") as (scope, leaves, output):
             down = head(output.detach())
-            push = _double_vjp(output, leaves, bound.seen.fit)
+            push = _double_vjp(output, leaves)
 
         chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
         dtypes = _dtypes(bound)
@@ -110,11 +107,11 @@ class Reverse:
         """
         with bound.recording("reverse") as (scope, leaves, output):
             curvature, terms = head(output.detach())
-            push = _double_vjp(output, leaves, fit := bound.seen.fit)
+            push = _double_vjp(output, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
             u = curvature(push(v))
-            return pull_columns({"": output}, {"": u}, inputs, not self.once, fit.outputs)
+            return pull_columns({"": output}, {"": u}, inputs, not self.once)
 
         return self._by_columns(product, bound, scope, leaves, terms)
 
@@ -143,14 +140,12 @@ class Forward:
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
             with forward_ad.dual_level():
-                scope, duals, factor = _dual_scope(bound, v)
+                scope, duals = _dual_scope(bound, v)
                 with scope.active():
-                    seed, terms = head(bound.output(scope))
-                    (start, cotangent), own = fitted_seed(seed, bound.seen.fit)
+                    (start, cotangent), terms = head(bound.output(scope))
                     inputs = {name: duals[name] for name in names}
                     grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
-                    tangents = {name: _tangent(grad, factor) for name, grad in grads.items()}
-                    return unfitted(tangents, own), terms
+                    return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
         return _apply_each(bound, product)
 
@@ -183,8 +178,7 @@ class Forward:
                 curvature, terms = head(output.detach())
                 u = curvature(tangent.unsqueeze(0)).squeeze(0)
                 inputs = {name: leaves[name] for name in names}
-                order = bound.seen.fit.outputs
-                return pull({"": output}, {"": u}, inputs, retain=False, order=order), terms
+                return pull({"": output}, {"": u}, inputs, retain=False), terms
 
         return _apply_each(bound, product)
 
@@ -196,10 +190,10 @@ _Recorded = tuple[Scope, Tensors, Tensor, Tensor]
 def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute output and tangent in one pass."""
     with forward_ad.dual_level():
-        scope, duals, factor = _dual_scope(bound, v)
+        scope, duals = _dual_scope(bound, v)
         with scope.active():
             dual = bound.output(scope)
-            tangent = _tangent(dual, factor, like=dual).detach()
+            tangent = _tangent(dual, like=dual).detach()
             output = forward_ad.unpack_dual(dual).primal
     # the exit of the level clears tangents: they would be carried backward
     return scope, duals, output, tangent
@@ -216,10 +210,10 @@ def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
 def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
     with forward_ad.dual_level():
-        scope, _, factor = _dual_scope(bound, v, requires_grad=False)
+        scope, _ = _dual_scope(bound, v, requires_grad=False)
         with scope.active():
             dual = bound.output(scope)
-            tangent = _tangent(dual, factor, like=dual).detach()
+            tangent = _tangent(dual, like=dual).detach()
             return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
 
@@ -236,37 +230,29 @@ def _apply_each(bound: BoundModel, product: Callable) -> Apply:
 
 
 def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
-    fit = bound.seen.fit
-    return {name: fit.dtype(leaf.dtype) for name, leaf in bound.leaves().items()}
+    return {name: leaf.dtype for name, leaf in bound.leaves().items()}
 
 
 def _dual_scope(
     bound: BoundModel, v: Tensors, requires_grad: bool = True
-) -> tuple[Scope, dict[str, Tensor], Tensor | None]:
-    """Return a scope in which the parameters carry the tangents ``v``, times a factor, and this."""
+) -> tuple[Scope, dict[str, Tensor]]:
+    """Return a scope in which the parameters carry the tangents ``v``, and these parameters."""
     leaves = bound.leaves() if requires_grad else bound.constants()
-    v, factor = fitted(v, bound.seen.fit.vectors)
     duals = {
-        name: forward_ad.make_dual(leaf, v[name].to(leaf.dtype)) if name in v else leaf
+        name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
         for name, leaf in leaves.items()
     }
-    return bound.scope(duals, "forward"), duals, factor
+    return bound.scope(duals, "forward"), duals
 
 
-def _tangent(
-    dual: Tensor | None, factor: Tensor | None, like: Tensor | None = None
-) -> Tensor | None:
-    """Return a dual tensor's tangent without a factor of ``_dual_scope``.
-
-    If it has none, return zeros like ``like`` or ``None``.
-    """
+def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:
+    """Return a dual tensor's tangent. If it has none, return zeros like ``like`` or ``None``."""
     tangent = None if dual is None else forward_ad.unpack_dual(dual).tangent
-    tangent = torch.zeros_like(like) if tangent is None and like is not None else tangent
-    return unfitted({"": tangent}, factor)[""]
+    return torch.zeros_like(like) if tangent is None and like is not None else tangent
 
 
-def _double_vjp(output: Tensor, leaves: Tensors, fit: Fit) -> Callable[[Columns], Tensor]:
+def _double_vjp(output: Tensor, leaves: Tensors) -> Callable[[Columns], Tensor]:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     w = torch.zeros_like(output, requires_grad=True)
     pulled = pull({"": output}, {"": w}, leaves, create_graph=True)
-    return lambda v: pull_columns(pulled, v, {"": w}, order=fit.vectors)[""]
+    return lambda v: pull_columns(pulled, v, {"": w})[""]

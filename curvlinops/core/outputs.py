@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batch
 from curvlinops.core.space import Columns
 from curvlinops.core.warn import warn
+
+#: What makes derivatives infinite where they exist, for messages.
+OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
 
 
 def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) -> None:
@@ -60,24 +62,8 @@ def check_numbers(batch: Batch, output: Tensor) -> None:
         )
 
 
-def overflow(dtypes: Iterable[torch.dtype]) -> str:
-    """Say that numbers in some dtypes are too large."""
-    if torch.float16 not in dtypes:
-        return "a number overflows"
-    return "a number exceeds 65504, where float16 ends (bfloat16 has the range of float32)"
-
-
-def check_finite(
-    batch: Batch, loss: Tensor, gradient: Columns, dtypes: Iterable[torch.dtype] = ()
-) -> None:
-    """Raise an error that names the batch, or the parameter, if loss or gradient is not finite.
-
-    Args:
-        batch: The batch.
-        loss: Its loss.
-        gradient: The loss's gradient.
-        dtypes: In which the gradient was computed.
-    """
+def check_finite(batch: Batch, loss: Tensor, gradient: Columns) -> None:
+    """Raise an error that names the batch, or the parameter, if loss or gradient is not finite."""
     if not bool(loss.isfinite()):
         raise ValueError(
             f"The loss on batch {batch.index} is {float(loss)}. Check the batch for NaN and "
@@ -88,5 +74,5 @@ def check_finite(
         raise ValueError(
             f"The gradient on batch {batch.index} is not finite in parameter '{name}', though "
             "the loss is: its derivative does not exist there (sqrt or norm at zero?), or "
-            f"{overflow(dtypes)}."
+            f"{OVERFLOW}."
         )

@@ -138,6 +138,12 @@ def check_params(params: Mapping[str, Tensor]) -> None:
                 "of at least 16 bits can be differentiated."
                 f"{_COMPLEX if param.is_complex() else ''}"
             )
+        if param.dtype == torch.float16:
+            raise TypeError(
+                f"Parameter '{name}' is in float16, whose range is too narrow for products with "
+                "arbitrary vectors. Convert what is in params to bfloat16, which has the range of "
+                "float32, or to float32; frozen parameters that are not in params may stay float16."
+            )
     devices = {str(param.device) for param in params.values()}
     if len(devices) > 1:
         raise ValueError(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from curvlinops.core.containers import leaves
-from curvlinops.core.loans import Loan
 from curvlinops.core.parameters import with_attributes
 
 #: The types of containers whose contents are restored; subclasses may have other rules.
@@ -62,17 +61,6 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
         state.update({id(b): with_attributes(b.detach().clone(), b) for b in copied})
     is_first = TRACES not in state
     found, inner, own, lent = [], _Contents(), _Contents(), []
-    restored: list[Before] | None = None
-
-    def give_back() -> None:
-        inside = [*inner.changed(), *own.changed()] if restored is None else restored
-        for part, original in found:
-            part.clear()
-            part.update(original)
-        for part, original in inside:
-            _fill(part, original)
-
-    loan = Loan(give_back)
     try:
         for module in modules:
             attributes, parameters, buffers = vars(module), module._parameters, module._buffers
@@ -95,21 +83,21 @@ def protected(roots: Iterable[nn.Module], state: dict, constant: bool = True) ->
                 lent += [(part, dict(part)) for part in (attributes, buffers)]
         for part, contents in state.get(TRACES, ()):
             _fill(part, contents)
-        try:
-            yield
-        finally:
-            changed, prepared = inner.changed(), own.changed()
-            if is_first:
-                traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
-                state[TRACES] = [(part, _copy(part)) for part, _ in traces]
-            if prepared:
-                # hooks and submodules are made once, and what says so may be anywhere: they stay,
-                # and so does all that may say so
-                changed = [(part, before) for part, before in changed if leaves(_copy(part))]
-                found = [(part, before | _flags(part, before)) for part, before in found]
-            restored = changed
+        yield
     finally:
-        loan.undo()
+        changed, prepared = inner.changed(), own.changed()
+        if is_first:
+            traces = [*changed, *prepared, *(each for each in lent if _differ(*each))]
+            state[TRACES] = [(part, _copy(part)) for part, _ in traces]
+        if prepared:
+            # hooks and submodules are made once, and what says so may be anywhere: they stay,
+            # and so does all that may say so
+            changed = [(part, before) for part, before in changed if leaves(_copy(part))]
+            found = [(part, before | _flags(part, before)) for part, before in found]
+        for part, before in found:
+            _restore(part, before)
+        for part, before in changed:
+            _fill(part, before)
 
 
 class _Contents:
@@ -145,6 +133,17 @@ def _flags(attributes: dict, before: dict) -> dict:
         for name, value in attributes.items()
         if name not in _OBSERVERS and value is not before.get(name) and not leaves(value)
     }
+
+
+def _restore(part: dict, before: dict) -> None:
+    """Undo changes of a dictionary, and leave all other entries alone: other threads read them."""
+    for name in [name for name in part if name not in before]:
+        del part[name]
+    for name, value in before.items():
+        if part.get(name, part) is not value:
+            part[name] = value
+    if list(part) != list(before):  # an entry was taken out, and has been put back at the end
+        _fill(part, before)
 
 
 def _fill(part: Collection, contents: Collection) -> None:

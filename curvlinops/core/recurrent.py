@@ -5,12 +5,14 @@ The fused kernels have no forward mode, and no double backward in float32 (oneDN
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch._decomp.decompositions  # registers the Python kernels
 from torch import Tensor
-from torch._C import DispatchKey
+
+with suppress(ImportError):
+    import torch._decomp.decompositions  # registers the Python kernels
 
 
 def _composed(packet: Any) -> Callable:
@@ -21,7 +23,7 @@ def _composed(packet: Any) -> Callable:
         if not args[0].requires_grad:
             # else the composed LSTM still calls oneDNN's kernel in float32; views keep tangents
             args = (args[0].view_as(args[0]).requires_grad_(), *args[1:])
-        kernel = overload.py_kernels[DispatchKey.CompositeImplicitAutograd]
+        kernel = overload.py_kernels[torch._C.DispatchKey.CompositeImplicitAutograd]
         return _with_dropout(kernel, args[: 1 + packed], *args[1 + packed :])
 
     return composed

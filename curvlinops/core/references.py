@@ -24,7 +24,8 @@ _PLAIN = {
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     # operators of PyTorch, whose kernels are registered elsewhere, and their namespaces
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, type(torch.ops.aten), type(torch.ops)),
+    *(type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)),
+    *(type(torch.ops.aten), type(torch.ops)),
 }
 #: Containers whose items are what they refer to.
 SEQUENCES = (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)
@@ -155,7 +156,10 @@ def _find_modules(function: Any, names: set[str]) -> list[nn.Module]:
             if isinstance(each, FunctionType) and not is_installed(each.__module__):
                 names.update(names_in(each.__code__))
             whole = _holds(each)
-            held = (value for name, value in references(each) if whole or name in names)
+            try:
+                held = [value for name, value in references(each) if whole or name in names]
+            except Exception:  # whatever the user's objects raise when they are listed
+                continue
             queue += [value for value in held if not is_plain(value)]
     return found
 

@@ -86,7 +86,7 @@ def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tenso
         return bound.loss_sum(output)
 
     value, columns, terms = autodiff.gradient(bound, head)
-    check_finite(bound.batch, value, columns, bound.seen.dtypes)
+    check_finite(bound.batch, value, columns)
     return [float(value), norm(columns)], outputs[0], terms
 
 

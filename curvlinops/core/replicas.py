@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from curvlinops.core.norms import double_norm
 
@@ -49,10 +48,10 @@ def _others(risk: Any) -> list[Tensor]:
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     # running statistics do not matter while batches are normalized by their own
-    if not (isinstance(module, _NormBase) and module.training):
+    buffers = dict(module.named_buffers(recurse=False))
+    if not ("running_mean" in buffers and module.training):
         passing = module._non_persistent_buffers_set
-        buffers = module.named_buffers(recurse=False)
-        yield from ((name, buffer) for name, buffer in buffers if name not in passing)
+        yield from ((name, buffer) for name, buffer in buffers.items() if name not in passing)
 
 
 def _checksum(tensor: Tensor, number: int) -> Tensor:

@@ -6,28 +6,23 @@ checkpointed parts of the forward). To change how a call is differentiated, add 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, MethodDescriptorType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.activations import ACTIVATIONS
-from curvlinops.core.control_flow import CONTROL_FLOW
+from curvlinops.core.containers import leaves
 from curvlinops.core.convolution import CONVOLUTIONS
 from curvlinops.core.functions import in_transform
-from curvlinops.core.loans import FunctionMode
 from curvlinops.core.lookups import LOOKUPS, check_lookup
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.parameters import spread_error
 from curvlinops.core.recurrent import RECURRENT
-
-_GENERATED = BuiltinFunctionType | MethodDescriptorType
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -57,7 +52,7 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = No
 def _has_derivative(x: Tensor) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad._current_level >= 0 and _has_tangent(x)
 
 
 def check_modules(module: nn.Module) -> None:
@@ -84,54 +79,48 @@ def check_modules(module: nn.Module) -> None:
 
 
 DECOMPOSITIONS: dict[Callable, Callable] = {
-    torch._weight_norm: _weight_norm,
     torch.norm_except_dim: _norm_except_dim,
     F.hardsigmoid: _hardsigmoid,
     torch.cdist: _cdist,
-    # what exported programs call
-    torch._C._nn.hardsigmoid: _hardsigmoid,
-    torch.ops.aten._cdist_forward.default: _cdist,
-    torch.ops.aten.cdist.default: _cdist,
     **LOOKUPS,
     **RECURRENT,
-    **CONTROL_FLOW,
 }
+if hasattr(torch, "_weight_norm"):  # what torch.nn.utils.parametrizations.weight_norm calls
+    DECOMPOSITIONS[torch._weight_norm] = _weight_norm
 
 #: In addition, where the graph of the backward pass is differentiated.
 FOR_DOUBLE_BACKWARD = DECOMPOSITIONS | CONVOLUTIONS | NORMALIZATIONS | ACTIVATIONS
 
 
-def _eager(func: Callable) -> Callable:
-    """Return the function that is called in eager mode for an operation of an exported program."""
-    if not isinstance(func, OpOverload) or func.namespace != "aten":
-        return func
-    name = func.overloadpacket.__name__
-    # both are generated from the operation's schema; functions in Python may take other arguments
-    found = (getattr(place, name, None) for place in (torch, torch._C._nn, Tensor))
-    return next((each for each in found if isinstance(each, _GENERATED)), func)
+_CONSTANT = (
+    "The model makes constants of its parameters (torch.no_grad, torch.inference_mode, or "
+    "torch.autograd.grad without create_graph), which forward mode would differentiate. Pass "
+    "autodiff='reverse'."
+)
 
 
-def _constant_gradient(*args: Any, create_graph: bool = False, **kwargs: Any) -> tuple:
-    """Return gradients whose tangents end where their graph does; PyTorch's have tangents."""
-    grads = torch.autograd.grad(*args, create_graph=create_graph, **kwargs)
-    if create_graph:
-        return grads
-    return tuple(None if grad is None else grad.detach() for grad in grads)
+def _differentiable_gradient(*args: Any, create_graph: bool = False, **kwargs: Any) -> tuple:
+    """Return gradients with a graph; those without one would have tangents."""
+    if not create_graph:
+        raise NotImplementedError(_CONSTANT)
+    return torch.autograd.grad(*args, create_graph=True, **kwargs)
 
 
-class Rewriting(FunctionMode):
+class Rewriting(TorchFunctionMode):
     """Replaces the calls in ``DECOMPOSITIONS`` while it is active.
 
     Args:
         table: The replacements.
-        tangents: Whether forward mode runs. Then what is constant for a backward pass, made under
-            ``torch.no_grad`` or by a gradient without a graph, is constant for tangents, too;
-            PyTorch lets them pass.
+        tangents: Whether forward mode runs. It carries tangents through what is constant for a
+            backward pass: such models are refused.
+
+    Raises:
+        NotImplementedError: If ``tangents`` meet a constant.
     """
 
     def __init__(self, table: dict[Callable, Callable], tangents: bool = False):
         super().__init__()
-        self._table = table | {torch.autograd.grad: _constant_gradient} if tangents else table
+        self._table = table | {torch.autograd.grad: _differentiable_gradient} if tangents else table
         self._tangents = tangents
         self._stopped = False
 
@@ -139,30 +128,25 @@ class Rewriting(FunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
-        func = _eager(func)
+        kwargs = kwargs or {}
         if self._tangents and func is torch._C._set_grad_enabled:
-            self._set_fwd_grad_enabled(*args)
-        if func in CONTROL_FLOW:
-            with self:  # what the branches call is replaced, too
-                return self._table[func](*args, **(kwargs or {}))
-        out = self._table.get(func, func)(*args, **(kwargs or {}))
-        stopped = self._stopped or (self._tangents and torch.is_inference_mode_enabled())
-        return _without_tangents(out, args) if stopped else out
+            self._switch(*args)
+        out = self._table.get(func, func)(*args, **kwargs)
+        if self._tangents and self._is_constant((args, kwargs), out):
+            raise NotImplementedError(_CONSTANT)
+        return out
 
-    def _set_fwd_grad_enabled(self, enabled: bool) -> None:
-        if enabled == torch.is_grad_enabled():
-            return  # as in hooks that save tensors: C++, which stops gradients there, says no word
-        # where another one has stopped tangents, as in a custom function's forward, they stay so
-        if self._stopped or forward_ad._is_fwd_grad_enabled():
-            torch._C._set_fwd_grad_enabled(enabled)
+    def _switch(self, enabled: bool) -> None:
+        # else a backward pass, or a custom function, runs, where C++ stopped gradients
+        if enabled != torch.is_grad_enabled() and forward_ad._is_fwd_grad_enabled():
             self._stopped = not enabled
 
+    def _is_constant(self, inputs: Any, out: Any) -> bool:
+        """Return whether autograd takes an output for a constant, of what has a tangent."""
+        if torch.is_inference_mode_enabled():  # there are no tangents here, but views get theirs
+            return any(not x.is_inference() for x in leaves(out))
+        return self._stopped and bool(leaves(out)) and any(map(_has_tangent, leaves(inputs)))
 
-def _without_tangents(out: Any, args: tuple) -> Any:
-    """Detach views: they have their base's tangent as soon as forward mode is on again."""
-    if isinstance(out, Tensor):
-        is_new_view = out._is_view() and not any(out is arg for arg in args)
-        return out.detach() if is_new_view else out
-    if isinstance(out, list | tuple):
-        return tree_map(lambda part: _without_tangents(part, args), out)
-    return (_without_tangents(part, args) for part in out) if isinstance(out, Iterator) else out
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None

@@ -1,15 +1,13 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from curvlinops.core import autodiff
-from curvlinops.core.ambient import alone
+from curvlinops.core.ambient import alone, fetched
 from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
@@ -18,16 +16,19 @@ from curvlinops.core.dependence import own_ids
 from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, recall
 from curvlinops.core.graph import operations
+from curvlinops.core.memory import suppressed
 from curvlinops.core.model import Model
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.parallel import Ranks
+from curvlinops.core.progress import shown
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.core.walk import Structure
 
-#: Called before a pass; returns a function that says what all steps depend on, data apart.
-Start = Callable[[], Callable[[], Structure] | None]
+#: Called before a pass; returns a function that says what all steps depend on, data apart, if that
+#: is known.
+Start = Callable[[], Callable[[], Structure | None] | None]
 
 
 class BatchRisk:
@@ -72,7 +73,7 @@ class BatchRisk:
 
     def first_samples(self, at_least: int = 2) -> "BatchRisk | None":
         """Return the same on the first few samples of a batch that can be cut, else ``None``."""
-        with suppress(Exception):  # their number may not be evident, or a tensor have no slices
+        with suppressed():  # their number may not be evident, or a tensor have no slices
             if (batch := first_samples(self.batch, self.num_samples, at_least)) is not None:
                 # what is found there of losses and values need not hold for the others
                 twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
@@ -202,7 +203,11 @@ class EmpiricalRisk:
         """
         batches, device = batches or self.batches, self.space.device
         label = f"{self.name}.{description} on {device}"
-        wrap = partial(tqdm, desc=label, disable=not self.progressbar)
+
+        def wrap(data: Iterable) -> Iterable:
+            items = shown(data, label) if self.progressbar else data
+            return items if type(data) in (list, tuple) else fetched(items)
+
         with alone():
             self.model.follow()
             own = own_ids(self.model)
@@ -211,21 +216,38 @@ class EmpiricalRisk:
                 for bound in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
                     sharing = nullcontext()
                     if structure is not None and self.findings is None:
-                        batch = [bound.batch.X, bound.batch.y, batches.batch_size_fn]
-                        self.findings = recall(self.model, [structure(), Structure.of(batch)])
+                        self.findings = self._recall(structure, bound.batch, batches)
                         sharing = self.findings.publishing()
                     try:
                         with sharing, self.examination.around(bound, purpose):
                             step(bound)
-                    except Exception:  # numbers that are none, say, which show nothing
+                    except Exception as error:  # numbers that are none, say, which show nothing
                         self.findings = None
+                        bound.batch.name_in(error)
                         raise
+
+    def _recall(
+        self, structure: Callable[[], Structure | None], batch: Batch, batches: Batches
+    ) -> Findings:
+        """Return what is known of the model; nothing if it cannot be seen on what that depends."""
+        try:
+            parts = [structure(), Structure.of([batch.X, batch.y, batches.batch_size_fn])]
+        except Exception:  # whatever the user's own types raise
+            return Findings({})
+        return Findings({}) if parts[0] is None else recall(self.model, parts)
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and check again what model and loss depend on."""
         self.loss, self.values_checked = loss, loss is None
         self.examination.forget()
         self.findings = self.term_size = None
+
+    def look_again(self) -> None:
+        """Find out again whether the loss depends on the model, with the same modes."""
+        self.loss.needs_graph = False
+        self.examination.forget()
+        if self.findings is not None:
+            self.findings.forget(Seen)
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.
@@ -282,7 +304,7 @@ class EmpiricalRisk:
         def step(bound: BatchRisk) -> None:
             nonlocal loss, total
             value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
-            check_finite(bound.batch, value, columns, bound.seen.dtypes)
+            check_finite(bound.batch, value, columns)
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 

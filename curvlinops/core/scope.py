@@ -2,17 +2,15 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from curvlinops.core.containers import lent
-from curvlinops.core.loans import entered
 from curvlinops.core.model import Model
 from curvlinops.core.protection import TRACES
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
@@ -62,7 +60,7 @@ class Scope:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Enter the scope."""
-        with entered() as stack:
+        with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
             if self.purpose != "gradient":
@@ -71,10 +69,7 @@ class Scope:
             if _may_compile():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             table = FOR_DOUBLE_BACKWARD if self.purpose == "reverse" else DECOMPOSITIONS
-            tangents = self.purpose == "forward"
-            if tangents:  # and as it was afterwards, whatever the model does
-                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
-            stack.enter_context(Rewriting(table, tangents))
+            stack.enter_context(Rewriting(table, tangents=self.purpose == "forward"))
             yield
 
     def output(self, X: Any) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from curvlinops.core.arguments import check_count
-from curvlinops.core.loans import Loan
 
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
@@ -58,37 +57,52 @@ def read_generator(
     return seeded(device, int(drawn))
 
 
+class GeneratorStates:
+    """The states of all global random number generators, when this was made."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = [(own, own.get_state()) for own in _global_generators()]
+
+    def are_current(self) -> bool:
+        """Return whether nothing was drawn since."""
+        _, words, *position = self._numpy
+        _, new_words, *new_position = np.random.get_state()
+        return (
+            self._python == random.getstate()
+            and position == new_position
+            and np.array_equal(words, new_words)
+            and all(torch.equal(state, own.get_state()) for own, state in self._torch)
+        )
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for own, state in self._torch:
+            own.set_state(state)
+
+
+#: The states that contexts of all threads will restore, in the order in which these began.
+_PRESERVED: list[GeneratorStates] = []
+
+
 @contextmanager
 def preserved_rng() -> Iterator[Callable[[], bool]]:
     """Restore all global random number generators on exit (loaders draw from them, too).
 
     What it yields tells whether nothing has been drawn from them so far.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    _, words, *position = numpy_state
-    own = _global_generators()
-    states = [generator.get_state() for generator in own]
-
-    def untouched() -> bool:
-        _, new_words, *new_position = np.random.get_state()
-        return (
-            python_state == random.getstate()
-            and position == new_position
-            and np.array_equal(words, new_words)
-            and all(torch.equal(s, g.get_state()) for g, s in zip(own, states, strict=True))
-        )
-
-    def give_back() -> None:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
-
-    loan = Loan(give_back)
+    states = GeneratorStates()
+    _PRESERVED.append(states)
     try:
-        yield untouched
+        yield states.are_current
     finally:
-        loan.undo()
+        states.restore()
+        # other threads began meanwhile, and end later
+        for later in _PRESERVED[_PRESERVED.index(states) + 1 :]:
+            vars(later).update(vars(states))
+        _PRESERVED.remove(states)
 
 
 def seed_everything(seed: int) -> None:

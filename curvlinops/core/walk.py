@@ -133,7 +133,7 @@ def _identity(part: Any) -> Any:
         return part.__name__, type(part.__self__)
     # not of any other object: its own __getattr__ may do anything
     if isinstance(part, FunctionType | MethodType):
-        return part.__code__
+        return getattr(part, "__code__", type(part))  # methods may be of functions without code
     if isinstance(part, (Mapping, *SEQUENCES, weakref.ref)) or has_attributes(part):
         return type(part)
     return part  # opaque, made by installed code

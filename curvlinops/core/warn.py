@@ -1,5 +1,6 @@
 """Warnings that name the user's line."""
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -7,9 +8,12 @@ from pathlib import Path
 import scipy
 import torch
 
-#: Where warnings are not attributed to: this package, and what calls it on behalf of the user.
-_LIBRARIES = tuple(
-    str(Path(file).parent) for file in (Path(__file__).parent, scipy.__file__, torch.__file__)
+#: Where warnings are not attributed to: this package, what calls it on behalf of the user, context
+#: managers that decorate functions of this package, and constructors that dataclasses generate.
+_LIBRARIES = (
+    *(str(Path(file).parent) for file in (Path(__file__).parent, scipy.__file__, torch.__file__)),
+    contextlib.__file__,
+    "<string>",
 )
 
 

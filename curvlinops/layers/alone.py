@@ -9,6 +9,7 @@ from curvlinops.core import autodiff
 from curvlinops.core.columns import add
 from curvlinops.core.containers import take
 from curvlinops.core.data import Batch
+from curvlinops.core.memory import lacks_memory
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.detection import TOLERANCES
@@ -92,9 +93,9 @@ def _gradient_alone(bound: BatchRisk, n: int, num_samples: int) -> tuple[Tensor,
 
     try:
         value, gradient, _ = autodiff.gradient(alone, loss)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever model and loss raise
+        if lacks_memory(error):
+            raise
         raise ValueError(
             f"{_reason(bound)}: its gradients are computed one sample at a time, which fails for "
             f"sample {n} of batch {bound.batch.index}: {error}"

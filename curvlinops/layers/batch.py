@@ -13,6 +13,7 @@ from curvlinops.core.autodiff import BoundModel, pull_several
 from curvlinops.core.columns import in_chunks
 from curvlinops.core.graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.core.independence import differs
+from curvlinops.core.memory import lacks_memory
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares
 from curvlinops.layers.detection import tolerance_of
@@ -180,9 +181,9 @@ class RecordedBatch:
                 if step is not None and called.is_whole:
                     layout = layout_of(use, called.shape, step, self.output, self.num_samples)
                     self.layouts |= {} if layout is None else {key: layout}
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # nodes and rules of any kind, such as those of nested tensors
+            if lacks_memory(error):
+                raise
             _LOGGER.info("The graph does not show which rows belong to which sample: %s", error)
 
     def detect(self, keys: list[Key], checking: bool) -> None:

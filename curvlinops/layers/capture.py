@@ -3,18 +3,18 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
-from curvlinops.core.loans import FunctionMode
-from curvlinops.layers.composed import COMPOSED
+from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
 
 #: A function, and how often it was called before with something tracked.
@@ -98,7 +98,7 @@ class Recorded(NamedTuple):
     called: Called
 
 
-class Capture(FunctionMode):
+class Capture(TorchFunctionMode):
     """Watches parameters, and functions of parameters alone, while a model runs.
 
     A call that ``RULES`` know gets copies of its parameters without history. What the graph still
@@ -129,6 +129,7 @@ class Capture(FunctionMode):
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
         self._changes, self._num_samples = dict(changes or {}), num_samples
         self._calls: Counter[Callable] = Counter()
+        self._inside: set[tuple] = set()
         self.uses: dict[tuple[Call, int | str], Recorded] = {}
         self.has_hooks = False
 
@@ -150,11 +151,18 @@ class Capture(FunctionMode):
             return self._follow(func(*args, **kwargs))
         if rule is not None:
             return self._record(func, rule, args, kwargs)
+        if func in WRITING:
+            return WRITING[func](self, *args, **kwargs)
         inner = COMPOSED.get(func) or _unwrapped(func)
-        if inner is not func:
+        call = (func, *map(id, tensors))
+        if inner is func or call in self._inside:  # it still asks whether someone watches
+            return func(*args, **kwargs)
+        self._inside.add(call)
+        try:
             with self:
                 return inner(*args, **kwargs)
-        return func(*args, **kwargs)
+        finally:
+            self._inside.discard(call)
 
     def _record(self, func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         index = func, self._calls[func]
@@ -256,15 +264,33 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 _UNWRAPPED: dict[Callable, Callable] = {}
 
 
-def _unwrapped(func: Callable) -> Callable:
-    """Return PyTorch's Python function such that the calls inside of it can be watched.
+class _Unwatched(ModuleType):
+    """PyTorch, or one of its modules, where nobody watches calls."""
 
-    It would ask whether someone watches, and then call itself through the watcher.
+    def __init__(self, module: ModuleType):
+        super().__init__(module.__name__)
+        self.__module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__module, name)
+        if name in _CHECKS:
+            return lambda *args: False
+        return _Unwatched(value) if value is torch.overrides else value
+
+
+def _unwrapped(func: Callable) -> Callable:
+    """Return a Python function such that the calls inside of it can be watched.
+
+    PyTorch's own, and users' that follow its protocol, would ask whether someone watches, and then
+    call themselves through the watcher.
     """
     if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
         return func
     if func not in _UNWRAPPED:
         names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *args: False)}
+        for name, value in func.__globals__.items():
+            if value is torch or value is torch.overrides:
+                names[name] = _Unwatched(value)
         inner = FunctionType(
             func.__code__, names, func.__name__, func.__defaults__, func.__closure__
         )

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import _pop_mode_temporarily
 
 from curvlinops.layers.einsum import einsum
 from curvlinops.layers.recurrent import CELLS
@@ -116,30 +115,31 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
-def _written(input: Tensor, part: Callable[[], Tensor], value: Any, write: Callable) -> Any:
+def _written(
+    watch: Any, input: Tensor, part: Callable[[], Tensor], value: Any, write: Callable
+) -> Any:
     """Write a value into a part of a tensor, by a call that a rule knows if samples see it."""
-    with _pop_mode_temporarily() as watch:  # which sees the same call again otherwise
-        if watch.follows(input):
-            watch.follow_into(input, value)
-            return write(value)
-    value = torch.broadcast_to(value, part().shape)
-    with _pop_mode_temporarily():
-        watch.follow_into(input, value)
-        return write(value)
+    if not watch.follows(input):
+        with watch:
+            value = torch.broadcast_to(value, part().shape)
+    watch.follow_into(input, value)
+    return write(value)
 
 
-def _setitem(input: Tensor, key: Any, value: Any) -> None:
-    return _written(input, lambda: input[key], value, lambda x: input.__setitem__(key, x))
+def _setitem(watch: Any, input: Tensor, key: Any, value: Any) -> None:
+    return _written(watch, input, lambda: input[key], value, lambda x: input.__setitem__(key, x))
 
 
-def _copy(input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    return _written(input, lambda: input, src, input.copy_)
+def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return _written(watch, input, lambda: input, src, input.copy_)
+
+
+#: Calls that write: what they are replaced by gets the watching mode, which is off, before them.
+WRITING: dict[Callable, Callable] = {Tensor.__setitem__: _setitem, Tensor.copy_: _copy}
 
 
 COMPOSED: dict[Callable, Callable] = CELLS | {
     torch.einsum: einsum,
-    Tensor.__setitem__: _setitem,
-    Tensor.copy_: _copy,
     torch.baddbmm: _baddbmm,
     Tensor.baddbmm: _baddbmm,
     torch.addbmm: _addbmm,
@@ -155,5 +155,6 @@ COMPOSED: dict[Callable, Callable] = CELLS | {
     torch.cosine_similarity: _cosine_similarity,
     torch.pairwise_distance: _pairwise_distance,
     F.scaled_dot_product_attention: _attention,
-    torch._grouped_mm: _grouped_mm,
 }
+if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
+    COMPOSED[torch._grouped_mm] = _grouped_mm

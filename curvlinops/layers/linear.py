@@ -1,5 +1,7 @@
 """Products of an input with a matrix."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,8 +55,8 @@ def addmm(
     """``beta input + alpha mat1 @ mat2``."""
     return {
         "input": shift(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
-        "mat1": _factor(mat2 * alpha, mat1, left=True),
-        "mat2": _factor(mat1 * alpha, mat2, left=False),
+        "mat1": _factor(mat2, mat1, left=True, scale=alpha),
+        "mat2": _factor(mat1, mat2, left=False, scale=alpha),
     }
 
 
@@ -65,8 +67,8 @@ def addmv(
     """``beta input + alpha mat @ vec``."""
     return {
         "input": shift(input.shape, mat.shape[:1], float(beta)),
-        "mat": _factor(vec * alpha, mat, left=True),
-        "vec": _factor(mat * alpha, vec, left=False),
+        "mat": _factor(vec, mat, left=True, scale=alpha),
+        "vec": _factor(mat, vec, left=False, scale=alpha),
     }
 
 
@@ -95,10 +97,14 @@ def bilinear(
     return uses
 
 
-def _factor(x: Tensor, w: Tensor, left: bool) -> Use | None:
-    """Return the use of ``w`` in ``w @ x`` or ``x @ w``, with PyTorch's rules for axes."""
+def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
+    """Return the use of ``w`` in ``w @ x`` or ``x @ w``, with PyTorch's rules for axes.
+
+    A scale of the product multiplies gradients, which are there for a short time only.
+    """
+    split = (lambda g: g) if scale == 1 else (lambda g: g * scale)
     if x.ndim == 1 or w.ndim == 1:
-        return _vector_factor(x, w, left)
+        return _vector_factor(x, w, left, split)
     out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     batch = list(range(len(out)))
     x_full = x.expand(*out, *x.shape[-2:])
@@ -116,19 +122,20 @@ def _factor(x: Tensor, w: Tensor, left: bool) -> Use | None:
         [*w_batch, *w_labels],
         [*batch, *out_labels],
         [*(out[axis] for axis in w_batch), *w.shape[-2:]],
+        split,
     )
     return use if use is None else use.reshaped(w.shape)
 
 
-def _vector_factor(x: Tensor, w: Tensor, left: bool) -> Use:
+def _vector_factor(x: Tensor, w: Tensor, left: bool, split: Callable[[Tensor], Tensor]) -> Use:
     """Return the same if at least one of both is a vector, all of which is summed over."""
     if w.ndim == 1:
         # with a vector on its left, a matrix is summed over the axis before the last
         others = list(range(x.ndim - 1))
         place = max(x.ndim - 2, 0) if left else x.ndim - 1
         x_labels = [*others[:place], "in", *others[place:]]
-        return contraction(x, x_labels, ["in"], others, w.shape)
+        return contraction(x, x_labels, ["in"], others, w.shape, split)
     others = list(range(w.ndim - 1))
     place = w.ndim - 1 if left else w.ndim - 2
     w_labels = [*others[:place], "in", *others[place:]]
-    return contraction(x, ["in"], w_labels, others, w.shape)
+    return contraction(x, ["in"], w_labels, others, w.shape, split)

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.independence import check_first_sample
+from curvlinops.core.memory import lacks_memory
+from curvlinops.core.seeds import GeneratorStates, preserved_rng
 from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
@@ -74,9 +75,20 @@ class SampleBackward:
         """
         few = None if self._checked or self.fallbacks else bound.first_samples()
         if few is not None:
-            self._rehearse(few)
+            with preserved_rng():
+                self._rehearse(few)
         trusting = self._trusting if trusting is None else trusting
-        return SampleGradients(bound, self._record(bound, trusting), self.fallbacks, self._ways)
+        learning = not (self._checked or self._checked_alone or self.fallbacks)
+        states = GeneratorStates()
+        batch = self._record(bound, trusting)
+        if learning and not states.are_current():
+            # the model is random, and was evaluated several times
+            del batch
+            states.restore()
+            batch = self._record(bound, trusting)
+        if self.fallbacks:  # which evaluate the model again
+            states.restore()
+        return SampleGradients(bound, batch, self.fallbacks, self._ways)
 
     def _rehearse(self, few: BoundModel) -> None:
         """Learn from a few samples which rules agree with autograd, and what to do about calls."""
@@ -85,6 +97,8 @@ class SampleBackward:
         try:
             batch = trial._record(few, trusting=False)
         except Exception as error:  # if these do not do alone, all show why
+            if lacks_memory(error):
+                raise
             _LOGGER.info("%s: a few samples alone: %s", self.name, error)
             return
         if batch is not None and not trial.fallbacks:
@@ -149,9 +163,9 @@ class SampleBackward:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
             return self._recorded(bound, names)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever the user's model raises
+            if lacks_memory(error):
+                raise
             if self._changes:
                 self._changes.clear()  # it was possible on an earlier batch
                 return self._run(bound, names, num_samples)
@@ -229,6 +243,8 @@ class SampleBackward:
             found = blind(batch, self._recorded(double, batch.names))
             runs = [double, bound]
         except Exception as error:  # the input cannot be doubled, or the model refuses two samples
+            if lacks_memory(error):
+                raise
             _LOGGER.info("%s: a sample twice: %s", self.name, error)
         if not found:
             self._seeing |= batch.uses.keys()
@@ -256,6 +272,8 @@ class SampleBackward:
             else:
                 return changed
         except Exception as error:
+            if lacks_memory(error):
+                raise
             _LOGGER.info("%s: no row for each sample: %s", self.name, error)
         self._changes = before
         return None
@@ -264,9 +282,9 @@ class SampleBackward:
         """Return whether a first computation by rules works; else no parameter is left to them."""
         try:
             step()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # of a combination of arguments that nobody thought of
+            if lacks_memory(error):
+                raise
             reason = f"a rule for layers fails on this model: {first_line(error)}"
             self._refuse(batch.names, reason)
             return False

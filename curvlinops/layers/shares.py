@@ -16,6 +16,7 @@ from curvlinops.core.containers import has_length, leaves, map_leaves, take
 from curvlinops.core.data import Batch
 from curvlinops.core.graph import mean_size
 from curvlinops.core.independence import differs
+from curvlinops.core.memory import lacks_memory
 from curvlinops.core.space import Columns
 from curvlinops.layers.check import disagreeing, shares
 from curvlinops.layers.detection import tolerance_of
@@ -81,9 +82,9 @@ class Shares:
                 if not self._ways[way]:
                     self._check(found, u, wanted)
                     self._ways[way] = True
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # whatever the user's model raises on parts of a batch
+                if lacks_memory(error):
+                    raise
                 _LOGGER.info("Samples are not backpropagated by way of %s: %s", way, error)
                 del self._ways[way]
             else:
@@ -100,8 +101,8 @@ class Shares:
 
     def _by_vmap(self, u: Tensor, wanted: Tensor) -> Columns:
         bound, X = self._bound, self._bound.batch.X
-        if not bound.owns_graph or bound.seen.fit.outputs is not None:
-            raise NotImplementedError("neither closures nor float16.")
+        if not bound.owns_graph:
+            raise NotImplementedError("no closures.")
         values = bound.constants()
         own = {name: values[name] for name in self._space.names}
         cut = {id(leaf): leaf for leaf in leaves(X) if has_length(leaf, u.shape[1])}
@@ -133,8 +134,7 @@ class Shares:
             with bound.on(part).recording("gradient") as (_, leaves, output):
                 self._check_output(output, wanted.new_tensor([n]))
                 inputs = {name: leaves[name] for name in self._space.names}
-                order = bound.seen.fit.outputs
-                rows.append(pull_columns({"": output}, {"": u[:, here]}, inputs, order=order))
+                rows.append(pull_columns({"": output}, {"": u[:, here]}, inputs))
         return {name: torch.stack([row[name] for row in rows], 1) for name in self._space.names}
 
     def _check_output(self, found: Tensor, wanted: Tensor) -> None:

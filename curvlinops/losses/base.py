@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.float16 import narrowed
 from curvlinops.core.functions import WithDerivative, wide
 from curvlinops.core.references import is_plain
 
@@ -16,10 +15,12 @@ from curvlinops.core.references import is_plain
 OutputMatrix = Callable[[Tensor], Tensor]
 
 
-#: The losses with a square root and samples, for messages; a test asks the classes.
+#: The losses with a square root and samples, and what supports the others, for messages.
 _SUPPORTED = (
-    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss; with hooks, or a forward of "
-    "its own, a loss is none of these."
+    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss, but not with hooks, and not "
+    "subclasses with a forward method of their own. KFAC and EKFAC with fisher_type='empirical', "
+    "and EFLinearOperator, support every loss; GGNLinearOperator supports every twice "
+    "differentiable function of the model's output and the target."
 )
 
 
@@ -31,7 +32,7 @@ class Loss(ABC):
     here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
     and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
 
-    Half-precision outputs are treated in float32. What is backpropagated to float16 stays so wide.
+    Half-precision outputs are treated in float32.
 
     Args:
         module: The PyTorch loss whose value is reproduced.
@@ -159,7 +160,7 @@ class Loss(ABC):
 
     @abstractmethod
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype, float16 excepted."""
+        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype."""
 
     def _rows(self, output: Tensor) -> Tensor:
         return self.to_terms(output.unsqueeze(0))[0]
@@ -177,9 +178,7 @@ class Loss(ABC):
     def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
-            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED} The exact "
-            "GGN supports every twice differentiable function of the model's output and the "
-            "target, KFAC with fisher_type='empirical' every loss."
+            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED}"
         )
 
     def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
@@ -195,9 +194,8 @@ class Loss(ABC):
     def refuse_sampling(self) -> NoReturn:
         """Say that ``sample`` is not implemented."""
         raise NotImplementedError(
-            f"{self.name} is not known as a negative log-likelihood whose labels could be sampled. "
-            f"{_SUPPORTED} The exact GGN supports every twice differentiable function of the "
-            "model's output and the target, the empirical Fisher every loss."
+            f"{self.name} is not known as a negative log-likelihood whose labels could be "
+            f"sampled. {_SUPPORTED}"
         )
 
     def _sqrt_of_scale(self, scale: Tensor) -> Tensor:
@@ -259,7 +257,7 @@ class LastAxisLoss(Loss):
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return narrowed(rows.reshape(rows.shape[0], *output.shape), output.dtype)
+        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
     def _inner_scale(self, output: Tensor) -> float:
         return 1.0 / self._num_features(output) if self.reduction == "mean" else 1.0

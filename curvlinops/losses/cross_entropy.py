@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.float16 import narrowed
 from curvlinops.core.functions import wide
 from curvlinops.losses.base import Loss, constant
 
@@ -61,7 +60,7 @@ class ClassAxisLoss(Loss):
         """Undo ``to_terms``."""
         num_samples, num_classes, *positions = output.shape
         rows = rows.reshape(rows.shape[0], num_samples, *positions, num_classes)
-        return narrowed(rows.movedim(-1, 2), output.dtype)
+        return rows.movedim(-1, 2).to(output.dtype)
 
     def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return all targets ``[T]``, zero for the ignored ones, and which are kept."""

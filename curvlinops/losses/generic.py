@@ -9,8 +9,8 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import pull
 from curvlinops.core.containers import lent, perhaps_shared, take
-from curvlinops.core.float16 import Fit, narrowed
 from curvlinops.core.functions import wide
+from curvlinops.core.memory import lacks_memory
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
 from curvlinops.core.warn import first_line, warn
@@ -57,6 +57,8 @@ class AdditiveLoss(Loss):
         try:
             singles = self._singles(output, target)
         except Exception as error:
+            if lacks_memory(error):
+                raise
             if self._adds_up_otherwise(output, target):
                 return
             if self.needs_graph and isinstance(error, RuntimeError):
@@ -100,6 +102,8 @@ class AdditiveLoss(Loss):
                     self.sum(output, target), self._singles(output, target, whole), output, target
                 )
             except Exception as error:
+                if lacks_memory(error):
+                    raise
                 _LOGGER.info("%s of samples alone: %s", self.name, error)
             else:
                 return True
@@ -119,6 +123,8 @@ class AdditiveLoss(Loss):
             singles = [self._value(*(part[n : n + 1] for part in pair)) for n in range(2)]
             total = self.sum(*pair)
         except Exception as error:  # what takes a batch of one sample need not take two
+            if lacks_memory(error):
+                raise
             _LOGGER.info("%s of two samples: %s", self.name, error)
             return
         self._compare(total, singles, *pair)
@@ -183,7 +189,7 @@ class AdditiveLoss(Loss):
 
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
         """Undo ``to_terms``."""
-        return narrowed(rows.reshape(rows.shape[0], *output.shape), output.dtype)
+        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
     def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
         _, gradient = self._differentiate(output, target)
@@ -191,7 +197,6 @@ class AdditiveLoss(Loss):
 
     def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
         leaf, gradient = self._differentiate(output, target)
-        order = Fit.to(frozenset({output.dtype})).vectors
 
         def multiply(v: Tensor) -> Tensor:
             if gradient is None or not gradient.requires_grad:  # a linear loss
@@ -200,10 +205,10 @@ class AdditiveLoss(Loss):
             with torch.enable_grad():
                 for column in self.from_terms(v, output):
                     try:
-                        product = pull({"": gradient}, {"": column}, {"": leaf}, order=order)[""]
-                    except torch.OutOfMemoryError:
-                        raise
+                        product = pull({"": gradient}, {"": column}, {"": leaf})[""]
                     except RuntimeError as error:
+                        if lacks_memory(error):
+                            raise
                         raise NotImplementedError(
                             f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
                             "Write the loss as a function of differentiable operations."
@@ -224,7 +229,7 @@ class AdditiveLoss(Loss):
                 "differentiates the output, or uses the parameters itself. The Hessian, gradients, "
                 "and the empirical Fisher are defined; the GGN, its diagonal and its Kronecker "
                 "factors are not, nor those of the empirical Fisher. Let the model return the "
-                "derivatives, and add a multiple of IdentityLinearOperator for weight decay."
+                "derivatives, and add weight decay to an operator by damped(delta)."
             )
 
     def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,14 +1,14 @@
 """What all operators over a data set share."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.ambient import alone
-from curvlinops.core.arguments import as_device, check_choice, check_count, whole_signature
+from curvlinops.core.ambient import alone, free_of_modes
+from curvlinops.core.arguments import as_device, check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
@@ -17,7 +17,7 @@ from curvlinops.core.keeping import Keeper, check_cache
 from curvlinops.core.model import wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.outputs import overflow, report_batch_statistics
+from curvlinops.core.outputs import OVERFLOW, report_batch_statistics
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
@@ -27,8 +27,11 @@ from curvlinops.core.walk import Structure
 from curvlinops.losses import Loss, wrap_loss
 
 
+@dataclass(eq=False, repr=False)
 class DataLinearOperator(TorchLinearOperator):
     """A linear operator defined by a model, a loss, and all of a data set.
+
+    Subclasses with options of their own are dataclasses, too, with a field for each of these.
 
     Args:
         model_func: The model. A ``torch.nn.Module``; or, with dictionary ``params``, a function
@@ -41,7 +44,8 @@ class DataLinearOperator(TorchLinearOperator):
             module's).
         data: An iterable over pairs ``(X, y)``, the same in each pass. X may be any nesting of
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
-        progressbar: Whether to show a progress bar during passes over the data.
+        progressbar: Whether to show a progress bar during passes over the data. Solvers show one
+            bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check, by two passes over the data at construction, that
             data, loss and gradient are the same in each pass; on each batch, not only on the first,
             that losses of no known kind add up; and for gradients of single samples, that the first
@@ -61,7 +65,8 @@ class DataLinearOperator(TorchLinearOperator):
             as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
             and passes a dot-test on the first batch, or its first samples. What that finds serves
-            later operators, too, if only numbers differ, on which nothing in the model depends.
+            later operators, too, if only numbers differ, on which nothing in the model depends (not
+            with ``cache="none"``).
         process_group: A ``torch.distributed.ProcessGroup``, whose processes have different data of
             one risk; all of them multiply together. Default: all data is here.
 
@@ -77,46 +82,47 @@ class DataLinearOperator(TorchLinearOperator):
     #: Whether the quantity is defined sample by sample, so that samples must not be coupled.
     _per_sample = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let signatures show the shared arguments, which are written once."""
-        super().__init_subclass__(**kwargs)
-        cls.__signature__ = whole_signature(cls)
+    model_func: nn.Module | Callable
+    loss_func: nn.Module | Callable | None
+    params: Iterable[Tensor] | Mapping[str, Tensor]
+    data: Iterable[tuple[Any, Any]]
+    progressbar: bool = False
+    check_deterministic: bool = True
+    num_data: int | None = None
+    block_sizes: list[int] | None = None
+    batch_size_fn: Callable[[Any], int] | None = None
+    _: KW_ONLY
+    reduction: str | None = None
+    cache: str | int = "auto"
+    chunk_size: int | None = None
+    autodiff: str = "auto"
+    process_group: "torch.distributed.ProcessGroup | None" = None
 
-    def __init__(
-        self,
-        model_func: nn.Module | Callable,
-        loss_func: nn.Module | Callable | None,
-        params: Iterable[Tensor] | Mapping[str, Tensor],
-        data: Iterable[tuple[Any, Any]],
-        progressbar: bool = False,
-        check_deterministic: bool = True,
-        num_data: int | None = None,
-        block_sizes: list[int] | None = None,
-        batch_size_fn: Callable[[Any], int] | None = None,
-        *,
-        reduction: str | None = None,
-        cache: str | int = "auto",
-        chunk_size: int | None = None,
-        autodiff: str = "auto",
-        process_group: "torch.distributed.ProcessGroup | None" = None,
-    ):
-        cache = check_cache(cache, autodiff)
-        self.autodiff = check_choice("autodiff", autodiff, ("auto", "forward", "reverse"))
-        chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size)
-        self._loss_arguments, name = (loss_func, reduction), type(self).__name__
-        with (ranks := Ranks(process_group)).guarded(), alone():
-            model = wrap_model(model_func, params)
-            loss = self._wrap_loss(loss_func, reduction)
-            batches = Batches(data, batch_size_fn, num_data)
-            self.risk = EmpiricalRisk(model, loss, batches, progressbar, name, ranks)
-            self._blocks = split_blocks(self.risk.space.names, block_sizes)
-        # whoever does not want checks gets none on the batches either
-        self._chunk_size, self._trusting = chunk_size, not check_deterministic
-        self._modes = allowed_modes(model, autodiff, Reverse(chunk_size))
+    def __post_init__(self) -> None:
+        """Check the arguments, and the first batches."""
+        cache, name = check_cache(self.cache, self.autodiff), type(self).__name__
+        check_choice("autodiff", self.autodiff, ("auto", "forward", "reverse"))
+        if self.chunk_size is not None:
+            self.chunk_size = check_count("chunk_size", self.chunk_size)
+        if isinstance(self.params, Iterator):  # it yields its tensors only once
+            self.params = list(self.params)
+        with (ranks := Ranks(self.process_group)).guarded(), alone():
+            model = wrap_model(self.model_func, self.params)
+            loss = self._wrap_loss(self.loss_func, self.reduction)
+            batches = Batches(self.data, self.batch_size_fn, self.num_data)
+            self.risk = EmpiricalRisk(model, loss, batches, self.progressbar, name, ranks)
+            self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
+        del self.process_group  # the ranks have it, and can be copied
+        self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
         self._kept, self._checked = Keeper(cache, name), set[tuple[bool, ...]]()
         with ranks.together(self.risk, "__init__", blocks=self._blocks):
             self._check_model()
         super().__init__(*self._spaces())
+
+    @property
+    def _trusting(self) -> bool:
+        # whoever does not want checks gets none on the batches either
+        return not self.check_deterministic
 
     # --- what a subclass says
 
@@ -210,22 +216,38 @@ class DataLinearOperator(TorchLinearOperator):
     ) -> None:
         """Call ``step``, which may use what is kept, on every batch; see ``EmpiricalRisk.run``."""
 
-        def start() -> Callable[[], Structure]:
-            numbers_matter = self.risk.examination.loss_reads
-            if self._kept.start(self._dependencies(), self.device, numbers_matter):
-                try:
-                    self._reconsider()
-                except Exception:  # the next product shall meet it, too
-                    self._kept.clear()
-                    raise
+        def start() -> Callable[[], Structure | None]:
+            try:
+                self._follow_changes()
+            except Exception:  # the next product shall meet it, too
+                self._kept.clear()
+                raise
             return lambda: self._kept.structure
 
         own = self._kept.cache not in ("auto", "none")  # the first product has its own batch, too
         self.risk.run(step, description, start, batches, None if own else purpose)
 
+    def _follow_changes(self) -> None:
+        """Draw conclusions about model and loss again if these may have changed.
+
+        If nothing is kept, plain attributes of modules tell. Functions show nothing of themselves,
+        so that what was seen of these, and of losses that read numbers, is not used a second time.
+        """
+        numbers_matter = self.risk.examination.loss_reads
+        if self._kept.keeps:
+            if self._kept.start(self._dependencies(), self.device, numbers_matter):
+                self._reconsider()
+            return
+        model, wrapped, loss = self.risk.model, self.risk.loss, self.loss_func
+        own = [loss] if isinstance(loss, nn.Module) else []
+        if self._kept.start_without([*model.roots, *own]) or model.module is None:
+            self._reconsider()
+        elif loss is not None and (numbers_matter or not (own or wrapped.is_function_of_values)):
+            self.risk.look_again()
+
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
-        self.risk.reconsider(self._wrap_loss(*self._loss_arguments))
+        self.risk.reconsider(self._wrap_loss(self.loss_func, self.reduction))
         self._check_model()
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
@@ -235,15 +257,19 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
-        return [type(self), self.risk.model.dependencies(), self._loss_arguments, self._settings()]
+        loss = self.loss_func, self.reduction
+        shared = self.autodiff, self.chunk_size, self.check_deterministic
+        return [type(self), self.risk.model.dependencies(), loss, shared, self._settings()]
 
     def _settings(self) -> dict[str, Any]:
-        return {n: v for n, v in vars(self).items() if isinstance(v, int | float | str)}
+        """Return the operator's own options, by name."""
+        shared = {field.name for field in fields(DataLinearOperator)}
+        own = {name: value for name, value in vars(self).items() if name not in shared}
+        return {n: v for n, v in own.items() if isinstance(v, int | float | str)}
 
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
-        # ranks may choose their modes, and never draw the same numbers
-        options = self._settings() | {"autodiff": None, "seed": None}
+        options = self._settings() | {"seed": None}  # ranks never draw the same numbers
         return self.risk.ranks.together(self.risk, task, columns, options=options, **details)
 
     def clear_cache(self) -> None:
@@ -251,8 +277,19 @@ class DataLinearOperator(TorchLinearOperator):
         with alone():
             self._kept.clear()
 
+    def _description(self) -> list[str]:
+        loss = self.risk.loss
+        about = [] if loss is None else [loss.name, f"reduction={loss.reduction!r}"]
+        sizes = [len(block) for block in self._blocks]
+        blocks = [f"block_sizes={sizes}"] if len(sizes) > 1 else []
+        return [*about, self.risk.batches.describe(), *blocks]
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"cache": self._kept.cache}
+
     # --- beyond products
 
+    @free_of_modes
     def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
         """Return the gradient of L and its value.
 
@@ -293,8 +330,8 @@ class DataLinearOperator(TorchLinearOperator):
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
-        where, seen = f" in parameter '{name}'" if name else "", self.risk.examination.seen
+        where = f" in parameter '{name}'" if name else ""
         raise ValueError(
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
-            f"derivative does not exist (norm or sqrt at zero?), or {overflow(seen.dtypes)}."
+            f"derivative does not exist (norm or sqrt at zero?), or {OVERFLOW}."
         )

@@ -1,7 +1,6 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +8,9 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import Apply, evaluate
 from curvlinops.core.choice import Mode, NoDerivativeError
-from curvlinops.core.float16 import fitted, narrowed, unfitted
 from curvlinops.core.functions import wide
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, flat
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.gradients import SampleGradients
@@ -36,6 +35,7 @@ class _Choice:
     without_graph: bool = False
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EFLinearOperator(DataLinearOperator):
     """The empirical Fisher of the empirical risk.
 
@@ -47,23 +47,24 @@ class EFLinearOperator(DataLinearOperator):
     a term is depends on which axis is last; there ``terms="sample"`` is recommended.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
             product. With one gradient per sample, what is kept (see ``cache``) is no graph: the
             gradients, if weights are used at many positions and they fit, which makes products
             much faster; else the layers' inputs and output gradients, of which they are made. The
             gradients also serve models that can be differentiated only once.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If ``terms`` is neither of both, or samples interact in the model.
     """
 
+    terms: str = "term"
+
     _per_sample = True
 
-    def __init__(self, *args: Any, terms: str = "term", **kwargs: Any):
-        self.terms = check_choice("terms", terms, ("term", "sample"))
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        """Check the option, too."""
+        check_choice("terms", self.terms, ("term", "sample"))
+        super().__post_init__()
         self._forget_choice()
 
     def _reconsider(self) -> None:
@@ -80,7 +81,8 @@ class EFLinearOperator(DataLinearOperator):
         # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
         rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
         if self._choice is None and self._kept.wants(rows):
-            self._choice = self._choose_forms(bound)
+            with preserved_rng():  # the product draws as if there was no choice
+                self._choice = self._choose_forms(bound)
         choice = self._choice or _Choice()
         if choice.without_graph:
             return self._keep(bound, self._from_rows, "rows")
@@ -117,7 +119,7 @@ class EFLinearOperator(DataLinearOperator):
         output = gradients.output
         if gradients.fallbacks or self._is_finer(bound, output):
             return _Choice()
-        groups, _ = self._backward(bound, gradients)
+        groups = self._backward(bound, gradients)
         operations = sum(4 * form.num_multiplications for _, form in groups)
         pairs = all(form.products() is not None for _, form in groups)
         return _Choice(rows=operations > 16 * self.space.dim, pairs=pairs)
@@ -125,16 +127,9 @@ class EFLinearOperator(DataLinearOperator):
     def _gradient(self, bound: BatchRisk, output: Tensor) -> Tensor:
         return bound.loss.gradient(output, bound.batch.y).unsqueeze(0)
 
-    def _backward(
-        self, bound: BatchRisk, gradients: SampleGradients
-    ) -> tuple[list[Group], Tensor | None]:
-        """Return the samples' gradients, times a power of two, and this; see ``Fit``."""
-        gradient = {"": self._gradient(bound, gradients.output)}
-        u, factor = fitted(gradient, bound.seen.fit.vectors)
-        groups = gradients.backward(u[""], last=True)
-        if factor is not None:
-            groups = [(names, form.to(self.space.dtype)) for names, form in groups]
-        return groups, factor
+    def _backward(self, bound: BatchRisk, gradients: SampleGradients) -> list[Group]:
+        """Return the samples' gradients."""
+        return gradients.backward(self._gradient(bound, gradients.output), last=True)
 
     def _from_rows(self, bound: BatchRisk) -> Apply:
         """Prepare products with the samples' gradients."""
@@ -142,8 +137,8 @@ class EFLinearOperator(DataLinearOperator):
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms = bound.terms(gradients.output)
-        groups, factor = self._backward(bound, gradients)
-        return _sum_of_outer_products(unfitted(written(groups, self.space), factor), terms)
+        rows = written(self._backward(bound, gradients), self.space)
+        return _sum_of_outer_products(rows, terms)
 
     def _from_pairs(self, bound: BatchRisk) -> Apply:
         """Prepare products with what the samples' gradients are made of."""
@@ -151,16 +146,14 @@ class EFLinearOperator(DataLinearOperator):
         if self._is_finer(bound, gradients.output):  # unlike on the first batch
             return self._linearize(bound, self._mode_for(bound, many=True))
         terms, products = bound.terms(gradients.output), {}
-        groups, factor = self._backward(bound, gradients)
-        for names, form in groups:
+        for names, form in self._backward(bound, gradients):
             found = form.products()
             if found is None:  # unlike on the first batch
                 return self._from_rows(bound)
             products[names[0]] = found
 
         def apply(V: Columns, out: Columns) -> Tensor:
-            inner = {"": sum(products[name][0](v) for name, v in V.items())}
-            weights = unfitted(unfitted(inner, factor), factor)[""]
+            weights = sum(products[name][0](v) for name, v in V.items())
             for name, product in out.items():
                 product += products[name][1](weights)
             return terms
@@ -203,6 +196,6 @@ def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:
     multiply = outer(rows(gradient))
 
     def product(v: Tensor) -> Tensor:
-        return narrowed(multiply(rows(v)).reshape(v.shape), output.dtype)
+        return multiply(rows(v)).reshape(v.shape).to(output.dtype)
 
     return product

@@ -1,5 +1,6 @@
 """The generalized Gauss-Newton matrix, exact or with sampled loss Hessians."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, would_be_gradients
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GGNLinearOperator(DataLinearOperator):
     """The generalized Gauss-Newton matrix of the empirical risk.
 
@@ -23,19 +25,23 @@ class GGNLinearOperator(DataLinearOperator):
     ``FisherMCLinearOperator``.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         mc_samples: Number of samples per term; 0 for the exact matrix.
         seed: Seeds the samples, together with the index of the batch.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If ``mc_samples`` or ``seed`` is negative.
         NotImplementedError: If labels are to be sampled, and the loss is not known as a likelihood.
     """
 
-    def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+    mc_samples: int = 0
+    seed: int = 2147483647
+
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        super().__post_init__()
+        self.mc_samples, self.seed = check_sampling(
+            self.risk.loss, self.mc_samples, self.seed, at_least=0
+        )
         if self.risk.loss.is_linear:
             warn(
                 f"{self.risk.loss.name} is linear in the model's output, so its GGN is zero. Train "
@@ -53,6 +59,7 @@ class GGNLinearOperator(DataLinearOperator):
         return mode.gauss_newton(bound, curvature)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FisherMCLinearOperator(DataLinearOperator):
     """The Fisher information matrix, approximated by sampling labels from the model.
 
@@ -63,19 +70,23 @@ class FisherMCLinearOperator(DataLinearOperator):
     BCEWithLogitsLoss.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         mc_samples: Number M of samples per term.
         seed: Seeds the samples, together with the index of the batch.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If ``mc_samples`` is not positive, or ``seed`` is negative.
         NotImplementedError: If the loss is not known as a likelihood.
     """
 
-    def __init__(self, *args: Any, mc_samples: int = 1, seed: int = 2147483647, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=1)
+    mc_samples: int = 1
+    seed: int = 2147483647
+
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        super().__post_init__()
+        self.mc_samples, self.seed = check_sampling(
+            self.risk.loss, self.mc_samples, self.seed, at_least=1
+        )
 
     def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
         return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))

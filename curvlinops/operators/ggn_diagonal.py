@@ -1,11 +1,12 @@
 """The diagonal of the generalized Gauss-Newton matrix."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.columns import add, mark_last
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
@@ -16,6 +17,7 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GGNDiagonalLinearOperator(DataLinearOperator):
     """The diagonal of the generalized Gauss-Newton matrix, as a matrix.
 
@@ -30,10 +32,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     ``DiagonalLinearOperator(G.diagonal(), G.space)``.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         mc_samples: Number of samples per term; 0 for the exact diagonal.
         seed: Seeds the samples, together with the index of the batch.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If ``mc_samples`` or ``seed`` is negative, or samples interact in the model.
@@ -41,11 +41,17 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
             likelihood.
     """
 
+    mc_samples: int = 0
+    seed: int = 2147483647
+
     _per_sample = True
 
-    def __init__(self, *args: Any, mc_samples: int = 0, seed: int = 2147483647, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.mc_samples, self.seed = check_sampling(self.risk.loss, mc_samples, seed, at_least=0)
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        super().__post_init__()
+        self.mc_samples, self.seed = check_sampling(
+            self.risk.loss, self.mc_samples, self.seed, at_least=0
+        )
 
     def _capture(self, bound: BatchRisk) -> SampleGradients:
         found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)
@@ -58,10 +64,12 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         diagonal = self._columns()
         return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.space.join(self._columns())[0].clone()
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
         trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)

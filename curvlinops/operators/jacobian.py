@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.groups import Group
@@ -57,6 +58,7 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
         return tuple(output.shape)
 
+    @free_of_modes
     def gram(self) -> Tensor:
         """Return the neural tangent kernel, ``J @ J.T`` of the Jacobian J, as ``[N*C, N*C]``.
 

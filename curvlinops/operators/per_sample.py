@@ -1,16 +1,16 @@
 """Gradients of single samples."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
-from curvlinops.core.float16 import narrowed
 from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
@@ -25,6 +25,7 @@ from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator, row_
 Visit = Callable[[list[Group], Tensor], None]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PerSampleGradientLinearOperator(RowsLinearOperator):
     """The matrix whose rows are the gradients of the samples' losses.
 
@@ -39,31 +40,27 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     arguments and errors see ``DataLinearOperator``; there are no blocks.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         subsampling: Indices of the rows to keep, in that order; only those are computed.
         terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
             ``EFLinearOperator``). Terms interact in most models, so that these rows take a
             backward pass for each term of a sample.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or
             samples interact in the model.
     """
 
+    subsampling: Iterable[int] | Tensor | None = None
+    terms: str = "sample"
+
     _per_sample = True
 
-    def __init__(
-        self,
-        *args: Any,
-        subsampling: Iterable[int] | Tensor | None = None,
-        terms: str = "sample",
-        **kwargs: Any,
-    ):
-        self.terms = check_choice("terms", terms, ("term", "sample"))
-        self._subsampling, self._selective = subsampling, subsampling is not None
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        check_choice("terms", self.terms, ("term", "sample"))
+        self._selective = self.subsampling is not None
         self._fallbacks: dict[str, str] = {}
-        super().__init__(*args, **kwargs)
+        super().__post_init__()
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
         self._forget()
@@ -86,7 +83,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._all = self._rows()
-        self._indices = row_indices(self._subsampling, self._all.dim, self._all.device)
+        self._indices = row_indices(self.subsampling, self._all.dim, self._all.device)
         rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
         return self.risk.space, rows, False
 
@@ -112,7 +109,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         ones = (1,) * (output.ndim - 1)
         return (
             lambda z: (wide(z) * gradient).reshape(*z.shape[:2], prod(z.shape[2:])).sum(-1),
-            lambda u: narrowed(u.reshape(*u.shape, *ones) * gradient, output.dtype),
+            lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
         )
 
     @staticmethod
@@ -170,10 +167,16 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     # --- beyond products
 
+    @free_of_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         return self.domain.join(self._write(self.domain.together(self.shape[0])))
 
+    def to_dense(self) -> Tensor:
+        """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
+        return self.dense()
+
+    @free_of_modes
     def gradients(self) -> list[Tensor] | dict[str, Tensor]:
         """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
 
@@ -202,6 +205,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             self._check_finite(rest, self.domain.restricted(list(rest)))
         return out
 
+    @free_of_modes
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
         squares = self.codomain.zeros(1)[""][0]
@@ -213,6 +217,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._check(squares)
         return squares.sqrt()
 
+    @free_of_modes
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
@@ -222,10 +227,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             return rows @ rows.T
         return self._gram(batches)
 
+    @free_of_modes
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
         return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
 
+    @free_of_modes
     def variance(self) -> Tensor:
         """Return the variance of each column over the rows (divided by N), ``[D]``."""
         space = ParameterSpace(self.domain.shapes, torch.float64, self.device)

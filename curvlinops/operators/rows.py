@@ -13,6 +13,7 @@ from curvlinops.core.ambient import alone
 from curvlinops.core.choice import Mode
 from curvlinops.core.containers import leaves
 from curvlinops.core.modes import Push
+from curvlinops.core.operator import Product
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
@@ -37,12 +38,15 @@ class RowsLinearOperator(DataLinearOperator):
     A subclass says which, and in which direction it multiplies.
     """
 
-    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any):
-        if process_group is not None:
+    __matmul__: Product[Tensor]
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning for rows, too."""
+        if self.process_group is not None:
             raise ValueError(
                 f"{type(self).__name__} has rows for the data of one process: omit process_group."
             )
-        super().__init__(*args, **kwargs)
+        super().__post_init__()
 
     def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
         """Return the linear function at a given output, and its adjoint."""
@@ -68,7 +72,7 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
         """Do all on a batch for transposed products that does not depend on the vectors."""
-        apply, output = autodiff.transposed_jacobian(bound, self._chunk_size)
+        apply, output = autodiff.transposed_jacobian(bound, self.chunk_size)
         up = self._row_maps(bound, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(output)
 

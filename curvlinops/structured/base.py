@@ -1,6 +1,5 @@
 """What all matrices with structure can do."""
 
-from collections.abc import Callable
 from functools import reduce
 from math import isfinite
 from operator import matmul
@@ -9,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device, check_count, check_number
-from curvlinops.core.operator import PowerLinearOperator, TorchLinearOperator
+from curvlinops.core.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.seeds import read_generator
 from curvlinops.core.space import ParameterSpace
-from curvlinops.structured.eigenvalues import rounding
+from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.structured.saving import Saveable
 
 
@@ -28,6 +28,11 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
     A subclass implements ``_apply``, the methods with an underscore that it has, and ``_record``.
     """
 
+    T: "StructuredLinearOperator"
+    H: "StructuredLinearOperator"
+    __mul__: Multiple["StructuredLinearOperator"]
+    __rmul__: Multiple["StructuredLinearOperator"]
+
     def __init__(
         self,
         domain: ParameterSpace,
@@ -36,56 +41,55 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
     ):
         super().__init__(domain, codomain, self_adjoint)
         self._decomposition: StructuredLinearOperator | None = None
-        self._wide_decomposition: StructuredLinearOperator | None = None
 
     # --- quantities
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         raise self._lacks("trace")
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         raise self._lacks("Frobenius norm")
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         raise self._lacks("diagonal")
 
+    @free_of_modes
     def det(self) -> Tensor:
         """Return the determinant, a scalar.
 
         It over- and underflows easily; ``logdet`` does not.
         """
-        sign, logarithm = self._slogdet()
+        sign, logarithm = self._slogdet(0.0)
         return sign * logarithm.exp()
 
+    @free_of_modes
     def logdet(self) -> Tensor:
-        """Return the logarithm of the determinant, a scalar; -inf if singular in its precision.
+        """Return the logarithm of the determinant, a scalar.
+
+        It is -inf where ``inverse`` raises: if the operator is singular to working precision.
 
         Raises:
-            ValueError: If the determinant is negative; if a multiple of the identity was added that
-                is so small that rounding errors decide.
+            ValueError: If the determinant is negative.
         """
-        sign, logarithm = self._slogdet()
+        sign, logarithm = self._slogdet(0.0)
         if bool(sign < 0):
-            values = self.eigh().eigenvalues
-            if bool((values >= -rounding(values)).all()):
-                return torch.full_like(logarithm, -torch.inf)
             raise ValueError("The determinant is negative, so that it has no real logarithm.")
         return logarithm
 
-    def to_dense(self) -> Tensor:
-        """Return the matrix, ``[D, D]``."""
-        eye = torch.eye(self.domain.dim, dtype=self.torch_dtype, device=self.device)
-        return self.codomain.join(self._apply(self.domain.split(eye))).T.contiguous()
-
     # --- functions of the operator
 
+    @free_of_modes
     def eigh(self) -> "StructuredLinearOperator":
         """Return the eigendecomposition, an ``EighDecomposedLinearOperator``.
 
-        It is computed once and kept. The eigenvalues are in no particular order.
+        It is computed once and kept. The eigenvalues are in no particular order. Those that are
+        only rounding errors are zero.
 
         Raises:
             ValueError: If the operator is not symmetric.
@@ -95,6 +99,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
             self._decomposition = self._eigh()
         return self._decomposition
 
+    @free_of_modes
     def inverse(
         self, damping: float = 0.0, retry_double_precision: bool = True
     ) -> "StructuredLinearOperator":
@@ -112,8 +117,9 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         damping = check_number("damping", damping)
         if not isfinite(damping):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
-        return (self._shifted(damping) if damping else self)._inverse(retry_double_precision)
+        return self._inverse(damping, retry_double_precision)
 
+    @free_of_modes
     def power(self, exponent: float) -> TorchLinearOperator:
         """Return ``A^exponent``; the same as ``A ** exponent``.
 
@@ -134,6 +140,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         self._need_symmetry("A power")
         return self._power(exponent)
 
+    @free_of_modes
     def sample(
         self,
         generator: torch.Generator | None = None,
@@ -172,6 +179,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
 
     _has_structure = True
 
+    @free_of_modes
     def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
         if not other._has_structure or self.shape != other.shape:
             return None
@@ -185,6 +193,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         total = pair[0]._added(pair[1])
         return pair[1]._added(pair[0]) if total is None else total
 
+    @free_of_modes
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
         if not other._has_structure or self.shape[1] != other.shape[0]:
             return None
@@ -222,10 +231,6 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         """Return ``A + scalar I``."""
         raise self._lacks("sum with the identity")
 
-    def _shifted_norm(self, scalar: float) -> Tensor:
-        """Return the Frobenius norm of ``A + scalar I``, in float64."""
-        raise self._lacks("norm of a sum with the identity")
-
     def _added(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
         """Return the sum with another operator if that has structure, else None."""
         return None
@@ -238,50 +243,40 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         """Return the adjoint; asked only if the operator is not self-adjoint."""
         raise self._lacks("adjoint")
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return the sign of the determinant, and the logarithm of its absolute value."""
-        return self.eigh()._slogdet()
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+        """Return the sign of the determinant of ``A + shift I``, and the logarithm of its size.
+
+        The sign is zero where ``_inverse`` raises.
+        """
+        return signed_logarithm(self._eigh(shift, accurate=True).eigenvalues)
 
     def _root(self) -> "StructuredLinearOperator":
         """Return what multiplies by a matrix R with ``R R^T`` equal to the operator."""
         return self.eigh()
 
-    def _eigh(self) -> "StructuredLinearOperator":
-        """Return the eigendecomposition."""
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> "StructuredLinearOperator":
+        """Return the eigendecomposition of ``A + shift I``, with zeros for rounding errors.
+
+        Args:
+            shift: A multiple of the identity.
+            accurate: Whether small eigenvalues matter. They are computed in float64 then.
+        """
         raise self._lacks("eigendecomposition")
 
-    def _wide_eigh(self) -> "StructuredLinearOperator":
-        """Return the eigendecomposition in float64, which is kept."""
-        if self._wide_decomposition is None:
-            self._wide_decomposition = self._to(self.device, torch.float64).eigh()
-        return self._wide_decomposition
-
-    def _errors(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
-        """Return how far eigenvalues are off, ``[D]``, given how far a factor's are, ``[G]``."""
-        raise self._lacks("computed eigenvalues")
-
-    def _largest_error(self, of_factor: Callable[[Any], Tensor]) -> Tensor:
-        """Return the largest of ``_errors``, or a bound of it."""
-        raise self._lacks("computed eigenvalues")
-
-    def _inverse(self, retry_double_precision: bool) -> "StructuredLinearOperator":
-        """Return the inverse."""
-        return self.eigh()._inverse(retry_double_precision)
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "StructuredLinearOperator":
+        """Return the inverse of ``A + shift I``."""
+        return self._eigh(shift, accurate=retry_double_precision)._power(-1.0)
 
     def _power(self, exponent: float) -> "StructuredLinearOperator":
         """Return a power."""
-        return self.eigh()._power(exponent)
+        return self._eigh(accurate=True)._power(exponent)
 
     def _squared_entries(self) -> "StructuredLinearOperator":
         """Return the matrix of the squared entries."""
         raise self._lacks("matrix of squares")
 
-    def _matrices(self) -> list:
-        """Return the factors whose eigendecompositions are needed for that of the operator."""
-        return []
-
-    def _matrices_to_invert(self) -> list:
-        """Return those of ``_matrices`` that the inverse needs."""
+    def _to_decompose(self, shift: float, accurate: bool) -> list:
+        """Return the factors that ``_eigh`` decomposes, each with whether in float64."""
         return []
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.norms import wide_norm
-from curvlinops.structured.together import decompose
+from curvlinops.structured.factor import decompose
 
 
 @recorded
@@ -24,7 +26,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     its blocks.
 
     Args:
-        blocks: The blocks, in this order; or a dictionary of them, whose names appear in messages.
+        blocks: The blocks, in this order; or a dictionary of them, whose keys appear in messages.
         space: The space of the vectors, if its parameters have another order than in the blocks.
 
     Raises:
@@ -34,7 +36,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def __init__(
         self,
-        blocks: Sequence[StructuredLinearOperator] | Mapping[str, StructuredLinearOperator],
+        blocks: Sequence[StructuredLinearOperator] | Mapping[Any, StructuredLinearOperator],
         space: ParameterSpace | None = None,
     ):
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
@@ -66,9 +68,15 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     # --- blocks
 
     @property
-    def blocks(self) -> dict:
-        """The blocks by name, or by number if they have none."""
+    def blocks(self) -> dict[Any, StructuredLinearOperator]:
+        """The blocks by the keys that they were given with, or else by number.
+
+        Those of Kronecker-factored approximations have the names of their parameters, a tuple.
+        """
         return dict(self._blocks)
+
+    def _description(self) -> list[str]:
+        return [f"{len(self)} blocks"]
 
     def __iter__(self) -> Iterator[StructuredLinearOperator]:
         return iter(self._blocks.values())
@@ -145,67 +153,60 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- quantities
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._stack(lambda block: block.trace()).sum()
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         norms = self._stack(lambda block: block.frobenius_norm())
-        return wide_norm(norms, 0).to(self.torch_dtype)
+        return double_norm(norms, 0).to(self.torch_dtype)
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._whole_vector([block.diagonal() for block in self])
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
         results = []
         for name, block in self._blocks.items():
             with about(name):
-                results.append(block._slogdet())
+                results.append(block._slogdet(shift))
         signs, logarithms = (torch.stack(part) for part in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
 
-    def _matrices(self) -> list:
-        return [factor for block in self for factor in block._matrices()]
+    def _to_decompose(self, shift: float, accurate: bool) -> list:
+        return [each for block in self for each in block._to_decompose(shift, accurate)]
 
-    def _matrices_to_invert(self) -> list:
-        return [factor for block in self for factor in block._matrices_to_invert()]
-
-    def _decompose(self, matrices: Callable[[StructuredLinearOperator], list]) -> None:
+    def _decompose(self, shift: float, accurate: bool) -> None:
         """Compute the decompositions that all blocks need together, which batches equal sizes."""
-        needed = [(m, name) for name, block in self._blocks.items() for m in matrices(block)]
-        decompose([m for m, _ in needed], [f"A factor of block {name!r}" for _, name in needed])
+        needed = [
+            (factor, f"A factor of block {label(name)}", wide)
+            for name, block in self._blocks.items()
+            for factor, wide in block._to_decompose(shift, accurate)
+        ]
+        if needed:
+            decompose(*zip(*needed, strict=True))
 
-    def _eigh(self) -> EighDecomposedLinearOperator:
-        self._decompose(lambda block: block._matrices())
-        blocks = {}
-        for name, block in self._blocks.items():
-            with about(name):
-                blocks[name] = block.eigh()
-        values = self._whole_vector([block.eigenvalues for block in blocks.values()])
-        vectors = self._with({name: block.eigenvectors for name, block in blocks.items()})
-        return EighDecomposedLinearOperator.of(self._with(blocks), values, vectors)
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        self._decompose(shift, accurate)
+        blocks = self._map(lambda block: block._eigh(shift, accurate))
+        values = self._whole_vector([block.eigenvalues for block in blocks])
+        vectors = {name: block.eigenvectors for name, block in blocks.blocks.items()}
+        return EighDecomposedLinearOperator(values, self._with(vectors))
 
-    def _errors(self, of_factor: Callable) -> Tensor:
-        return self._whole_vector([block._errors(of_factor) for block in self])
-
-    def _largest_error(self, of_factor: Callable) -> Tensor:
-        filled = [block for block in self if block.domain.dim]
-        return torch.stack([block._largest_error(of_factor) for block in filled]).amax()
-
-    def _wide_eigh(self) -> EighDecomposedLinearOperator:
-        return self._map(lambda block: block._wide_eigh())._eigh()
-
-    def _inverse(self, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
-        self._decompose(lambda block: block._matrices_to_invert())
-        return self._map(lambda block: block._inverse(retry_double_precision))
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
+        if shift:
+            self._decompose(shift, retry_double_precision)
+        return self._map(lambda block: block._inverse(shift, retry_double_precision))
 
     def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
         if exponent < 0 or not exponent.is_integer():
-            self._decompose(lambda block: block._matrices())
+            self._decompose(0.0, accurate=True)
         return self._map(lambda block: block._power(exponent))
 
     # --- algebra
@@ -251,12 +252,17 @@ def _same(first: BlockDiagonalLinearOperator, second: BlockDiagonalLinearOperato
 
 
 @contextmanager
-def about(name: str | int) -> Iterator[None]:
+def about(key: Any) -> Iterator[None]:
     """Say of which block an error speaks."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        raise type(error)(f"Block {name!r}: {error}") from error
+        raise type(error)(f"Block {label(key)}: {error}") from error
+
+
+def label(key: Any) -> str:
+    """Return how messages name a block: its key, or the names of its parameters."""
+    return repr(", ".join(map(str, key)) if isinstance(key, tuple) else key)
 
 
 def _check(blocks: dict) -> None:
@@ -264,7 +270,9 @@ def _check(blocks: dict) -> None:
         raise ValueError("A block-diagonal operator needs at least one block.")
     for name, block in blocks.items():
         if not isinstance(block, StructuredLinearOperator):
-            raise TypeError(f"Block {name!r} is a {type(block).__name__}, no structured operator.")
+            raise TypeError(
+                f"Block {label(name)} is a {type(block).__name__}, no structured operator."
+            )
         if block.shape[0] != block.shape[1]:
             raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
     devices = {str(block.device) for block in blocks.values()}

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.checks import real
-from curvlinops.structured.eigenvalues import powers, signed_logarithm
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.identity import IdentityLinearOperator
-from curvlinops.structured.norms import wide_norm
+from curvlinops.structured.linalg import power, real
 
 
 @recorded
@@ -44,32 +44,33 @@ class DiagonalLinearOperator(StructuredLinearOperator):
         diagonal = self.domain.split(self._entries.unsqueeze(0))
         return {name: column * diagonal[name] for name, column in columns.items()}
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._entries.sum()
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return wide_norm(self._entries, 0).to(self.torch_dtype)
+        return double_norm(self._entries, 0).to(self.torch_dtype)
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._entries.clone()
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return signed_logarithm(self._entries)
-
-    def _eigh(self) -> EighDecomposedLinearOperator:
-        return EighDecomposedLinearOperator(self._entries, IdentityLinearOperator(self.domain))
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        values = self._entries + shift
+        return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
 
     def _with(self, entries: Tensor) -> "DiagonalLinearOperator":
         return DiagonalLinearOperator(entries, self.domain)
 
-    def _inverse(self, retry_double_precision: bool) -> "DiagonalLinearOperator":
-        return self._power(-1.0)
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "DiagonalLinearOperator":
+        return self._with(power(self._entries + shift, -1.0))
 
     def _power(self, exponent: float) -> "DiagonalLinearOperator":
-        return self._with(powers(self._entries, exponent))
+        return self._with(power(self._entries, exponent))
 
     def _scaled(self, scalar: float) -> "DiagonalLinearOperator":
         return self._with(scalar * self._entries)

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device, as_integer, without_graph
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.eigenvalues import powers, signed_logarithm
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.linalg import power
 from curvlinops.structured.rearranged import InOrder, RearrangedLinearOperator
 
 
 @recorded
 class IdentityLinearOperator(StructuredLinearOperator):
-    """The identity, or a multiple of it, e.g. ``H + 0.1 * IdentityLinearOperator(H.space)``.
+    """The identity, or a multiple of it. ``A.damped(delta)`` adds one to an operator.
 
     Args:
         space: The space; every operator of this package has one as ``space``. Or the dimension of
@@ -57,6 +59,12 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self.domain, self.scalar
 
+    def _formula(self) -> str:
+        return "Identity" if self.scalar == 1 else f"{self.scalar:g} * Identity"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {}  # the formula has them
+
     def _apply(self, columns: Columns) -> Columns:
         return {name: self.scalar * column for name, column in columns.items()}
 
@@ -68,32 +76,33 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.torch_dtype, device=self.device)
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._number(self.scalar * self.domain.dim)
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return self._number(abs(self.scalar) * self.domain.dim**0.5)
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._number(self.scalar).repeat(self.domain.dim)
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return signed_logarithm(self.diagonal())
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        values = self._shifted(shift).diagonal()
+        return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
 
-    def _eigh(self) -> EighDecomposedLinearOperator:
-        return EighDecomposedLinearOperator(self.diagonal(), IdentityLinearOperator(self.domain))
-
-    def _inverse(self, retry_double_precision: bool) -> "IdentityLinearOperator":
-        return self._power(-1.0)
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "IdentityLinearOperator":
+        return self._shifted(shift)._power(-1.0)
 
     def _power(self, exponent: float) -> "IdentityLinearOperator":
         if self.domain.dim == 0:
             return self
         value = torch.tensor([self.scalar], dtype=torch.float64, device="cpu")
-        return IdentityLinearOperator(self.domain, float(powers(value, exponent)))
+        return IdentityLinearOperator(self.domain, float(power(value, exponent)))
 
     def _scaled(self, scalar: float) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, scalar * self.scalar)

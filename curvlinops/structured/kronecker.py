@@ -1,27 +1,44 @@
-"""Kronecker products, and block-diagonals of equally large ones."""
+"""Kronecker products, block-diagonals of equally large ones, and sums of them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import reduce
-from math import inf, log2, prod
+from math import prod
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.checks import real
 from curvlinops.structured.diagonal import DiagonalLinearOperator
-from curvlinops.structured.diagonal_factor import Diagonal, unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense, Factor, tensor_of
+from curvlinops.structured.factor import (
+    Dense,
+    Diagonal,
+    Factor,
+    decompose,
+    invert,
+    multiply,
+    tensor_of,
+    unit,
+)
 from curvlinops.structured.identity import IdentityLinearOperator
-from curvlinops.structured.norms import wide_norm
+from curvlinops.structured.linalg import (
+    eigh_batched,
+    power,
+    real,
+    shifted,
+    signed_logarithm,
+    tolerance,
+    without_rounding,
+)
 from curvlinops.structured.shifted import ShiftedLinearOperator
-from curvlinops.structured.together import decompose, invert, multiply
 
-#: By which power of two the sizes of factors may differ from their mean.
-_FAR = 30
+#: Sums of Kronecker products with so many rows are always written as a matrix for their inverse: it
+#: takes no time, and a matrix can do more.
+_SMALL = 512
 
 
 @recorded
@@ -87,45 +104,33 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     # --- quantities: those of the factors, by group
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         self._need_square_factors("A trace")
         return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        norms = self._by_group([factor.norm() for factor in self._factors])
-        return wide_norm(norms, 0).to(self.torch_dtype)
+        return self._double_norm().to(self.torch_dtype)
 
-    def _shifted_norm(self, shift: float) -> Tensor:
-        """Return the Frobenius norm of the sum with a multiple of the identity, in float64.
+    def _double_norm(self) -> Tensor:
+        return double_norm(self._by_group([factor.norm() for factor in self._factors]), 0)
 
-        With ``A_i = a_i I + R_i``, where the trace of ``R_i`` is zero, the products of these are
-        orthogonal, so that nothing cancels but ``prod a_i + shift``.
-        """
-        self._need_square_factors("A sum with the identity")
-        like = tensor_of(self._factors[0])
-        means = like.new_ones(self._groups, dtype=torch.float64)
-        rest = torch.zeros_like(means)
-        if self.domain.dim == 0:
-            return rest.sum()
-        for factor in self._factors:
-            mean, deviation = factor.deviation()
-            own = factor.rows**0.5 * mean
-            rest = torch.hypot(rest * torch.hypot(own, deviation), means * deviation)
-            means = means * own
-        dim = prod(factor.rows for factor in self._factors)
-        return wide_norm(torch.stack([means + shift * dim**0.5, rest]), (0, 1))
-
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         self._need_square_factors("A diagonal")
-        diagonal = self._outer([factor.diagonal() for factor in self._factors])
+        diagonal = self._outer([factor.diagonal() for factor in self._factors]).flatten()
         # a product of several is a new tensor already
         return diagonal.clone() if len(self._factors) == 1 else diagonal
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
+        if shift:
+            self._need_symmetry("A determinant of a sum with the identity")
+            return super()._slogdet(shift)
         total = prod(factor.rows for factor in self._factors)
         signs, logarithms = [], []
         for factor in self._factors:
@@ -143,70 +148,57 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return reduce(torch.mul, values).expand(self._groups)
 
     def _outer(self, vectors: list[Tensor]) -> Tensor:
-        """Multiply vectors of the factors' sizes, ``[G, n]`` each, to one of length D."""
+        """Multiply vectors of the factors' sizes, ``[G, n]`` each, to ``[G, D / G]``."""
         out = reduce(lambda a, b: (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1), vectors)
-        return out.expand(self._groups, -1).flatten()
+        return out.expand(self._groups, -1)
 
     # --- functions of the operator
 
-    def _matrices(self) -> list[Factor]:
-        return self._factors
+    def _to_decompose(self, shift: float, accurate: bool) -> list[tuple[Factor, bool]]:
+        eps = torch.finfo(self.torch_dtype).eps
+        accurate = accurate and abs(shift) <= 1e3 * eps * float(self._double_norm())
+        return [(factor, accurate) for factor in self._factors]
 
-    def _eigh(self) -> EighDecomposedLinearOperator:
-        decompose(self._factors, self._names())
-        values = self._outer([factor.eigenvalues() for factor in self._factors])
-        vectors = [factor.eigenvectors() for factor in self._factors]
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        factors, wide = zip(*self._to_decompose(shift, accurate), strict=True)
+        decompose(factors, self._names(), wide)
+        values = self._outer([factor.eigenvalues() for factor in factors])
+        size, entries = max(factor.rows for factor in factors), max(f.eps for f in factors)
+        computed = min(torch.finfo(values.dtype).eps, entries)
+        values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
+        values = values.to(self.torch_dtype).flatten()
+        vectors = [factor.eigenvectors() for factor in factors]
         if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
             # diagonal factors only: the groups must not get lost
             return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-        vectors = KroneckerProductLinearOperator(*vectors)
-        if all(isinstance(factor, Diagonal) for factor in self._factors):
-            return EighDecomposedLinearOperator(values, vectors)
-        # another operator: this one keeps its decomposition, which must not keep it in turn
-        origin = KroneckerProductLinearOperator(*self._factors)
-        return EighDecomposedLinearOperator.of(origin, values, vectors)
+        return EighDecomposedLinearOperator(values, KroneckerProductLinearOperator(*vectors))
 
-    def _errors(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
-        values = [factor.eigenvalues().abs() for factor in self._factors]
-        errors = [of_factor(factor).unsqueeze(-1) for factor in self._factors]
-        wrong = self._outer([one + error for one, error in zip(values, errors, strict=True)])
-        return wrong - self._outer(values)
-
-    def _largest_error(self, of_factor: Callable[[Factor], Tensor]) -> Tensor:
-        sizes = [factor.eigenvalues().abs().amax(-1) for factor in self._factors]
-        errors = [of_factor(factor) for factor in self._factors]
-        wrong = self._by_group([one + error for one, error in zip(sizes, errors, strict=True)])
-        return (wrong - self._by_group(sizes)).amax()
-
-    def _inverse(self, retry_double_precision: bool) -> "KroneckerProductLinearOperator":
-        inverses = invert(self._factors, self._names(), retry_double_precision)
+    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
+        if shift and not self._is_matrix():
+            return super()._inverse(shift, retry_double_precision)
+        shifts = [shift] * len(self._factors)
+        inverses = invert(self._factors, shifts, self._names(), retry_double_precision)
         return KroneckerProductLinearOperator(*inverses)
 
+    def _is_matrix(self) -> bool:
+        """Return whether the operator is a single dense matrix that is not decomposed yet."""
+        first, *others = self._factors
+        known = not isinstance(first, Dense) or first.decomposition is not None
+        return not others and first.groups == self._groups and not known
+
     def _power(self, exponent: float) -> StructuredLinearOperator:
-        if exponent < 0 or not exponent.is_integer():
-            decompose(self._factors, self._names())
-        if not exponent.is_integer() and not all(f.is_semidefinite() for f in self._factors):
-            # a product of negative definite factors is positive definite
-            return self.eigh()._power(exponent)
         if exponent == 0:
             return IdentityLinearOperator(self.domain)
-        factors = zip(self._balanced(), self._names(), strict=True)
+        if exponent < 0 or not exponent.is_integer():
+            accurate = [True] * len(self._factors)
+            decompose(self._factors, self._names(), accurate)
+        if not exponent.is_integer() and any(
+            bool((factor.eigenvalues() < 0).any()) for factor in self._factors
+        ):
+            # a product of negative definite factors is positive definite
+            return self._eigh(accurate=True)._power(exponent)
+        factors = zip(self._factors, self._names(), strict=True)
         return KroneckerProductLinearOperator(*(f.power(exponent, name) for f, name in factors))
-
-    def _balanced(self) -> list[Factor]:
-        """Return factors of like sizes, whose powers overflow, or vanish, only if the product's do.
-
-        Powers of two change them, exactly.
-        """
-        sizes = [float(factor.norm().sum()) for factor in self._factors]
-        if not all(0.0 < size < inf for size in sizes):
-            return self._factors
-        mean = sum(map(log2, sizes)) / len(sizes)
-        shifts = [round(mean - log2(size)) for size in sizes[:-1]]
-        shifts.append(-sum(shifts))
-        if max(map(abs, shifts)) < _FAR:
-            return self._factors
-        return [f.scaled(2.0**shift) for f, shift in zip(self._factors, shifts, strict=True)]
 
     # --- algebra
 
@@ -217,18 +209,26 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
         return KroneckerProductLinearOperator(*factors)
 
-    def _shifted(self, scalar: float) -> StructuredLinearOperator:
-        first, *others = self._factors
-        if not others and first.groups == self._groups and first.keeps(scalar):
-            return KroneckerProductLinearOperator(first.shifted(scalar))
+    def _shifted(self, scalar: float) -> ShiftedLinearOperator:
         return ShiftedLinearOperator(self, scalar)
 
-    def _added(self, other: StructuredLinearOperator) -> "KroneckerProductLinearOperator | None":
-        if not isinstance(other, KroneckerProductLinearOperator) or self._groups != other._groups:
+    def _added(self, other: StructuredLinearOperator) -> StructuredLinearOperator | None:
+        if not isinstance(other, KroneckerProductLinearOperator) or not self._fits(other):
             return None
-        if not len(self._factors) == len(other._factors) == 1:
-            return None  # the sum has another structure; see SumOfKroneckersLinearOperator
-        return KroneckerProductLinearOperator(self._factors[0].plus(other._factors[0]))
+        pairs = list(zip(self._factors, other._factors, strict=True))
+        different = [i for i, (a, b) in enumerate(pairs) if tensor_of(a) is not tensor_of(b)]
+        if len(different) > 1:
+            are_square = all(factor.rows == factor.columns for factor in self._factors)
+            return SumOfKroneckersLinearOperator([self, other]) if are_square else None
+        # a sum of products that have all other factors in common
+        index = different[0] if different else 0
+        factors = [a.plus(b) if i == index else a for i, (a, b) in enumerate(pairs)]
+        return KroneckerProductLinearOperator(*factors)
+
+    def _fits(self, other: "KroneckerProductLinearOperator") -> bool:
+        """Return whether another product has as many groups, and factors of the same shapes."""
+        own, others = ([(f.rows, f.columns) for f in op._factors] for op in (self, other))
+        return self._groups == other._groups and own == others
 
     def _multiplied(
         self, other: StructuredLinearOperator
@@ -237,14 +237,14 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
             return None
         if [f.columns for f in self._factors] != [f.rows for f in other._factors]:
             return None
-        pairs = zip(self._balanced(), other._balanced(), strict=True)
+        pairs = zip(self._factors, other._factors, strict=True)
         return KroneckerProductLinearOperator(*(one.times(two) for one, two in pairs))
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(*(factor.transposed() for factor in self._factors))
 
     def _squared_entries(self) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._balanced()))
+        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._factors))
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "KroneckerProductLinearOperator":
         return KroneckerProductLinearOperator(*(f.to(device, dtype) for f in self._factors))
@@ -256,6 +256,295 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         shapes = [(factor.rows, factor.columns) for factor in self._factors]
         if any(rows != columns for rows, columns in shapes):
             raise ValueError(f"{what} needs square factors, got shapes {shapes}.")
+
+
+@recorded
+class SumOfKroneckersLinearOperator(StructuredLinearOperator):
+    """A sum of Kronecker products with factors of equal sizes.
+
+    Such as the block of a weight that is used by an embedding and by a head, or the sum of two KFAC
+    operators. Products, trace, norm and diagonal take the terms one by one. The inverse and the
+    determinant of two terms come from a basis in which both are diagonal, if one of them is
+    positive definite. For everything else the sum is written as one matrix.
+
+    Args:
+        terms: The Kronecker products.
+        max_dense_dim: How large a matrix may be written, as the number of its rows.
+
+    Raises:
+        ValueError: If there are no terms, or factors are not square or differ in size.
+    """
+
+    def __init__(self, terms: Sequence[KroneckerProductLinearOperator], max_dense_dim: int = 8192):
+        if not terms:
+            raise ValueError("A sum of Kronecker products needs at least one term.")
+        sizes = [[(f.rows, f.columns) for f in term._factors] for term in terms]
+        square = all(rows == columns for rows, columns in sizes[0])
+        if not square or any(size != sizes[0] for size in sizes):
+            raise ValueError(f"The terms need square factors of equal sizes, got {sizes}.")
+        if len({term._groups for term in terms}) > 1:
+            raise ValueError(
+                f"The terms have different numbers of groups: {[term._groups for term in terms]}."
+            )
+        if len({term.device for term in terms}) > 1:
+            raise ValueError("The terms live on different devices. Move them with to_device().")
+        dtype = reduce(torch.promote_types, [term.torch_dtype for term in terms])
+        self._terms = [term._cast(dtype) for term in terms]
+        self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
+        self.max_dense_dim = max_dense_dim
+        self._written: KroneckerProductLinearOperator | None = None
+        super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
+
+    def _record(self) -> tuple:
+        return self._terms, self.max_dense_dim
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": reduce(torch.add, [term._apply(columns)[""] for term in self._terms])}
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
+
+    @free_of_modes
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return reduce(torch.add, [term.trace() for term in self._terms])
+
+    @free_of_modes
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar.
+
+        It is the root of the sum of the inner products of all pairs of terms.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for one in self._terms:
+            for two in self._terms:
+                pairs = zip(one._factors, two._factors, strict=True)
+                inner = reduce(torch.mul, [a.inner(b) for a, b in pairs])
+                total += inner.expand(self._groups).sum()
+        return total.clamp(min=0).sqrt().to(self.torch_dtype)
+
+    @free_of_modes
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return reduce(torch.add, [term.diagonal() for term in self._terms])
+
+    # --- functions of the operator
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether the sum may be written as a matrix, or is diagonal."""
+        size = prod(self._sizes)
+        return self._is_diagonal() or self._groups * size**2 <= self.max_dense_dim**2
+
+    def _is_diagonal(self) -> bool:
+        return all(isinstance(factor, Diagonal) for term in self._terms for factor in term._factors)
+
+    def _matrix(self) -> KroneckerProductLinearOperator:
+        """Return the sum as one factor."""
+        if self._written is None:
+            self._written = KroneckerProductLinearOperator(self._write())
+        return self._written
+
+    def _write(self) -> Factor:
+        size = prod(self._sizes)
+        if not self.can_be_written:
+            raise ValueError(
+                f"This needs the sum of Kronecker products as {self._groups} x {size} x {size} "
+                f"numbers; max_dense_dim={self.max_dense_dim} allows {self.max_dense_dim**2:.1e}. "
+                "Raise it, make all factors diagonal (in KFAC by a smaller max_factor_size), keep "
+                "only one term, or solve iteratively with products of this operator."
+            )
+        if self._is_diagonal():
+            return Diagonal(self.diagonal().view(-1, size))
+        dense = reduce(torch.add, [_kron(term._factors) for term in self._terms])
+        factors = [factor for term in self._terms for factor in term._factors]
+        psd, eps = all(f.psd for f in factors), max(f.eps for f in factors)
+        return Dense(dense.expand(self._groups, size, size), psd=psd, eps=eps)
+
+    def _diagonalized(self, shift: float) -> "CongruentLinearOperator | None":
+        """Return the operator in a basis in which its two terms are diagonal, if there is one."""
+        are_two_pairs = len(self._terms) == len(self._sizes) == 2
+        if (
+            shift
+            or not are_two_pairs
+            or self._is_diagonal()
+            or self.domain.dim <= min(_SMALL, self.max_dense_dim)
+        ):
+            return None
+        first, second = self._terms
+        return _diagonalized(first, second) or _diagonalized(second, first)
+
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+        return (self._diagonalized(shift) or self._matrix())._slogdet(shift)
+
+    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
+        operator = self._diagonalized(shift) or self._matrix()
+        return operator._inverse(shift, retry_double_precision)
+
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        return self._matrix()._eigh(shift, accurate)
+
+    def _power(self, exponent: float) -> StructuredLinearOperator:
+        if exponent == -1:
+            return self._inverse(0.0, retry_double_precision=True)
+        return self._matrix()._power(exponent)
+
+    # --- algebra
+
+    def _with(
+        self, terms: Sequence[KroneckerProductLinearOperator]
+    ) -> "SumOfKroneckersLinearOperator":
+        return SumOfKroneckersLinearOperator(terms, self.max_dense_dim)
+
+    def _scaled(self, scalar: float) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._scaled(scalar) for term in self._terms])
+
+    def _shifted(self, scalar: float) -> ShiftedLinearOperator:
+        return ShiftedLinearOperator(self, scalar)
+
+    def _added(self, other: StructuredLinearOperator) -> "SumOfKroneckersLinearOperator | None":
+        if isinstance(other, KroneckerProductLinearOperator):
+            more = [other]
+        elif isinstance(other, SumOfKroneckersLinearOperator):
+            more = other._terms
+        else:
+            return None
+        if not all(self._terms[0]._fits(term) for term in more):
+            return None
+        return self._with([*self._terms, *more])
+
+    def _transposed(self) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._adjoint() for term in self._terms])
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "SumOfKroneckersLinearOperator":
+        return self._with([term._to(device, dtype) for term in self._terms])
+
+
+def _kron(factors: Sequence[Factor]) -> Tensor:
+    """Return Kronecker products as matrices, ``[G, n, n]``."""
+
+    def two(a: Tensor, b: Tensor) -> Tensor:
+        product = a[:, :, None, :, None] * b[:, None, :, None, :]
+        return product.flatten(3).flatten(1, 2)
+
+    return reduce(two, [factor.dense() for factor in factors])
+
+
+@recorded
+class CongruentLinearOperator(StructuredLinearOperator):
+    """A symmetric matrix ``X diag(values) X^T``, where X need not be orthogonal.
+
+    Unlike that of an eigendecomposition, its structure is lost if a multiple of the identity is
+    added, and it has no powers except for the inverse.
+
+    Args:
+        values: The diagonal, ``[D]``.
+        basis: X, a Kronecker product of square factors.
+        dual: ``X^-T``, likewise.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        basis: KroneckerProductLinearOperator,
+        dual: KroneckerProductLinearOperator,
+    ):
+        self.values, self.basis, self.dual = values, basis, dual
+        super().__init__(basis.domain)
+
+    def _record(self) -> tuple:
+        return self.values, self.basis, self.dual
+
+    def _apply(self, columns: Columns) -> Columns:
+        product = self.basis._apply_adjoint(columns)[""] * self.values
+        return self.basis._apply({"": product})
+
+    def _multiply_root(self, columns: Columns) -> Columns:
+        """Multiply by a matrix R with ``R R^T`` equal to the operator."""
+        return self.basis._apply({"": columns[""] * power(self.values, 0.5)})
+
+    def _root(self) -> "CongruentLinearOperator":
+        return self
+
+    @free_of_modes
+    def trace(self) -> Tensor:
+        """Return the sum of the diagonal, a scalar."""
+        return self.diagonal().sum()
+
+    @free_of_modes
+    def frobenius_norm(self) -> Tensor:
+        """Return the root of the sum of all squared entries, a scalar."""
+        gram = (self.basis._transposed()._multiplied(self.basis))._squared_entries()
+        product = gram._apply({"": self.values.unsqueeze(0)})[""][0]
+        return (self.values @ product).clamp(min=0).sqrt()
+
+    @free_of_modes
+    def diagonal(self) -> Tensor:
+        """Return the diagonal, ``[D]``."""
+        return self.basis._squared_entries()._apply({"": self.values.unsqueeze(0)})[""][0]
+
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+        if shift:
+            raise self._lacks("determinant of a sum with the identity")
+        sign, logarithm = signed_logarithm(self.values)
+        return sign, logarithm + 2 * self.basis._slogdet(0.0)[1]
+
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "CongruentLinearOperator":
+        if shift:
+            raise self._lacks("inverse of a sum with the identity")
+        return CongruentLinearOperator(power(self.values, -1.0), self.dual, self.basis)
+
+    def _scaled(self, scalar: float) -> "CongruentLinearOperator":
+        return CongruentLinearOperator(scalar * self.values, self.basis, self.dual)
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "CongruentLinearOperator":
+        parts = (part._to(device, dtype) for part in (self.basis, self.dual))
+        return CongruentLinearOperator(self.values.to(device, dtype), *parts)
+
+
+def _diagonalized(
+    first: KroneckerProductLinearOperator, second: KroneckerProductLinearOperator
+) -> CongruentLinearOperator | None:
+    """Return the sum of two Kronecker products of two symmetric factors each.
+
+    With ``P_1 = S S^T`` and ``P_2 = S diag(l) S^T``, likewise ``Q_1 = T T^T`` and
+    ``Q_2 = T diag(m) T^T``, the sum ``P_1 (x) Q_1 + P_2 (x) Q_2`` is
+    ``(S (x) T) diag(1 + l_i m_j) (S (x) T)^T``.
+
+    Returns:
+        ``None`` if a factor of the first one is not positive definite.
+    """
+    decompose(first._factors, first._names(), [True] * 2)
+    if not all(bool((factor.eigenvalues() > 0).all()) for factor in first._factors):
+        return None
+    pairs = zip(first._factors, second._factors, strict=True)
+    (S, dual_S, left), (T, dual_T, right) = (_simultaneous(*pair) for pair in pairs)
+    values = left.unsqueeze(-1) * right.unsqueeze(-2)
+    groups = max(first._groups, second._groups)
+    entries = max(factor.eps for term in (first, second) for factor in term._factors)
+    relative = tolerance(max(S.rows, T.rows), entries)
+    values = shifted(values.expand(groups, *values.shape[1:]).flatten(1), 1.0, relative, 0.0)
+    basis, dual = (KroneckerProductLinearOperator(*pair) for pair in ((S, T), (dual_S, dual_T)))
+    return CongruentLinearOperator(values.flatten().to(first.torch_dtype), basis, dual)
+
+
+def _simultaneous(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor]:
+    """Return S, ``S^-T`` and l with ``first = S S^T`` and ``second = S diag(l) S^T``.
+
+    Args:
+        first: A positive definite factor, decomposed.
+        second: A symmetric factor.
+    """
+    root = first.eigenvalues().double().sqrt()
+    if isinstance(first, Diagonal) and isinstance(second, Diagonal):
+        values = second.entries / first.entries
+        return Diagonal(root.to(values)), Diagonal((1 / root).to(values)), values
+    Q = first.eigenvectors().dense().double()
+    middle = Q.mT @ second.dense().double() @ Q / (root.unsqueeze(-1) * root.unsqueeze(-2))
+    [(values, turn)] = eigh_batched([middle], ["A factor of a sum of Kronecker products"])
+    basis = (Q * root.unsqueeze(-2)) @ turn, (Q / root.unsqueeze(-2)) @ turn
+    S, dual = (Dense(part.to(second.dense()), symmetric=False) for part in basis)
+    return S, dual, without_rounding(values, second.eps, second.psd)
 
 
 def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> list[Factor]:

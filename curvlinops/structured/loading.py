@@ -32,11 +32,20 @@ def load(
     """
     state = source if isinstance(source, Mapping) else read_state(source)
     metadata = metadata_of(state, "a structured operator")
+    if "fingerprint" in metadata:
+        kind = "EKFAC" if any(".basis." in name for name in state) else "KFAC"
+        fisher_type = metadata["fingerprint"].get("fisher_type")
+        raise ValueError(
+            f"This is the state of a {kind}LinearOperator with {fisher_type=}. It has the "
+            "factors without the model: build the operator with model, loss and data, and read "
+            "the state with its method load(path) or load_state_dict(state). What "
+            "curvlinops.load() reads is saved by K.structure.save(path) or "
+            "K.inverse(...).save(path)."
+        )
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"Unknown format {metadata.get('format')!r} of the saved state, where load() reads "
-            "structured operators. The factors of KFAC and EKFAC operators are read by their own "
-            "methods load() and load_state_dict()."
+            f"Unknown format {metadata.get('format')!r} of the saved state: load() reads "
+            f"{FORMAT!r}."
         )
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     found = Reader(tensors, as_device(device)).read(metadata.get("operator"))

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
@@ -110,46 +111,37 @@ class RearrangedLinearOperator(StructuredLinearOperator):
         """Arrange a vector ``[D]`` as the parameters."""
         return self.domain.join(self.placement.scatter(flat.unsqueeze(0)))[0].clone()
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.operator.trace()
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return self.operator.frobenius_norm()
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._vector(self.operator.diagonal())
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return self.operator._slogdet()
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+        return self.operator._slogdet(shift)
 
     def _with(self, operator: StructuredLinearOperator) -> "RearrangedLinearOperator":
         return RearrangedLinearOperator(operator, self.domain, self.placement)
 
-    def _eigh(self) -> EighDecomposedLinearOperator:
-        inner = self.operator.eigh()
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
+        inner = self.operator._eigh(shift, accurate)
         values, vectors = self._vector(inner.eigenvalues), self._with(inner.eigenvectors)
-        return EighDecomposedLinearOperator.of(self._with(inner), values, vectors)
+        return EighDecomposedLinearOperator(values, vectors)
 
-    def _errors(self, of_factor: Callable) -> Tensor:
-        return self._vector(self.operator._errors(of_factor))
+    def _to_decompose(self, shift: float, accurate: bool) -> list:
+        return self.operator._to_decompose(shift, accurate)
 
-    def _largest_error(self, of_factor: Callable) -> Tensor:
-        return self.operator._largest_error(of_factor)
-
-    def _wide_eigh(self) -> EighDecomposedLinearOperator:
-        return self._with(self.operator._wide_eigh())._eigh()
-
-    def _matrices(self) -> list:
-        return self.operator._matrices()
-
-    def _matrices_to_invert(self) -> list:
-        return self.operator._matrices_to_invert()
-
-    def _inverse(self, retry_double_precision: bool) -> "RearrangedLinearOperator":
-        return self._with(self.operator._inverse(retry_double_precision))
+    def _inverse(self, shift: float, retry_double_precision: bool) -> "RearrangedLinearOperator":
+        return self._with(self.operator._inverse(shift, retry_double_precision))
 
     def _power(self, exponent: float) -> "RearrangedLinearOperator":
         return self._with(self.operator._power(exponent))

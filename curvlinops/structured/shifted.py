@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
@@ -10,9 +11,10 @@ from curvlinops.structured.base import StructuredLinearOperator
 
 @recorded
 class ShiftedLinearOperator(StructuredLinearOperator):
-    """The sum ``A + c I``, whose products, trace and norm need no eigendecomposition.
+    """The sum ``A + c I``.
 
-    The rest uses that of A, so that it is computed once for all values of c.
+    Its inverse, determinant and eigendecomposition are those that A has for the shift c, so that
+    eigendecompositions are computed once for all values of c.
 
     Args:
         operator: A.
@@ -26,6 +28,9 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self.operator, self.shift
 
+    def _formula(self) -> str:
+        return f"{self.operator._formula()} + {self.shift:g} * Identity"
+
     def _apply(self, columns: Columns) -> Columns:
         return self._add(self.operator._apply(columns), columns)
 
@@ -38,24 +43,35 @@ class ShiftedLinearOperator(StructuredLinearOperator):
             for name, product in products.items()
         }
 
+    @free_of_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.operator.trace() + self.shift * self.domain.dim
 
+    @free_of_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        return self.operator._shifted_norm(self.shift).to(self.torch_dtype)
+        norm, trace = (x.double() for x in (self.operator.frobenius_norm(), self.operator.trace()))
+        square = norm**2 + 2 * self.shift * trace + self.shift**2 * self.domain.dim
+        return square.clamp(min=0).sqrt().to(self.torch_dtype)
 
+    @free_of_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.operator.diagonal() + self.shift
 
-    def _eigh(self) -> StructuredLinearOperator:
-        return self.operator.eigh()._shifted(self.shift)
+    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> StructuredLinearOperator:
+        return self.operator._eigh(self.shift + shift, accurate)
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
+    def _to_decompose(self, shift: float, accurate: bool) -> list:
+        return self.operator._to_decompose(self.shift + shift, accurate)
+
+    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
         self._need_symmetry("A determinant")
-        return self.eigh()._slogdet()
+        return self.operator._slogdet(self.shift + shift)
+
+    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
+        return self.operator._inverse(self.shift + shift, retry_double_precision)
 
     def _scaled(self, scalar: float) -> "ShiftedLinearOperator":
         return ShiftedLinearOperator(self.operator._scaled(scalar), scalar * self.shift)
@@ -65,12 +81,6 @@ class ShiftedLinearOperator(StructuredLinearOperator):
 
     def _transposed(self) -> "ShiftedLinearOperator":
         return ShiftedLinearOperator(self.operator._transposed(), self.shift)
-
-    def _matrices(self) -> list:
-        return self.operator._matrices()
-
-    def _matrices_to_invert(self) -> list:
-        return self._matrices()
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "ShiftedLinearOperator":
         return ShiftedLinearOperator(self.operator._to(device, dtype), self.shift)

@@ -1,4 +1,4 @@
-"""The problems P1, P2 and P3 on which products are timed, and a tiny one to try the benchmark."""
+"""The problems P1, P2 and P3 on which products are timed, and some smaller ones."""
 
 from itertools import pairwise
 
@@ -64,12 +64,63 @@ def transformer() -> Problem:
     return Transformer(), torch.randint(65, (16, 64)), torch.randint(65, (16, 64))
 
 
+class Residual(nn.Module):
+    """A residual block of two convolutions, the first of which may halve the image."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.skip = nn.Sequential()
+        if stride > 1:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.skip = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm1(self.conv1(x)).relu()
+        return (self.norm2(self.conv2(inner)) + self.skip(x)).relu()
+
+
+def resnet() -> Problem:
+    """A residual network with 78k parameters on 3 x 16 x 16 images, batch 32, in eval mode."""
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    blocks = [Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    model, X = nn.Sequential(*stem, *blocks, *head), torch.randn(32, 3, 16, 16)
+    model(X)  # for running means and variances
+    return model.eval(), X, torch.randint(10, (32,))
+
+
+class ClassesFirst(nn.Module):
+    """A language model of transformers, from token indices to logits `[N, vocabulary, T]`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x).logits.transpose(1, 2)
+
+
+def gpt2() -> Problem:
+    """GPT-2 of transformers with 27k parameters, head tied to embedding, 16 tokens, batch 8."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 33, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "use_cache": False}
+    config = GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=1)
+    X = torch.randint(33, (8, 16))
+    return ClassesFirst(GPT2LMHeadModel(config)), X, X.roll(-1, 1)
+
+
 def tiny() -> Problem:
     """Nothing to measure."""
     return nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
 
 
-PROBLEMS = {"mlp": mlp, "cnn": cnn, "transformer": transformer, "tiny": tiny}
+_ALL = (mlp, cnn, transformer, resnet, gpt2, tiny)
+PROBLEMS = {maker.__name__: maker for maker in _ALL}
 
 
 def make(name: str, device: str) -> Problem:

@@ -26,41 +26,50 @@ WARM_UP = 2
 PATIENCE = 20
 
 
-class Worker:
-    """A contender in a process of its own."""
+class Process:
+    """A script of this folder in a process of its own, which answers each line by one of JSON."""
 
-    def __init__(self, python: str, contender: str, problem: str, columns: int, device: str):
+    def __init__(self, *arguments: str, python: str = sys.executable, **options: Any):
         # another environment must not find this package in PYTHONPATH
-        options = [] if python == sys.executable else ["-E"]
+        isolated = [] if python == sys.executable else ["-E"]
         self._process = subprocess.Popen(
-            [python, *options, str(HERE / "worker.py"), contender, problem, str(columns), device],
+            [python, *isolated, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=HERE,
+            **options,
         )
-        self.quantities: list[str] = self._answer()
-
-    def keep(self, parts: list[str]) -> None:
-        """Forget the quantities in whose names none of the parts occurs."""
-        self.quantities = [q for q in self.quantities if any(part in q for part in parts)]
 
     def ask(self, line: str) -> Any:
         """Send a line and return the answer."""
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next answer."""
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(self._process.args[1:])} failed, see above.")
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
-    def _answer(self):
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(self._process.args[1:])} failed, see above.")
-        return json.loads(line)
+
+class Worker(Process):
+    """A contender in a process of its own."""
+
+    def __init__(self, python: str, contender: str, problem: str, columns: int, device: str):
+        super().__init__("worker.py", contender, problem, str(columns), device, python=python)
+        self.quantities: list[str] = self.answer()
+
+    def keep(self, parts: list[str]) -> None:
+        """Forget the quantities in whose names none of the parts occurs."""
+        self.quantities = [q for q in self.quantities if any(part in q for part in parts)]
 
 
 def installed(python: str) -> list[str]:
@@ -153,7 +162,7 @@ def _cell(row: dict | None) -> str:
 def main() -> None:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = [name for name in PROBLEMS if name != "tiny"]
+    default = ["mlp", "cnn", "transformer"]
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=default)
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="parts of the names of rows; the others stay"

@@ -72,7 +72,7 @@ def train(num_epochs: int) -> None:
 # Matrices
 # --------
 #
-# Products with the identity give the matrices. The expectation in the Fisher matrix is an average
+# ``to_dense()`` returns the matrices. The expectation in the Fisher matrix is an average
 # over sampled labels.
 
 
@@ -85,8 +85,7 @@ def matrices() -> dict[str, torch.Tensor]:
         "Fisher, sampled": FisherMCLinearOperator(*arguments, mc_samples=100),
         "empirical Fisher": EFLinearOperator(*arguments),
     }
-    identity = torch.eye(operators["GGN"].shape[0], dtype=torch.float64)
-    return {name: A @ identity for name, A in operators.items()}
+    return {name: A.to_dense() for name, A in operators.items()}
 
 
 def distances(found: dict[str, torch.Tensor]) -> dict[str, float]:

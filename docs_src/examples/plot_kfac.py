@@ -67,7 +67,7 @@ K.compute_kronecker_factors()
 for name, A in K.input_covariances.items():
     B = K.gradient_covariances[name]
     print(f"Module {name}: input factor {tuple(A.shape)}, gradient factor {tuple(B.shape)}")
-for block in K.blocks():
+for block in K.report():
     print(", ".join(block.names), block.structure, block.factors)
 
 # %%
@@ -75,8 +75,7 @@ for block in K.blocks():
 # first.
 
 last = slice(K.space.slice("5.weight").start, K.space.slice("5.weight").stop)
-identity = torch.eye(K.shape[0], dtype=torch.float64)
-kfac = K @ identity
+kfac = K.to_dense()
 torch.testing.assert_close(
     kfac[last, last], torch.kron(K.gradient_covariances["5"], K.input_covariances["5"])
 )
@@ -88,9 +87,9 @@ torch.testing.assert_close(
 # The absolute values of all entries, on a logarithmic scale. Lines separate the parameters. KFAC
 # and EKFAC are block-diagonal, and their blocks resemble those of the GGN.
 
-ggn = GGNLinearOperator(model, loss_func, params, data) @ identity
+ggn = GGNLinearOperator(model, loss_func, params, data).to_dense()
 E = EKFACLinearOperator(model, loss_func, params, data, fisher_type="type-2")
-ekfac = E @ identity
+ekfac = E.to_dense()
 matrices = {"GGN": ggn, "KFAC": kfac, "EKFAC": ekfac}
 
 

@@ -37,7 +37,6 @@ from torch import nn
 from curvlinops import (
     EighDecomposedLinearOperator,
     GGNLinearOperator,
-    IdentityLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
     TorchLinearOperator,
@@ -91,8 +90,7 @@ def find_mode(tau: float) -> nn.Module:
 def exact(model: nn.Module) -> EighDecomposedLinearOperator:
     """Return the GGN, decomposed."""
     G = GGNLinearOperator(model, loss_func, list(model.parameters()), [(X, y)])
-    dense = G @ torch.eye(G.shape[0], dtype=torch.float64)
-    return EighDecomposedLinearOperator(*torch.linalg.eigh(dense))
+    return EighDecomposedLinearOperator(*torch.linalg.eigh(G.to_dense()))
 
 
 def kfac(model: nn.Module) -> KFACLinearOperator:
@@ -120,7 +118,7 @@ approximations = {"GGN": exact, "KFAC": kfac}
 
 def posterior_precision(A: TorchLinearOperator, tau: float) -> TorchLinearOperator:
     """Return the GGN, or an approximation of it, plus the prior's; it keeps its structure."""
-    return A + tau * IdentityLinearOperator(A.domain)
+    return A.damped(tau)
 
 
 @torch.no_grad()

@@ -32,7 +32,6 @@ from curvlinops import (
     DiagonalLinearOperator,
     GGNDiagonalLinearOperator,
     GGNLinearOperator,
-    IdentityLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
     TorchLinearOperator,
@@ -160,7 +159,7 @@ average = sum(map(vector, tuned.values())) / len(tuned)
 
 def merge(matrices: dict[str, TorchLinearOperator], damping: float) -> nn.Module:
     """Return the merged network."""
-    damped = {name: A + damping * IdentityLinearOperator(A.domain) for name, A in matrices.items()}
+    damped = {name: A.damped(damping) for name, A in matrices.items()}
     right = sum(A @ vector(tuned[name]) for name, A in damped.items())
     total = damped["upright"] + damped["turned"]
     inverse = CGInverseLinearOperator(total, x0=average, rtol=1e-4)

@@ -1,18 +1,21 @@
 """What Kronecker-factored approximations share."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_call, check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.records import read_state, write_state
 from curvlinops.operators.kronecker import storage
-from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, normalized
+from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, normalized
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
 from curvlinops.operators.kronecker.options import (
     Fallback,
@@ -23,19 +26,25 @@ from curvlinops.operators.kronecker.options import (
 )
 from curvlinops.operators.kronecker.passes import Passes
 from curvlinops.operators.kronecker.report import (
+    HOW_TO_DAMP,
     BlockReport,
-    Copies,
+    FactorsByModule,
     ModuleFactors,
+    Watched,
     by_module,
     check_pairs,
+    copied,
     report,
 )
 from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
 from curvlinops.operators.kronecker.sums import Sums
-from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 
+P = ParamSpec("P")
+Operator = TypeVar("Operator")
 
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """A block-diagonal approximation whose blocks are made of small matrices.
 
@@ -44,7 +53,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     all processes have to do so, or to use them for the first time, together.
 
     Args:
-        *args: Shared arguments, see ``DataLinearOperator``.
         fisher_type: What is backpropagated, see ``FisherType``.
         mc_samples: How many would-be gradients are sampled for each term (``"mc"``), or how often
             random signs are drawn (``"type-2"``, if samples have several terms).
@@ -59,7 +67,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         exact: Whether ``"type-2"`` backpropagates each term on its own. That is exact also where
             terms of one sample interact in the model, with a backward pass for each position.
         max_factor_size: Above this size, only the diagonal of a matrix is computed.
-        **kwargs: Shared arguments, see ``DataLinearOperator``.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors
@@ -68,38 +75,42 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             are computed, if a parameter has no structure, and no fallback was chosen.
     """
 
+    fisher_type: str = FisherType.MC
+    mc_samples: int = 1
+    kfac_approx: str | Mapping[str, str] = KFACType.EXPAND
+    num_per_example_loss_terms: int | None = None
+    separate_weight_and_bias: bool = True
+    seed: int = 2147483647
+    fallback: str = Fallback.ERROR
+    exact: bool = False
+    max_factor_size: int = 16384
+
     _per_sample = True
     #: Whether eigenvalues are corrected, see ``Passes``.
     _corrected = False
 
-    def __init__(
-        self,
-        *args: Any,
-        fisher_type: str = FisherType.MC,
-        mc_samples: int = 1,
-        kfac_approx: str | Mapping[str, str] = KFACType.EXPAND,
-        num_per_example_loss_terms: int | None = None,
-        separate_weight_and_bias: bool = True,
-        seed: int = 2147483647,
-        fallback: str = Fallback.ERROR,
-        exact: bool = False,
-        max_factor_size: int = 16384,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        # before any pass over the data
+        fisher = check_choice("fisher_type", self.fisher_type, FisherType)
+        mc_samples = check_count("mc_samples", self.mc_samples)
+        seed = check_count("seed", self.seed, at_least=0)
+        fallback = check_choice("fallback", self.fallback, Fallback)
+        max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
+        terms = self.num_per_example_loss_terms
+        terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
+        super().__post_init__()
         self._options = Options(
-            check_choice("fisher_type", fisher_type, FisherType),
-            check_count("mc_samples", mc_samples),
-            check_count("seed", seed, at_least=0),
-            exact,
-            reduced_parameters(kfac_approx, self.space.names),
-            not separate_weight_and_bias,
-            check_choice("fallback", fallback, Fallback),
-            check_count("max_factor_size", max_factor_size, at_least=0),
+            fisher,
+            mc_samples,
+            seed,
+            self.exact,
+            reduced_parameters(self.kfac_approx, self.space.names),
+            not self.separate_weight_and_bias,
+            fallback,
+            max_factor_size,
         )
         self._options.check(self.risk.loss)
-        terms = num_per_example_loss_terms
-        terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
@@ -108,13 +119,22 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._sums: Sums | None = None
         self._forget()
 
+    def _arguments(self) -> dict[str, Any]:
+        reduced, every = self._options.reduced, set(self.space.names)
+        approx = "expand" if not reduced else "reduce" if reduced == every else "mixed"
+        own = {"kfac_approx": approx, "separate_weight_and_bias": not self._options.joint}
+        plain = {n: str(x) if isinstance(x, str) else x for n, x in vars(self._options).items()}
+        return super()._arguments() | plain | own
+
     # --- factors
 
+    @free_of_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
         self._sums = self._passes.sum_over_all(self._run)
         self._forget()
 
+    @free_of_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
 
@@ -135,6 +155,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 
+    @free_of_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
 
@@ -152,35 +173,51 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _computed(self) -> Sums:
         if self._sums is None:
             self.compute_kronecker_factors()
+        if self._watched.written:
+            self._modules, self._watched = None, Watched()
+            raise RuntimeError(
+                "Factors that were read from _input_covariances or _gradient_covariances were "
+                "changed in place, which changes no product with the operator. "
+                f"{HOW_TO_DAMP} The operator goes on with its own factors."
+            )
         return self._sums
 
     def _forget(self) -> None:  # what was made of the sums
         self._structure: BlockDiagonalLinearOperator | None = None
         self._structure_factors: list[BlockFactors] = []
         self._modules: dict[str, ModuleFactors] | None = None
+        self._watched = Watched()
 
     # --- what was computed
 
-    def blocks(self) -> list[BlockReport]:
+    @property
+    def blocks(self) -> Blocks:
+        """The diagonal blocks by the names of their parameters."""
+        return self.structure.blocks
+
+    def report(self) -> list[BlockReport]:
         """Return for each diagonal block which structure it has, and why."""
         return report(self._factors(self._computed()), self._options.fisher_type)
 
     @property
-    def input_covariances(self) -> dict[str, Tensor]:
-        """Copies of A by module, for modules whose weight's block is one Kronecker product.
+    @free_of_modes
+    def input_covariances(self) -> Mapping[str, Tensor]:
+        """A by module, for modules whose weight's block is one Kronecker product.
 
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
-        ``[G, I, I]``.
+        ``[G, I, I]``. A copy is made when a matrix is read.
         """
-        return {name: A.clone() for name, A in self._parts("inputs").items()}
+        return self._copies("inputs")
 
     @property
-    def gradient_covariances(self) -> dict[str, Tensor]:
-        """Copies of B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
+    @free_of_modes
+    def gradient_covariances(self) -> Mapping[str, Tensor]:
+        """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
 
-        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix.
+        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. A
+        copy is made when a matrix is read.
         """
-        return {name: B.clone() for name, B in self._parts("gradients").items()}
+        return self._copies("gradients")
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
@@ -196,17 +233,29 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         found = {name: getattr(each, kind) for name, each in self._by_module().items()}
         return {name: matrix for name, matrix in found.items() if matrix is not None}
 
-    def _dense_pairs(self) -> "KroneckerFactoredLinearOperator":
-        check_pairs(self._computed().blocks, self._by_module(), self._options.fisher_type)
-        return self
+    def _copies(self, kind: str) -> FactorsByModule:
+        self._computed()
+        return FactorsByModule(self._parts(kind), copied)
 
-    # names that published programs read, which rely on one dense pair for each weight
-    _input_covariances = property(lambda self: Copies(self._dense_pairs()._parts("inputs")))
-    _gradient_covariances = property(lambda self: Copies(self._dense_pairs()._parts("gradients")))
-    _mapping = property(lambda self: self._dense_pairs().mapping)
+    # names that published programs read, which rely on one dense pair for each weight. They get
+    # no copies, and may scale what they have read, but not use the operator after that
+
+    def _dense_pairs(self, kind: str) -> FactorsByModule:
+        modules = self._by_module()
+        check_pairs(self._sums.blocks, modules, self._options.fisher_type)
+        return FactorsByModule(self._parts(kind), partial(self._watched.read, kind))
+
+    _input_covariances = property(lambda self: self._dense_pairs("inputs"))
+    _gradient_covariances = property(lambda self: self._dense_pairs("gradients"))
+
+    @property
+    def _mapping(self) -> dict[str, dict[str, int]]:
+        self._dense_pairs("gradients")
+        return self.mapping
 
     # --- saving
 
+    @free_of_modes
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
@@ -215,6 +264,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         return storage.pack(self._computed(), self._fingerprint())
 
+    @free_of_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the factors by saved ones.
 
@@ -233,8 +283,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @classmethod
     def from_state_dict(
-        cls, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> "KroneckerFactoredLinearOperator":
+        cls: Callable[P, Operator], state_dict: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Operator:
         """Build an operator from saved factors and its arguments, without a pass over the data."""
         check_call(f"{cls.__name__}.from_state_dict", cls, args, kwargs, "state_dict")
         operator = cls(*args, **{"check_deterministic": False, **kwargs})
@@ -256,8 +306,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     # --- the structured matrix
 
     @property
+    @free_of_modes
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
+        self._computed()
         if self._structure is None:
             self._structure_factors = self._unbuilt()
             blocks = assemble(self._structure_factors, self.space, self._builder())
@@ -269,15 +321,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return what makes a block from its factors."""
 
     @abstractmethod
-    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+    def _inverse_blocks(self, damping: Damping) -> Blocks:
         """Return the damped inverses of all blocks."""
 
     def _unbuilt(self) -> list[BlockFactors]:  # of what structure and inverses are built
-        return self._structure_factors or self._factors(self._computed())
+        sums = self._computed()
+        return self._structure_factors or self._factors(sums)
 
     def _factors(self, sums: Sums, without: Collection[int] = ()) -> list[BlockFactors]:
         return normalized(sums, self.risk.scale(sums.terms), self._options, without)
 
+    @free_of_modes
     def inverse(
         self,
         damping: float | tuple[float, float] = 0.0,

@@ -14,15 +14,15 @@ from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.batches import batches
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
-from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.eigenvalues import Floor
-from curvlinops.structured.factors import Dense, Factor
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.factor import Dense, Diagonal, Factor
+from curvlinops.structured.kronecker import (
+    KroneckerProductLinearOperator,
+    SumOfKroneckersLinearOperator,
+)
+from curvlinops.structured.linalg import batches
 from curvlinops.structured.rearranged import RearrangedLinearOperator
-from curvlinops.structured.sum_of_kroneckers import SumOfKroneckersLinearOperator
 
 #: Of how many rows the lower half is copied at once.
 _MIRRORED = 64
@@ -127,16 +127,17 @@ def _mirrored(matrix: Tensor) -> Tensor:
 def _factor(matrix: Tensor) -> Factor:
     if matrix.ndim == 2:
         return Diagonal(matrix)
-    return Dense(matrix, symmetric=True, floor=Floor(0.0, torch.finfo(matrix.dtype).eps))
+    return Dense(matrix, symmetric=True, psd=True)
 
+
+#: Operators by the names of their parameters.
+Blocks = dict[tuple[str, ...], StructuredLinearOperator]
 
 #: Turns what a block consists of into a structured operator on its entries.
 Build = Callable[[BlockFactors], StructuredLinearOperator]
 
 
-def assemble(
-    factors: Sequence[BlockFactors], space: ParameterSpace, build: Build
-) -> dict[str, StructuredLinearOperator]:
+def assemble(factors: Sequence[BlockFactors], space: ParameterSpace, build: Build) -> Blocks:
     """Return all blocks, on their parameters.
 
     Args:
@@ -144,17 +145,17 @@ def assemble(
         space: All parameters.
         build: Makes one block.
     """
-    blocks = {}
+    blocks: Blocks = {}
     for names, own in _by_names(factors):
         shapes = {name: space.shapes[name] for name in names}
         entries = Entries.of(shapes, [each.block for each in own])
-        with about(", ".join(names)):
+        with about(names):
             if entries.num_rest:
                 own = [*own, _unused(names, entries.num_rest, space)]
             operators = [build(each) for each in own]
         one = operators[0] if len(operators) == 1 else BlockDiagonalLinearOperator(operators)
         own_space = ParameterSpace(shapes, space.dtype, space.device)
-        blocks[", ".join(names)] = RearrangedLinearOperator(one, own_space, entries)
+        blocks[names] = RearrangedLinearOperator(one, own_space, entries)
     return blocks
 
 

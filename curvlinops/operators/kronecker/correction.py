@@ -16,9 +16,7 @@ from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.storage import take, take_squares
-from curvlinops.structured.diagonal_factor import Diagonal, unit
-from curvlinops.structured.factors import Dense, Factor
-from curvlinops.structured.together import decompose
+from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, unit
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def bases(factors: Sequence[BlockFactors]) -> dict[int, Basis]:
         for product in each.products
         for _ in factors_of(product)
     ]
-    decompose(matrices, names)
+    decompose(matrices, names, [False] * len(matrices))
     return {number: _basis(each) for number, each in found.items()}
 
 

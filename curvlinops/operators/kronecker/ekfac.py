@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.columns import mark_last
 from curvlinops.core.data import Batches
 from curvlinops.core.risk import BatchRisk
 from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import BlockFactors, Build, assemble, operator_of
+from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases, unpacked
 from curvlinops.operators.kronecker.estimate import by_block
 from curvlinops.operators.kronecker.inverse import Damping
@@ -24,9 +25,8 @@ from curvlinops.operators.kronecker.storage import check_kind
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.diagonal_factor import unit
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factors import Dense
+from curvlinops.structured.factor import Dense, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 
 _NOT_PRESENT = (
@@ -55,26 +55,24 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.
 
-    Args:
-        *args: See ``KroneckerFactoredLinearOperator``, which has all options.
-        **kwargs: See there; there is no ``fisher_type="forward-only"``.
-
-    Raises:
-        ValueError: See there.
+    For arguments and errors see ``KroneckerFactoredLinearOperator``; ``fisher_type`` cannot be
+    ``"forward-only"``.
     """
 
     _corrected = True
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self._options.fisher_type is FisherType.FORWARD_ONLY:
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        if self.fisher_type == FisherType.FORWARD_ONLY:
             raise ValueError(
                 "EKFAC needs gradients; fisher_type='forward-only' exists for KFAC only."
             )
+        super().__post_init__()
         self._bases: dict[int, Basis] = {}
         self._moments: dict[int, Tensor] = {}
         self._merged: list[EKFACLinearOperator] = []
 
+    @free_of_modes
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
         sums = self._passes.sum_over_all(self._run)
@@ -82,6 +80,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         moments = self._correct(sums, found, None)
         self._replace(sums, found, moments)
 
+    @free_of_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data; the eigenvectors stay the same.
 
@@ -97,6 +96,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         more = self._correct(after, found, batches, before.num_batches)
         self._replace(after, found, _added({n: decay * x for n, x in old.items()}, more))
 
+    @free_of_modes
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data twice more.
 
@@ -203,6 +203,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     # --- saving
 
+    @free_of_modes
     def state_dict(self) -> dict[str, Any]:
         """Return factors, eigenvectors and eigenvalues as tensors by name, and metadata."""
         state = super().state_dict()
@@ -250,15 +251,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         return build
 
-    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+    def _inverse_blocks(self, damping: Damping) -> Blocks:
         damping.check_for_eigenvalues()
         build = self._builder()
 
         def invert(factors: BlockFactors) -> StructuredLinearOperator:
-            block, retry = build(factors), damping.retry_double_precision
-            if isinstance(block, EighDecomposedLinearOperator) and damping.values[1] == 0:
-                _check_regular(block.eigenvalues)
-            return block.inverse(damping.values[1], retry_double_precision=retry)
+            return build(factors).inverse(damping.values[1], damping.retry_double_precision)
 
         return assemble(self._unbuilt(), self.space, invert)
 
@@ -279,14 +277,6 @@ def _without_rounding(squares: Tensor) -> Tensor:
         return squares
     rounding = (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
     return squares.masked_fill(squares <= rounding, 0)
-
-
-def _check_regular(eigenvalues: Tensor) -> None:
-    if bool((eigenvalues == 0).any()):
-        raise ValueError(
-            "It is singular to working precision (eigenvalues from zero to "
-            f"{float(eigenvalues.max()):.2e}). Pass damping > 0."
-        )
 
 
 def _added(one: dict[int, Tensor], two: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_number, without_graph
 from curvlinops.core.records import recorded
 from curvlinops.core.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
+    Blocks,
     Build,
     Product,
     factors_of,
@@ -19,14 +21,9 @@ from curvlinops.operators.kronecker.blocks import (
     summed,
 )
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.batches import portions
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factors import Factor, tensor_of
-from curvlinops.structured.kronecker import (
-    KroneckerProductLinearOperator,
-    name_of_factor,
-)
-from curvlinops.structured.together import invert, shift
+from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, invert
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,8 @@ class Damping:
                 about = f"Block {', '.join(one.block.names)!r}"
                 names |= {own[i]: f"{about}: {name_of_factor(i)}" for i in new}
                 dampings += [both[i] for i in new]
-        factors, labels = list(names), list(names.values())
-        known: dict[Factor, Factor] = {}
-        for some in portions([tensor_of(factor).numel() for factor in factors]):
-            inverses = invert(self._shifted(factors[some], dampings[some]), labels[some], retry)
-            moved = (inverse.to(space.device, space.dtype) for inverse in inverses)
-            known |= zip(factors[some], moved, strict=True)
+        inverses = _invert(list(names), dampings, list(names.values()), retry)
+        known = dict(zip(names, inverses, strict=True))
 
         def build(one: BlockFactors) -> StructuredLinearOperator:
             if not one.products:
@@ -119,15 +112,16 @@ class Damping:
                 inverses = (known[factor] for factor in factors_of(one.products[0]))
                 return KroneckerProductLinearOperator(*inverses)
             terms = [self._damped(product) for product in one.products]
-            return (
-                summed(terms).inverse(retry_double_precision=retry)._to(space.device, space.dtype)
-            )
+            return summed(terms).inverse(retry_double_precision=retry)
 
         return build
 
     def _damped(self, product: Product) -> Product:
         """Add damping to the factors of one of several products."""
-        shifted = self._shifted(factors_of(product), self._of_factors(product, None))
+        factors, dampings = factors_of(product), self._of_factors(product, None)
+        names = [name_of_factor(i) for i in range(len(factors))]
+        decompose(factors, names, [self.retry_double_precision] * len(factors))
+        shifted = [factor.shifted(own) for factor, own in zip(factors, dampings, strict=True)]
         inputs = None if product.inputs is None else shifted[1]
         return product._replace(gradients=shifted[0], inputs=inputs)
 
@@ -138,24 +132,6 @@ class Damping:
         if self.heuristic and both is not None:
             of_inputs, of_gradients = self._balanced(both)
         return [of_gradients] if product.inputs is None else [of_gradients, of_inputs]
-
-    def _shifted(
-        self, factors: Sequence[Factor], dampings: Sequence[float | Tensor]
-    ) -> list[Factor]:
-        """Add damping to factors, in float64 if it would get lost in the rounding of entries.
-
-        Args:
-            factors: The factors.
-            dampings: One number each, or one for each group, ``[G, 1]``; the groups of a bias's
-                weight are equal parts of the bias.
-        """
-        added = []
-        for factor, damping in zip(factors, dampings, strict=True):
-            if isinstance(damping, Tensor):
-                shape = factor.diagonal().shape
-                damping = damping.expand(-1, shape.numel() // len(damping)).reshape(shape)
-            added.append(damping)
-        return shift(factors, added, widen=self.retry_double_precision)
 
     def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
         """Divide the damping among the factors according to their average eigenvalues.
@@ -170,6 +146,42 @@ class Damping:
         return (ratio * root).clamp(min=self.minimum), (root / ratio).clamp(min=self.minimum)
 
 
+def _invert(
+    factors: Sequence[Factor], dampings: Sequence[float | Tensor], names: Sequence[str], retry: bool
+) -> list[Factor]:
+    """Return the inverses of damped factors, equal sizes together.
+
+    Args:
+        factors: The factors.
+        dampings: One number each, or one for each group, ``[G, 1]``. The groups of a bias's weight
+            are equal parts of the bias, which has a single factor B. With the diagonal matrix D of
+            their dampings, ``(B + D)^-1`` is ``D^-1/2 (D^-1/2 B D^-1/2 + I)^-1 D^-1/2``.
+        names: What the factors are called in messages.
+        retry: Whether float64 is used where float32 does not suffice.
+    """
+    factors, shifts = list(factors), list(dampings)
+    scales: dict[int, Tensor] = {}
+    for i, (factor, damping) in enumerate(zip(factors, dampings, strict=True)):
+        if isinstance(damping, Tensor) and len(damping) > factor.groups:
+            entries = damping.expand(-1, factor.rows // len(damping)).reshape(1, -1)
+            if bool(entries.all()):
+                scales[i], shifts[i] = entries.rsqrt(), 1.0
+                factors[i] = _rescaled(factor, scales[i])
+            else:  # the damping is zero
+                shifts[i] = 0.0
+    inverses = invert(factors, shifts, names, retry)
+    return [_rescaled(f, scales[i]) if i in scales else f for i, f in enumerate(inverses)]
+
+
+def _rescaled(factor: Factor, scales: Tensor) -> Factor:
+    """Return ``diag(scales) F diag(scales)`` for scales ``[1, n]``."""
+    scales = scales.to(factor.diagonal())
+    if isinstance(factor, Diagonal):
+        return Diagonal(factor.entries * scales**2)
+    matrix = factor.tensor * scales.unsqueeze(-1) * scales.unsqueeze(-2)
+    return Dense(matrix, symmetric=True, psd=True)
+
+
 def _non_negative(value: Any) -> float | None:
     """Return a finite number that is not negative, ``None`` if it is none."""
     try:
@@ -182,17 +194,20 @@ def _non_negative(value: Any) -> float | None:
 class Invertible(Protocol):
     """A Kronecker-factored approximation."""
 
-    space: ParameterSpace
+    @property
+    def space(self) -> ParameterSpace:
+        """The space of the vectors."""
 
-    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+    def _inverse_blocks(self, damping: Damping) -> Blocks:
         """Return the damped inverses of all blocks."""
 
 
 class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
     """The damped inverse of a ``KFACLinearOperator`` or an ``EKFACLinearOperator``.
 
-    A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default. That is
-    not the inverse of ``B (x) A + a I``, which is what ``use_exact_damping`` computes, by
+    A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default, whose
+    eigenvalues are at most ``1 / (a b)``. That is not the inverse of ``B (x) A + a I``, with
+    eigenvalues of at most ``1 / a``, which is what ``use_exact_damping`` computes, by
     eigendecompositions, which ``A`` keeps for other dampings. Of a sum of Kronecker products (an
     embedding's and a head's), the factors of each are damped, and the sum is inverted. Blocks
     without factors, and all of EKFAC's, have exact damping in any case, with b given a pair. The
@@ -218,6 +233,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             not finite, naming its block; if a sum is too large for exact damping.
     """
 
+    @free_of_modes
     def __init__(
         self,
         A: Invertible,
@@ -242,6 +258,17 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             retry_double_precision,
         )
         super().__init__(A._inverse_blocks(checked), A.space)
+        self._damping = checked
+
+    def _arguments(self) -> dict[str, Any]:
+        used, (inputs, gradients) = self._damping, self._damping.values
+        return {
+            "damping": inputs if inputs == gradients else (inputs, gradients),
+            "use_heuristic_damping": used.heuristic,
+            "min_damping": used.minimum,
+            "use_exact_damping": used.exact,
+            "retry_double_precision": used.retry_double_precision,
+        }
 
 
 recorded(KFACInverseLinearOperator, "BlockDiagonalLinearOperator")

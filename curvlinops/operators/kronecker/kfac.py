@@ -1,11 +1,8 @@
 """Kronecker-factored approximate curvature."""
 
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import Build, assemble, operator_of, summed
+from curvlinops.operators.kronecker.blocks import Blocks, Build, assemble, operator_of, summed
 from curvlinops.operators.kronecker.inverse import Damping
-from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.shifted import ShiftedLinearOperator
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -26,21 +23,19 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     layers, ICML 2016; Eschenhagen et al., Kronecker-factored approximate curvature for modern
     neural network architectures, NeurIPS 2023.
 
-    Args:
-        *args: See ``KroneckerFactoredLinearOperator``, which has all options.
-        **kwargs: See there.
+    For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
     def _builder(self) -> Build:
         return lambda factors: operator_of(factors, self.space)
 
-    def _inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+    def _inverse_blocks(self, damping: Damping) -> Blocks:
         if damping.exact:
             return self._exact_inverse_blocks(damping)
         factors = self._unbuilt()
         return assemble(factors, self.space, damping.inverter(factors, self.space))
 
-    def _exact_inverse_blocks(self, damping: Damping) -> dict[str, StructuredLinearOperator]:
+    def _exact_inverse_blocks(self, damping: Damping) -> Blocks:
         """Return the inverses of blocks with one number on the diagonal.
 
         Their eigendecompositions are those of the structure's factors, which are kept.
@@ -49,7 +44,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
             ValueError: If a sum of Kronecker products is too large for that.
         """
         shift, retry = damping.values[1], damping.retry_double_precision
-        blocks = self.structure.blocks
+        structure = self.structure
         sums = (each for each in self._structure_factors if shift and len(each.products) > 1)
         for block, products, _ in sums:
             if not summed(products).can_be_written:
@@ -59,11 +54,4 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                     "them; or leave the parameter out of params; or choose a smaller "
                     "max_factor_size, above which factors are diagonal."
                 )
-        # not only products of two factors: that of a bias may belong to its weight as well
-        others = {", ".join(b.names) for b in self._computed().blocks if len(b.kinds) != 1}
-        damped = {
-            name: block._shifted(shift) if name in others else ShiftedLinearOperator(block, shift)
-            for name, block in blocks.items()
-        }
-        whole = BlockDiagonalLinearOperator(damped if shift else blocks)
-        return whole.inverse(retry_double_precision=retry).blocks
+        return structure.inverse(shift, retry).blocks

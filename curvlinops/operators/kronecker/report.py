@@ -1,15 +1,17 @@
 """What the blocks of an approximation are, and their factors by module."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from curvlinops.core.ambient import free_of_modes
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
-from curvlinops.structured.diagonal_factor import Diagonal
-from curvlinops.structured.factors import Factor, tensor_of
+from curvlinops.structured.factor import Diagonal, Factor, tensor_of
+
+HOW_TO_DAMP = "Damp with inverse(damping=...), or with damped(delta)."
 
 
 class BlockReport(NamedTuple):
@@ -141,34 +143,29 @@ def check_pairs(
         ):
             raise NotImplementedError(
                 f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
-                "matrices for a module's weight. Read it with blocks(), input_covariances and "
+                "matrices for a module's weight. See report(), and read input_covariances and "
                 "gradient_covariances, or leave these parameters out of params."
             )
 
 
-class Copies(Mapping):
-    """Dense matrices by name, copied when they are read: published programs read one at a time.
-
-    They cannot be replaced.
+class FactorsByModule(Mapping):
+    """Matrices by module, read one at a time. They cannot be replaced.
 
     Args:
         matrices: The matrices, or their diagonals.
+        read: Returns what is read of one, given the module's name and the matrix.
     """
 
-    def __init__(self, matrices: Mapping[str, Tensor]):
-        self._matrices = matrices
+    def __init__(self, matrices: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]):
+        self._matrices, self._read = matrices, read
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a copy of a matrix."""
-        matrix = self._matrices[name]
-        return matrix.diag_embed() if matrix.ndim == 1 else matrix.clone()
+        """Return the matrix of a module."""
+        return self._read(name, self._matrices[name])
 
     def __setitem__(self, name: str, matrix: Tensor) -> None:
         """Refuse to replace a matrix."""
-        raise TypeError(
-            "Factors are read-only, and these are copies: damp with inverse(damping=...), or add a "
-            "multiple of IdentityLinearOperator to the operator."
-        )
+        raise TypeError(f"Factors are read-only. {HOW_TO_DAMP}")
 
     def __iter__(self) -> Iterator[str]:
         """Return the names."""
@@ -177,6 +174,40 @@ class Copies(Mapping):
     def __len__(self) -> int:
         """Return the number of matrices."""
         return len(self._matrices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)})"
+
+
+@free_of_modes
+def copied(name: str, matrix: Tensor) -> Tensor:
+    """Return a copy of a matrix."""
+    return matrix.clone()
+
+
+class Watched:
+    """Factors that were read by programs which may write to them in place."""
+
+    def __init__(self):
+        self._known: dict[tuple[str, str], tuple[Tensor, int, int | None]] = {}
+
+    def read(self, kind: str, name: str, matrix: Tensor) -> Tensor:
+        """Return a dense matrix, the same tensor each time."""
+        key = (kind, name)
+        if key not in self._known:
+            matrix = matrix.diag_embed() if matrix.ndim == 1 else matrix
+            self._known[key] = matrix, id(matrix), _version(matrix)
+        return self._known[key][0]
+
+    @property
+    def written(self) -> bool:
+        """Whether a matrix was changed in place since it was read."""
+        # copies of an operator have other tensors, which nobody has read, with other versions
+        return any(id(x) == i and _version(x) != v for x, i, v in self._known.values())
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 def _single(factor: Factor) -> Tensor:

@@ -1,12 +1,17 @@
 """Sums over data as plain tensors and metadata, to be saved and loaded."""
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from functools import partial
+from types import MethodType
 from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops.core.records import Reader, Recorder, metadata_of
 from curvlinops.core.space import ParameterSpace
@@ -23,6 +28,15 @@ FORMAT = 3
 
 #: Options that choose the structure of blocks. They may differ where they make no difference.
 STRUCTURAL = ("max_factor_size", "fallback")
+
+_SAME_LOSS = (
+    "Functions are compared by their name and source, modules also by their options. Everything "
+    "else, such as lambdas and closures, is only equal to itself: define the loss with def or as a "
+    "module, and use it in both."
+)
+
+#: What stands for functions that have no name of their own.
+_TOKENS: MutableMapping[Any, str] = WeakKeyDictionary()
 
 
 def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +92,10 @@ def unpack(
     """
     metadata = metadata_of(state, "a Kronecker-factored operator")
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"Unknown format {metadata.get('format')!r} of the saved state.")
+        raise ValueError(
+            f"Unknown format {metadata.get('format')!r} of the saved state; factors have {FORMAT}. "
+            "Structured operators, such as inverses, are read by curvlinops.load()."
+        )
     theirs = metadata["fingerprint"]
     check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
     read = Reader({}, space.device).read
@@ -202,9 +219,10 @@ def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
     """
     for key, value in own.items():
         if found.get(key) != value:
-            raise ValueError(
+            message = (
                 f"The {what} differs in {key}: it has {found.get(key)}, this operator {value}."
             )
+            raise ValueError(f"{message} {_SAME_LOSS}" if key == "loss" else message)
 
 
 def check_kind(own: Any, other: Any) -> None:
@@ -222,19 +240,40 @@ def check_kind(own: Any, other: Any) -> None:
 
 
 def _identity(loss: Loss) -> dict[str, Any]:
-    """Return a loss's name and reduction, and the options of those that PyTorch has."""
+    """Return what is equal for equal losses only: plain values, which JSON can hold."""
     found: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}
-    if type(loss.module).__module__.startswith("torch.nn."):
-        options = vars(loss.module) | loss.module.state_dict()
-        for name, value in options.items():
+    module = loss.module
+    if not type(module).__module__.startswith("torch.nn."):
+        is_module = isinstance(module, nn.Module)
+        found["definition"] = _definition(type(module).forward if is_module else module)
+    for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
+        prefix = f"{path}." if path else ""
+        for name, value in (vars(part) | part.state_dict()).items():
             if isinstance(value, Tensor):
-                found[name] = _digest(value)
-            elif isinstance(value, bool | int | float) and name != "training":
-                found[name] = value
+                found[prefix + name] = _digest(value.detach().cpu().double().numpy().tobytes())
+            elif isinstance(value, bool | int | float | str) and name != "training":
+                found[prefix + name] = value
     return found
 
 
-def _digest(tensor: Tensor) -> str:
-    """Return what is equal for equal tensors only."""
-    values = tensor.detach().cpu().double().contiguous().numpy()
-    return f"{list(tensor.shape)} {hashlib.sha256(values.tobytes()).hexdigest()[:16]}"
+def _definition(function: Any) -> Any:
+    """Return what tells a function from others, also in another process if it has a name."""
+    if isinstance(function, partial):
+        values = [repr(function.args), repr(sorted(function.keywords.items()))]
+        return [_definition(function.func), *values]
+    name = getattr(function, "__qualname__", "<object>")
+    if "<" not in name and not isinstance(function, MethodType):
+        try:
+            return [name, _digest(inspect.getsource(function).encode())]
+        except TypeError:  # written in another language
+            return name
+        except OSError:  # typed at a prompt
+            pass
+    try:
+        return _TOKENS.setdefault(function, uuid4().hex)
+    except TypeError:  # without a hash
+        return uuid4().hex
+
+
+def _digest(numbers: bytes) -> str:
+    return hashlib.sha256(numbers).hexdigest()[:16]

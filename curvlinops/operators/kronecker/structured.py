@@ -5,7 +5,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from curvlinops.core.operator import TorchLinearOperator
+from curvlinops.core.operator import Multiple, TorchLinearOperator
 from curvlinops.core.space import Columns
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
@@ -16,6 +16,9 @@ class StructuredDataLinearOperator(DataLinearOperator):
 
     Multiples, powers, and sums with multiples of the identity have structure, too.
     """
+
+    __mul__: Multiple[StructuredLinearOperator]
+    __rmul__: Multiple[StructuredLinearOperator]
 
     @property
     @abstractmethod
@@ -35,6 +38,9 @@ class StructuredDataLinearOperator(DataLinearOperator):
 
     def _scaled(self, scalar: float) -> StructuredLinearOperator:
         return self.structure._scaled(scalar)
+
+    def _shifted(self, scalar: float) -> StructuredLinearOperator:
+        return self.structure._shifted(scalar)
 
     def _raised(self, exponent: float) -> StructuredLinearOperator:
         return self.structure.power(exponent)
@@ -64,10 +70,6 @@ class StructuredDataLinearOperator(DataLinearOperator):
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.structure.diagonal()
-
-    def to_dense(self) -> Tensor:
-        """Return the matrix, ``[D, D]``."""
-        return self.structure.to_dense()
 
     def eigh(self) -> StructuredLinearOperator:
         """Return the eigendecomposition, an ``EighDecomposedLinearOperator``."""

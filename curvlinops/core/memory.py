@@ -1,0 +1,26 @@
+"""Errors for want of memory, which nobody may take for something else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: What allocators, and libraries of kernels, say in errors that have no type of their own.
+_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory."""
+    if isinstance(error, RuntimeError):  # PyTorch's allocator of the CPU raises a plain one
+        return isinstance(error, torch.OutOfMemoryError) or any(s in str(error) for s in _SAYINGS)
+    return isinstance(error, MemoryError)
+
+
+@contextmanager
+def suppressed() -> Iterator[None]:
+    """Suppress errors of any kind, as users' code may raise, but not those for want of memory."""
+    try:
+        yield
+    except Exception as error:
+        if lacks_memory(error):
+            raise

@@ -1,0 +1,298 @@
+"""Decompositions, inverses and determinants of batches of symmetric matrices.
+
+One rule tells which eigenvalues are only rounding errors: those whose absolute value is at most
+``max(10, sqrt(n)) eps`` times the largest one, where ``eps`` is the rounding error of the entries
+of an ``n x n`` matrix. They are zero. A matrix with such an eigenvalue is singular: it has no
+inverse, and its log-determinant is minus infinity.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.core.arguments import without_graph
+from curvlinops.core.columns import not_finite
+
+#: Matrices with fewer numbers than this are copied into batches. Larger ones gain nothing.
+_BATCH = 2**20
+
+
+# --- batches of equal shape
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """Yield tensors ``[G, *shape]`` of equal shape, dtype and device, concatenated.
+
+    Yields:
+        The indices of the tensors, their sizes G, and the batch along the first axis. The batch of
+        a single tensor is that tensor, not a copy.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.shape[1:], tensor.dtype, tensor.device), []).append(i)
+    for members in groups.values():
+        step = max(_BATCH // max(tensors[members[0]].numel(), 1), 1)
+        for start in range(0, len(members), step):
+            some = members[start : start + step]
+            parts = [tensors[i] for i in some]
+            yield some, [len(part) for part in parts], _joined(parts)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# --- eigenvalues
+
+
+def tolerance(size: int, eps: float) -> float:
+    """Return up to which multiple of the largest eigenvalue an eigenvalue is zero.
+
+    Args:
+        size: The number of rows of the matrix.
+        eps: The rounding error of its entries.
+    """
+    return max(10.0, size**0.5) * eps
+
+
+def without_rounding(values: Tensor, eps: float, psd: bool) -> Tensor:
+    """Return eigenvalues ``[..., n]``, with zeros in place of rounding errors.
+
+    Args:
+        values: Eigenvalues.
+        eps: The rounding error of the entries of the matrices.
+        psd: Whether the matrices are positive semidefinite. Then the lowest negative eigenvalue
+            shows how large the rounding errors are at least.
+    """
+    if values.numel() == 0:
+        return values
+    sizes = values.abs()
+    limit = tolerance(values.shape[-1], eps) * sizes.amax(-1, keepdim=True)
+    if psd:
+        limit = limit.maximum(-10 * values.amin(-1, keepdim=True))
+    return values.masked_fill(sizes <= limit, 0)
+
+
+def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: float) -> Tensor:
+    """Return the eigenvalues ``[..., n]`` of ``A + shift I``, with zeros for rounding errors.
+
+    Args:
+        values: The eigenvalues of A, with zeros for rounding errors.
+        shift: A number, or one for each matrix, ``[..., 1]``.
+        entries: The relative tolerance for rounding errors of the entries of A.
+        computed: That for rounding errors of the computation.
+    """
+    if values.numel() == 0 or (not isinstance(shift, Tensor) and shift == 0):
+        return values
+    sums = values + shift
+    size = values.abs().amax(-1, keepdim=True)
+    # either the shift is all that there is, or it cancels an eigenvalue, which has an error
+    lost = (values == 0) & (sums.abs() <= computed * size)
+    lost |= (values * shift < 0) & (sums.abs() <= entries * size)
+    return sums.masked_fill(lost, 0)
+
+
+def power(
+    values: Tensor,
+    exponent: float,
+    subject: str = "The operator",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Raise eigenvalues, with zeros for rounding errors, to a power.
+
+    Args:
+        values: Eigenvalues.
+        exponent: The power.
+        subject: What has these eigenvalues, for messages.
+        dtype: The precision of the subject, if the eigenvalues have more.
+
+    Raises:
+        ValueError: If there is no such power.
+    """
+    if values.numel() == 0:
+        return values.clone()
+    if not float(exponent).is_integer() and bool((values < 0).any()):
+        raise ValueError(
+            f"{subject} is not positive semidefinite (lowest eigenvalue {float(values.min()):.2e}),"
+            f" so that its power {exponent:g} is not defined. Add damping."
+        )
+    if exponent < 0 and not bool(values.all()):
+        raise _singular(subject, dtype or values.dtype)
+    return 1 / values if exponent == -1 else values**exponent
+
+
+def _singular(subject: str, dtype: torch.dtype) -> ValueError:
+    return ValueError(
+        f"{subject} is singular to working precision: its damping is zero, or less than the "
+        "rounding errors of its eigenvalues. Add more, by inverse(damping) or A.damped(damping)"
+        f"{'' if dtype == torch.float64 else ', or compute in float64'}."
+    )
+
+
+def signed_logarithm(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sign of the last axis' product, and the logarithm of its absolute value."""
+    return values.sign().prod(-1), values.abs().log().sum(-1)
+
+
+# --- decompositions
+
+
+def eigh_batched(
+    matrices: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the eigendecompositions of symmetric matrices.
+
+    Matrices of equal size, dtype and device are decomposed together. What does not converge is
+    decomposed again in float64.
+
+    Args:
+        matrices: Symmetric matrices, ``[..., n, n]``.
+        names: What they are called in messages.
+        dtype: The precision of the computation. Default: that of the matrices.
+
+    Returns:
+        For each its eigenvalues in ascending order, ``[..., n]``, in the precision of the
+        computation, and its eigenvectors ``[..., n, n]`` as columns, in the dtype of the matrix.
+
+    Raises:
+        ValueError: If a matrix has NaN or infinite values.
+        RuntimeError: If a matrix cannot be decomposed in float64.
+    """
+    check_finite(matrices, names)
+    flat = [
+        matrix.detach().reshape(prod(matrix.shape[:-2]), *matrix.shape[-2:]) for matrix in matrices
+    ]
+    out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
+    for members, sizes, batch in batches(flat):
+        values, vectors = _eigh(batch, dtype or batch.dtype, ", ".join(names[i] for i in members))
+        vectors = vectors.to(batch.dtype)
+        for i, w, Q in zip(members, values.split(sizes), vectors.split(sizes), strict=True):
+            shape = matrices[i].shape
+            out[i] = (w.reshape(shape[:-1]), Q.reshape(shape))
+    return out
+
+
+def _eigh(matrix: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor]:
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-1], dtype=dtype), matrix
+    try:
+        values, vectors = torch.linalg.eigh(symmetrized(matrix.to(dtype)))
+        if bool(values.isfinite().all()):
+            return values, vectors
+    except torch.linalg.LinAlgError:
+        pass
+    try:
+        wide = torch.linalg.eigh(symmetrized(matrix.double()))
+    except torch.linalg.LinAlgError as error:
+        raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
+    return tuple(part.to(dtype) for part in wide)
+
+
+def cholesky_inverse(
+    matrix: Tensor, shift: Tensor | float, eps: float, psd: bool, retry: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Invert matrices ``A + shift I`` by Cholesky decompositions, where they are well conditioned.
+
+    That is tried in the dtype of the matrices, and then in float64. Condition numbers are bounded
+    by Frobenius norms.
+
+    Args:
+        matrix: The symmetric matrices A, ``[G, n, n]``.
+        shift: A number, or one for each matrix, ``[G]``.
+        eps: The rounding error of the entries of A.
+        psd: Whether they are positive semidefinite.
+        retry: Whether float64 is used where the precision of the matrices does not suffice.
+
+    Returns:
+        The inverses ``[G, n, n]``, the logarithms of the determinants ``[G]``, and which of these
+        are valid, ``[G]``. The other matrices are not positive definite, or too ill-conditioned.
+    """
+    inverse, logarithm = torch.empty_like(matrix), matrix.new_zeros(len(matrix))
+    valid = torch.full_like(logarithm, matrix.numel() == 0, dtype=torch.bool)
+    shift = torch.as_tensor(shift, dtype=torch.float64, device=matrix.device).expand(len(matrix))
+    left = torch.arange(len(matrix) * (matrix.numel() > 0), device=matrix.device)
+    for dtype in [matrix.dtype] + [torch.float64] * (retry and matrix.dtype != torch.float64):
+        if len(left) == 0:
+            break
+        limit = 1 / tolerance(matrix.shape[-1], eps)
+        if retry and dtype != torch.float64:  # about three digits are right
+            limit = min(limit, 2e-2 / torch.finfo(dtype).eps)
+        A = (matrix if len(left) == len(matrix) else matrix[left]).to(dtype, copy=True)
+        A.diagonal(dim1=-2, dim2=-1).add_(shift[left].unsqueeze(-1).to(dtype))
+        L, info = torch.linalg.cholesky_ex(A)
+        if bool((info != 0).any()):  # what is no Cholesky factor may have no inverse
+            L[info != 0] = torch.eye(A.shape[-1], dtype=dtype, device=A.device)
+        logdet = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        result = torch.cholesky_inverse(L, out=L)  # fresh memory takes time
+        norm, inverse_norm = (torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (A, result))
+        if psd:  # a smaller bound where many eigenvalues are zero
+            inverse_norm = inverse_norm.minimum(1 / shift[left].to(dtype))
+        # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
+        noise = 1e3 * eps * matrix[left].diagonal(dim1=-2, dim2=-1).abs().amax(-1).to(dtype)
+        done = (info == 0) & (norm * inverse_norm < limit)  # false for NaN
+        done &= noise * inverse_norm < 1
+        if len(left) == len(matrix) and bool(done.all()):
+            return result.to(matrix.dtype), logdet.to(matrix.dtype), done
+        inverse[left[done]], logarithm[left[done]] = (
+            part[done].to(matrix.dtype) for part in (result, logdet)
+        )
+        valid[left[done]] = True
+        left = left[~done]
+    return inverse, logarithm, valid
+
+
+def symmetrized(matrix: Tensor) -> Tensor:
+    """Return matrices ``[..., n, n]`` without the asymmetry of rounding, ``(A + A^T) / 2``."""
+    half = matrix / 2  # sums of large numbers might overflow
+    return half + half.mT
+
+
+def is_symmetric(matrix: Tensor) -> bool:
+    """Return whether matrices ``[..., n, m]`` are symmetric up to rounding."""
+    if matrix.shape[-1] != matrix.shape[-2]:
+        return False
+    axes = (-2, -1)
+    scale = torch.linalg.vector_norm(matrix, dim=axes, dtype=torch.float64)
+    error = torch.linalg.vector_norm(matrix - matrix.mT, dim=axes, dtype=torch.float64)
+    return bool((error <= 100 * torch.finfo(matrix.dtype).eps * scale).all())
+
+
+# --- what tensors must be to become part of an operator
+
+
+def check_finite(matrices: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse NaN and infinite values, by the name of the matrix.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    number = not_finite({str(i): matrix for i, matrix in enumerate(matrices)}) if matrices else None
+    if number is not None:
+        raise ValueError(f"{names[int(number)]} contains NaN or infinite values.")
+
+
+def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
+    """Return a tensor of numbers without its graph, in float32 or float64.
+
+    Args:
+        tensor: The tensor.
+        name: What it is, for messages.
+        ndim: How many axes it may have.
+
+    Raises:
+        TypeError: If it is no tensor of real floating-point numbers.
+        ValueError: If it has another number of axes, NaN or infinite values, or requires gradients.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be of a real floating-point dtype, got {tensor.dtype}.")
+    if tensor.ndim not in ndim:
+        raise ValueError(
+            f"{name} must have {' or '.join(map(str, ndim))} axes, got shape {list(tensor.shape)}."
+        )
+    check_finite([tensor], [name])
+    tensor = without_graph(tensor, name).detach()
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
