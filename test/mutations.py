@@ -27,7 +27,7 @@ TESTS = {
     "core": """
         arguments operator matrix containers norms contract::test_modes_agree
         contract::test_linear_and_adjoint contract::test_blocks contract::test_kinds_of_vectors
-        errors changes functions convolution rebinding constants modules_in_code examination
+        errors changes functions convolution rebinding constants modules_in_code evaluations
         default_device float16 robustness complex_and_sparse costs threads
         untouched::test_after_success untouched::test_attributes_of_parameters_and_buffers
         vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms

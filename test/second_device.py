@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops.core import keeping
+from curvlinops.core import graph_cache
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda:0")
 _LABELS: dict[int, tuple[StorageWeakRef, torch.device]] = {}
@@ -164,6 +164,5 @@ def second_device() -> Iterator[None]:
             patch.setattr(torch.cuda, name, lambda device: 0)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: False)
-        # else operators compare these modes, and all labels, with those at the product before
-        patch.setattr(keeping, "_surroundings", lambda device: [str(device)])
+        patch.setattr(graph_cache, "_settings", lambda device: [str(device)])
         yield

@@ -636,12 +636,11 @@ def test_first_samples_without_derivatives_choose_no_mode(kind: type, cut: int):
         operator @ torch.ones(operator.shape[1], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_functions_that_modes_pass_over_do_not_agree_by_chance(dtype: torch.dtype):
+def test_functions_that_modes_pass_over_do_not_agree_by_chance():
     for seed in range(40):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 5), Apply(Once), nn.Linear(5, 3)).to(dtype)
-        data = [(torch.randn(3, 4).to(dtype), torch.randint(3, (3,)))]
+        model = nn.Sequential(nn.Linear(4, 5), Apply(Once), nn.Linear(5, 3))
+        data = [(torch.randn(3, 4), torch.randint(3, (3,)))]
         operator = build(model=model, data=data, kind=GGNLinearOperator)
         with pytest.raises(RuntimeError, match=r"custom autograd.Function"):
             operator @ torch.ones(operator.shape[1])

@@ -191,7 +191,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         found, least = [], shifts.min()
         without_graph(B, "The right-hand side")
-        with solver(type(self).__name__), without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__, self), without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))

@@ -14,7 +14,7 @@ from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.border import Vectors
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 from curvlinops.core.seeds import read_generator
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
@@ -40,7 +40,7 @@ def _eigensolver(function: Callable[Concatenate[AnyMatrix, P], Eigenpairs]) -> _
 
 
 @_eigensolver
-@solver("eigsh")
+@solves("eigsh")
 def eigsh(
     A: AnyMatrix,
     k: int = 6,

@@ -27,11 +27,11 @@ from curvlinops.algorithms.probes import (
     rescale,
     vector_estimator,
 )
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 
 
 @number_estimator
-@solver("xtrace")
+@solves("xtrace")
 def xtrace(
     A: AnyMatrix,
     num_matvecs: int,
@@ -87,7 +87,7 @@ def xtrace(
 
 
 @vector_estimator
-@solver("xdiag")
+@solves("xdiag")
 def xdiag(
     A: AnyMatrix,
     num_matvecs: int,

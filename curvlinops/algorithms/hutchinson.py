@@ -20,11 +20,11 @@ from curvlinops.algorithms.probes import (
     vector_estimator,
 )
 from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 
 
 @number_estimator
-@solver("hutchinson_trace")
+@solves("hutchinson_trace")
 def hutchinson_trace(
     A: AnyMatrix,
     num_matvecs: int,
@@ -69,7 +69,7 @@ def hutchinson_trace(
 
 
 @vector_estimator
-@solver("hutchinson_diag")
+@solves("hutchinson_diag")
 def hutchinson_diag(
     A: AnyMatrix,
     num_matvecs: int,
@@ -111,7 +111,7 @@ def hutchinson_diag(
 
 
 @number_estimator
-@solver("hutchinson_squared_fro")
+@solves("hutchinson_squared_fro")
 def hutchinson_squared_fro(
     A: AnyMatrix,
     num_matvecs: int,
@@ -155,7 +155,7 @@ def hutchinson_squared_fro(
 
 
 @number_estimator
-@solver("hutchpp_trace")
+@solves("hutchpp_trace")
 def hutchpp_trace(
     A: AnyMatrix,
     num_matvecs: int,

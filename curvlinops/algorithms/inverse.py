@@ -136,7 +136,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        with solver(type(self).__name__), without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__, self), without_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
@@ -166,7 +166,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _apply(self, columns: Columns) -> Columns:
         A = self._products(self.damping)
-        with solver(type(self).__name__):
+        with solver(type(self).__name__, self):
             X, *_ = self._solve(A, self.domain.join(columns), self._x0)
         return self.codomain.split(X)
 

@@ -133,7 +133,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``."""
-        with solver(type(self).__name__):
+        with solver(type(self).__name__, self):
             return self._iterate(B, adjoint)
 
     def _iterate(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:

@@ -110,7 +110,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
-        with solver(type(self).__name__):
+        with solver(type(self).__name__, self):
             return self._add_terms(rows, step)
 
     def _add_terms(self, rows: Tensor, step: Product) -> Tensor:

@@ -17,14 +17,14 @@ from curvlinops.algorithms.probes import (
     rescale,
 )
 from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 
 #: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
 _FEW_DIMENSIONS = 32
 
 
 @number_estimator
-@solver("xnystrace")
+@solves("xnystrace")
 def xnystrace(
     A: AnyMatrix,
     num_matvecs: int,

@@ -12,7 +12,7 @@ from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Estimate, Goal, Probes, average, number_estimator
 from curvlinops.core.arguments import check_count
 from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 
 #: Products for each random vector in ``lanczos_logdet``.
 _DEFAULT_NCV = 50
@@ -126,7 +126,7 @@ class Lanczos:
 
 
 @number_estimator
-@solver("trace_function")
+@solves("trace_function")
 def trace_function(
     A: AnyMatrix,
     f: Callable[[Tensor], Tensor],

@@ -14,7 +14,7 @@ from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.algorithms.probes import Average, P, Value
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
-from curvlinops.core.progress import solver
+from curvlinops.core.progress import solves
 
 
 class SpectralDensity(NamedTuple, Generic[Value]):
@@ -105,7 +105,7 @@ class LanczosApproximateSpectrumCached:
         margin: float = ...,
     ) -> tuple[_Both, _Both]: ...
     @free_of_modes
-    @solver("approximate_spectrum")
+    @solves("approximate_spectrum")
     def approximate_spectrum(
         self,
         num_repeats: int = 1,
@@ -173,7 +173,7 @@ class LanczosApproximateLogSpectrumCached:
         epsilon: float = ...,
     ) -> tuple[_Both, _Both]: ...
     @free_of_modes
-    @solver("approximate_log_spectrum")
+    @solves("approximate_log_spectrum")
     def approximate_log_spectrum(
         self,
         num_repeats: int = 1,

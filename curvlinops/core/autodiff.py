@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
-from curvlinops.core.findings import Findings
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.core.torch_internals import run_backward
@@ -68,14 +67,13 @@ class BoundModel(Protocol):
 
     space: ParameterSpace
     batch: Batch
-    findings: Findings
     num_samples: int
-    owns_graph: bool
-    seen: Any
+    can_substitute: bool
+    is_first: bool
+    facts: Any
     loss: LossLike | None
 
     def on(self, batch: Batch) -> "BoundModel": ...
-    def first_samples(self, at_least: int = 2) -> "BoundModel | None": ...
     def leaves(self) -> dict[str, Tensor]: ...
     def constants(self) -> dict[str, Tensor]: ...
     def scope(self, values: Tensors, purpose: str) -> Scope: ...
@@ -86,6 +84,9 @@ class BoundModel(Protocol):
 
 def evaluate(bound: BoundModel) -> Tensor:
     """Return the output, without its graph."""
+    if bound.is_first:
+        with bound.recording("gradient") as evaluation:
+            return evaluation.output.detach()
     scope = bound.scope(bound.constants(), "gradient")
     with scope.active():
         return bound.output(scope).detach()
@@ -95,7 +96,7 @@ def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     with bound.recording("gradient") as (_, leaves, output):
         loss, terms = head(output)
-        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.owns_graph)
+        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.can_substitute)
     out = bound.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms

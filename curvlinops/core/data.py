@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.core.arguments import check_count
-from curvlinops.core.containers import has_length, leaves, map_leaves, move, take
+from curvlinops.core.containers import leaves, map_leaves, move
 from curvlinops.core.graph import graph_nodes, leaf_variables
 
 
@@ -210,29 +210,3 @@ def _constant(tree: Any, own: Collection[int]) -> Any:
 
 def _first_axes(tree: Any) -> set[int]:
     return {int(leaf.shape[0]) for leaf in leaves(tree) if leaf.ndim > 0}
-
-
-def first_samples(batch: Batch, num_samples: int, at_least: int = 2) -> Batch | None:
-    """Return a batch of the first few samples, on which whatever a model does is cheap to try.
-
-    Args:
-        batch: A batch.
-        num_samples: How many samples it has, see ``take``.
-        at_least: How many are few.
-
-    Returns:
-        The batch; ``None`` if there are few anyway, or it is not evident how to cut it.
-    """
-    if num_samples < 2 * at_least:
-        return None
-    inputs, targets = (
-        [leaf for leaf in leaves(tree) if leaf.ndim > 0] for tree in (batch.X, batch.y)
-    )
-    rest = [leaf for leaf in inputs if not has_length(leaf, num_samples)]
-    # integers that stay may count samples that are gone
-    if len(rest) == len(inputs) or not all(leaf.is_floating_point() for leaf in rest):
-        return None
-    if not all(has_length(leaf, num_samples) for leaf in targets):
-        return None
-    few = slice(max(at_least, num_samples // 16))
-    return Batch(batch.index, *take((batch.X, batch.y), few, num_samples))

@@ -1,5 +1,6 @@
 """What autograd graphs are made of."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType
@@ -23,9 +24,21 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             stack += [following for following, _ in node.next_functions]
 
 
-def operations(output: Tensor) -> frozenset[str]:
-    """Return the names of all operations of a graph."""
-    return frozenset(node.name() for node in graph_nodes(output))
+def signature(output: Tensor) -> int:
+    """Return a hash of a graph: operations, their plain arguments, and how they are connected."""
+    numbers: dict[Any, int] = {None: -1}
+    nodes = list(graph_nodes(output))
+    numbers |= {node: number for number, node in enumerate(nodes)}
+    return hash(
+        tuple(
+            (
+                node.name(),
+                *(repr(getattr(node, name)) for name in _plain_attributes(node)),
+                *((numbers[following], index) for following, index in node.next_functions),
+            )
+            for node in nodes
+        )
+    )
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
@@ -103,14 +116,20 @@ def mean_size(part: Any) -> float:
     return footprint(part) / max(nodes, 1)
 
 
-_ATTRIBUTES: dict[type, list[str]] = {}
+@functools.cache
+def _attributes_of(kind: type) -> tuple[list[str], list[str]]:
+    """Return the attributes of a kind of node that hold tensors, and those with other values."""
+    raw = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    saved = [name for name in dir(kind) if name.startswith("_saved")]
+    return raw, [name for name in saved if f"_raw{name}" not in raw]
 
 
 def _saved_attributes(node: Any) -> list[str]:
-    kind = type(node)
-    if kind not in _ATTRIBUTES:
-        _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
-    return _ATTRIBUTES[kind]
+    return _attributes_of(type(node))[0]
+
+
+def _plain_attributes(node: Any) -> list[str]:
+    return _attributes_of(type(node))[1]
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, evaluate
-from curvlinops.core.containers import has_length, leaves, take, tile
+from curvlinops.core.containers import take, tile
 from curvlinops.core.data import Batch
 from curvlinops.core.memory import lacks_memory, suppressed
 from curvlinops.core.risk import BatchRisk
@@ -37,10 +37,8 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
         # one sample alone may take ways of its own, so that two are better
         X, num_samples = bound.batch.X, bound.num_samples
         at_least = 2 if num_samples > 3 else 1
-        few = bound.first_samples(at_least)
-        if few is None and num_samples > 1 and not _has_rows(X, num_samples):
-            few = _on(bound, take(X, slice(at_least), num_samples))  # a list of samples, or arrays
-        if few is not None and len(output) == num_samples:
+        if at_least < num_samples == len(output):
+            few = _on(bound, take(X, slice(at_least), num_samples))
             return _differs_alone(bound, few, output)
     return None
 
@@ -74,10 +72,6 @@ def _differs_alone(bound: BoundModel, part: BoundModel, output: Tensor) -> bool:
         # perhaps it has a number for each pair of samples: there are as many with copies instead
         found = evaluate(_on(bound, tile(bound.batch.X, few, num_samples)))[:few]
     return differs(found, output[:few], output)
-
-
-def _has_rows(X: Any, num_samples: int) -> bool:
-    return any(has_length(leaf, num_samples) for leaf in leaves(X))
 
 
 def _on(bound: BoundModel, X: Any) -> BoundModel:

@@ -22,8 +22,8 @@ from curvlinops.core.parameters import (
     without_ties,
 )
 from curvlinops.core.protection import modules_of, protected
-from curvlinops.core.references import find_modules
 from curvlinops.core.rewriting import check_modules
+from curvlinops.core.used_modules import find_modules
 
 
 class Model(ABC):
@@ -36,6 +36,7 @@ class Model(ABC):
         module: The user's module, if the model is one.
         roots: All modules that the model is known to use.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
+        registered: All parameters of the module, by every name, when the operator was built.
         differentiates: Whether it is known to differentiate with respect to parameters itself, as
             meta-learning does, so that these have to require gradients in each evaluation.
     """
@@ -43,6 +44,7 @@ class Model(ABC):
     module: nn.Module | None = None
     substitutable = True
     differentiates = False
+    registered: Mapping[str, Tensor] = {}
 
     def __init__(self, source: Any, params: dict[str, Tensor], given: Given | None = None):
         check_params(params)
@@ -137,6 +139,7 @@ class ModuleModel(Model):
         given = Given(user, {name: own[name] for name in params}) if is_named(user) else None
         super().__init__(self.module, without_ties(params, own), given)
         # name in `params` -> the module's own parameter
+        self.registered = own
         self._targets = {name: own[name] for name in self.params}
         for name, param in self.params.items():
             if param.shape != own[name].shape:
@@ -285,3 +288,8 @@ def wrap_model(model_func: Any, params: Any) -> Model:
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
     return (FunctionalModel if is_named(params) else ClosureModel)(model_func, params)
+
+
+def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Return which modules, children included, are in train mode."""
+    return tuple(module.training for module in modules_of(roots))

@@ -169,7 +169,7 @@ class Forward:
         autograd records the tangents, too, and needs two to four times the memory. A larger graph
         is therefore built in a pass of its own, after one for the tangents alone.
         """
-        together = room_for(2, bound.seen.graph_bytes, bound.space.device)
+        together = room_for(2, bound.facts.graph_bytes, bound.space.device)
         linearize = _record_with_tangent if together else _record_after_tangent
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:

@@ -13,6 +13,7 @@ from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import changed, check_count, check_number, without_graph
 from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar
 from curvlinops.core.columns import multiple, total
+from curvlinops.core.frozen import frozen
 from curvlinops.core.linear import Array, LinearMap
 from curvlinops.core.space import Columns
 
@@ -151,11 +152,12 @@ class TorchLinearOperator(LinearMap):
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        for start in range(0, num, chunk):
-            part = out[start : start + chunk]
-            units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
-            units.diagonal(start).fill_(1.0)
-            part.copy_(self._product(units.T, adjoint=by_rows).T)
+        with frozen(self):
+            for start in range(0, num, chunk):
+                part = out[start : start + chunk]
+                units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
+                units.diagonal(start).fill_(1.0)
+                part.copy_(self._product(units.T, adjoint=by_rows).T)
         return out if by_rows else out.T.contiguous()
 
     def __repr__(self) -> str:

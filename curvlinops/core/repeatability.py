@@ -1,6 +1,7 @@
 """Is a pass over data, model and loss repeatable? If it is not: why?"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
     first, second = _observe(risk, 0, look), _observe(risk, 1, lambda *_: None)
     data = [[observation[0] for observation in run] for run in (first, second)]
     if not agree(data[0], data[1], 1e-6):
-        raise RuntimeError(explain_data(risk.batches.data, *data))
+        raise RuntimeError(explain_data(risk.data.data, *data))
     for index, ((_, values), (_, again)) in enumerate(zip(first, second, strict=True)):
         tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
         if not agree([values], [again], tolerance):
@@ -54,20 +55,18 @@ def _observe(
     """Return, for each batch, numbers that identify the data and what the model makes of it."""
     observations, terms = [], 0.0
 
-    def step(bound: BatchRisk) -> None:
-        nonlocal terms
-        if seed == 0:
-            # on all batches, not only on the first
-            risk.values_checked = risk.loss is None
-        data = fingerprint((bound.batch.X, bound.batch.y))
-        numbers, output, own = _evaluate(risk, bound)
-        terms = terms + own
-        look(bound, output)
-        observations.append((data, numbers))
-
     with preserved_rng():
         seed_everything(seed)
-        risk.run(step, "check_deterministic", purpose=None if risk.loss is None else "gradient")
+        with risk.batches("check_deterministic") as batches:
+            for bound in batches:
+                if seed == 0:
+                    # on all batches, not only on the first
+                    risk.values_checked = risk.loss is None
+                data = fingerprint((bound.batch.X, bound.batch.y))
+                numbers, output, own = _evaluate(risk, bound)
+                terms = terms + own
+                look(bound, output)
+                observations.append((data, numbers))
     if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
         risk.scale(terms)
     return observations
@@ -92,13 +91,11 @@ def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tenso
 
 def _explain_model(risk: EmpiricalRisk, index: int) -> str:
     explanation = ""
-
-    def step(bound: BatchRisk) -> None:
-        nonlocal explanation
-        if bound.batch.index == index:
-            explanation = explain_model(risk.model.module, lambda: autodiff.evaluate(bound))
-
-    risk.run(step, "check_deterministic")
+    with risk.batches("check_deterministic") as batches:
+        for bound in batches:
+            if bound.batch.index == index:
+                evaluate = partial(autodiff.evaluate, bound)
+                explanation = explain_model(risk.model.module, evaluate)
     return f"{explanation} (Noticed on batch {index}.)"
 
 

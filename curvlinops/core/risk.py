@@ -1,7 +1,9 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,25 +12,17 @@ from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone, fetched
 from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
-from curvlinops.core.containers import to_double
-from curvlinops.core.data import Batch, Batches, first_samples
-from curvlinops.core.dependence import own_ids
-from curvlinops.core.examination import Examination, Seen
-from curvlinops.core.findings import Findings, recall
-from curvlinops.core.graph import operations
-from curvlinops.core.memory import suppressed
-from curvlinops.core.model import Model
+from curvlinops.core.containers import leaves
+from curvlinops.core.data import Batch, Batches
+from curvlinops.core.first_batch import BatchFacts, Look, learned
+from curvlinops.core.graph_checks import check_graph, needs_graph, own_ids
+from curvlinops.core.model import Model, train_flags
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.progress import shown
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.walk import Structure
-
-#: Called before a pass; returns a function that says what all steps depend on, data apart, if that
-#: is known.
-Start = Callable[[], Callable[[], Structure | None] | None]
 
 
 class BatchRisk:
@@ -39,63 +33,52 @@ class BatchRisk:
         self.batch = batch
         self.number = risk.ranks.number(batch.index)  # seeds what is random on it
         self.space = risk.space
-        self.loss = risk.loss
+        self.model, self.loss = risk.model, risk.loss
         self.leaves, self.constants = risk.model.leaves, risk.model.constants
-        self._offered: Evaluation | None = None
 
     @property
-    def findings(self) -> Findings:
-        """What is known of the model."""
-        return self._risk.findings
+    def facts(self) -> BatchFacts:
+        """What the graph of the first batch has shown of the model."""
+        if self.is_first:
+            with preserved_rng(), self.recording("gradient"):
+                pass
+        return self._risk.facts
 
     @property
-    def seen(self) -> Seen:
-        """What the first batch has shown."""
-        return self._risk.examination.seen
+    def is_first(self) -> bool:
+        """Whether the model was not evaluated before, so that nothing is known of it."""
+        return self._risk.facts is None
 
     @property
-    def owns_graph(self) -> bool:
-        """Whether nobody else has a part of the graph; a closure may use what was made before."""
-        return self._risk.model.substitutable
+    def can_substitute(self) -> bool:
+        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
+        return self.model.substitutable
+
+    @property
+    def loss_needs_graph(self) -> bool:
+        """Whether the loss depends on parameters not only through the values of the output."""
+        known = self.loss is None or self.loss.is_function_of_values
+        return not known and self.facts.loss_needs_graph
 
     @property
     def num_samples(self) -> int:
         """The number of samples in the batch."""
-        return self._risk.batches.size(self.batch)
+        return self._risk.data.size(self.batch)
+
+    def known(self, make: Callable, *args: Hashable) -> Any:
+        """Return ``make(*args)``, an object that learns about the model, made for all batches.
+
+        Other operators on the same model share it, as long as all is alike but for numbers.
+        """
+        return self._risk.known(self, make, *args)
 
     def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
-        return Scope(self._risk.model, values, purpose)
+        return Scope(self.model, values, purpose)
 
     def on(self, batch: Batch) -> "BatchRisk":
         """Return the same on another batch."""
         return self if batch is self.batch else BatchRisk(self._risk, batch)
-
-    def first_samples(self, at_least: int = 2) -> "BatchRisk | None":
-        """Return the same on the first few samples of a batch that can be cut, else ``None``."""
-        with suppressed():  # their number may not be evident, or a tensor have no slices
-            if (batch := first_samples(self.batch, self.num_samples, at_least)) is not None:
-                # what is found there of losses and values need not hold for the others
-                twin = EmpiricalRisk(self._risk.model, self.loss, self._risk.batches)
-                twin.examination.seen.dtypes = self.seen.dtypes
-                return BatchRisk(twin, batch)
-        return None
-
-    def resembles(self, seen: Seen) -> bool:
-        """Return whether this has the same operations as a first batch, the loss's included."""
-        with preserved_rng() as untouched:
-            with self.recording(seen.purpose) as found:
-                output = found.output
-                value = output if self.loss is None else self.loss.sum(output, self.batch.y)
-            if untouched():
-                self.offer(found)
-        return operations(value) == seen.operations
-
-    def in_double(self, values: dict[str, Tensor]) -> "BatchRisk":
-        """Return the same on a copy of the model in float64, at other parameter values."""
-        twin = EmpiricalRisk(self._risk.model.in_double(values), self.loss, self._risk.batches)
-        X, y = to_double((self.batch.X, self.batch.y))
-        return BatchRisk(twin, Batch(self.batch.index, X, y))
 
     def output(self, scope: Scope) -> Tensor:
         """Evaluate the model in an active scope."""
@@ -105,23 +88,34 @@ class BatchRisk:
 
     @contextmanager
     def recording(self, purpose: str) -> Iterator[Evaluation]:
-        """Evaluate the model for backward passes of some purpose; its scope is active inside."""
-        found, self._offered = self._offered, None
-        if found is not None and found.scope.purpose == purpose and found.scope.is_current:
-            with found.scope.active():
-                yield found
-            return
-        del found
+        """Evaluate the model for backward passes of some purpose; its scope is active inside.
+
+        Raises:
+            ValueError: If the graph cannot be differentiated with respect to the parameters.
+        """
         leaves = self.leaves()
         scope = self.scope(leaves, purpose)
+        look = Look(self, leaves) if self.is_first else None
         with scope.active():
-            yield Evaluation(scope, leaves, self.output(scope))
+            if look is not None:
+                output = self._first_output(scope, leaves, look)
+            else:
+                output = self.output(scope)
+                self._risk.look_at_loss(self.batch, output, leaves)
+                if not self.loss_needs_graph:
+                    check_graph(output, self.model, leaves)
+            yield Evaluation(scope, leaves, output)
 
-    def offer(self, evaluation: Evaluation | None) -> None:
-        """Let ``recording`` use an evaluation, once, if another one would find just the same."""
-        # other losses may know what the model has kept of its last evaluation
-        plain = self.loss is None or self.loss.is_function_of_values
-        self._offered = evaluation if plain else None
+    def _first_output(self, scope: Scope, leaves: dict[str, Tensor], look: Look) -> Tensor:
+        """Evaluate the model for the first time, and look at its graph."""
+        with look.watch:
+            output = self.output(scope)
+            facts = look.facts(output)
+            value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
+        check_graph(value, self.model, leaves)
+        self._risk.facts = facts
+        self.model.differentiates |= facts.model_differentiates
+        return output
 
     def terms(self, output: Tensor) -> Tensor:
         """Return the batch's share of the normalization, after checking that all fits."""
@@ -164,8 +158,7 @@ class EmpiricalRisk:
 
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
-        examination: What is known of each batch's graph.
-        findings: What is known of the model; that of other risks if all has the same structure.
+        facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
     """
 
     def __init__(
@@ -177,77 +170,99 @@ class EmpiricalRisk:
         name: str = "",
         ranks: Ranks | None = None,
     ):
-        self.model, self.loss, self.batches = model, loss, batches
+        self.model, self.data = model, batches
         self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
-        self.term_size, self.values_checked = None, loss is None
-        self.examination = Examination(model)
-        self.findings: Findings | None = None
-
-    def run(
-        self,
-        step: Callable[[BatchRisk], None],
-        description: str,
-        start: Start = lambda: None,
-        batches: Batches | None = None,
-        purpose: str | None = None,
-    ) -> None:
-        """Call ``start``, then ``step`` on every batch. This is the only loop over data.
-
-        Args:
-            step: What is done with a batch.
-            description: What it is done for, in the progress bar.
-            start: Called first; returns what the steps depend on, if they use findings.
-            batches: Other data than the risk's own.
-            purpose: For which backward passes a step first evaluates the model, if it does.
-        """
-        batches, device = batches or self.batches, self.space.device
-        label = f"{self.name}.{description} on {device}"
-
-        def wrap(data: Iterable) -> Iterable:
-            items = shown(data, label) if self.progressbar else data
-            return items if type(data) in (list, tuple) else fetched(items)
-
-        with alone():
-            self.model.follow()
-            own = own_ids(self.model)
-            structure = start()
-            with self.examination.preserving(batches.data):
-                for bound in (BatchRisk(self, b) for b in batches.iterate(device, wrap, own)):
-                    sharing = nullcontext()
-                    if structure is not None and self.findings is None:
-                        self.findings = self._recall(structure, bound.batch, batches)
-                        sharing = self.findings.publishing()
-                    try:
-                        with sharing, self.examination.around(bound, purpose):
-                            step(bound)
-                    except Exception as error:  # numbers that are none, say, which show nothing
-                        self.findings = None
-                        bound.batch.name_in(error)
-                        raise
-
-    def _recall(
-        self, structure: Callable[[], Structure | None], batch: Batch, batches: Batches
-    ) -> Findings:
-        """Return what is known of the model; nothing if it cannot be seen on what that depends."""
-        try:
-            parts = [structure(), Structure.of([batch.X, batch.y, batches.batch_size_fn])]
-        except Exception:  # whatever the user's own types raise
-            return Findings({})
-        return Findings({}) if parts[0] is None else recall(self.model, parts)
+        self.reconsider(loss)
 
     def reconsider(self, loss: LossLike | None) -> None:
-        """Use a loss from now on, and check again what model and loss depend on."""
-        self.loss, self.values_checked = loss, loss is None
-        self.examination.forget()
-        self.findings = self.term_size = None
+        """Use a loss from now on, and forget all that is known of loss and model."""
+        self.loss, self.values_checked, self.term_size = loss, loss is None, None
+        self.facts: BatchFacts | None = None
+        self._known: dict[Hashable, Any] = {}
+        self._shared: dict[Hashable, Any] | None = None
+        self._looked_at: set[int] = set()  # batches
 
-    def look_again(self) -> None:
-        """Find out again whether the loss depends on the model, with the same modes."""
-        self.loss.needs_graph = False
-        self.examination.forget()
-        if self.findings is not None:
-            self.findings.forget(Seen)
+    @contextmanager
+    def batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchRisk]]:
+        """Pass over the data, in a loop inside of a context. There are no other passes over data.
+
+        Inside the context, no other thread evaluates models, PyTorch has its default modes, and
+        the global random number generators are restored at the end.
+
+        Args:
+            description: The purpose of the pass, for the progress bar.
+            data: Other data than the risk's own.
+
+        Raises:
+            Exception: Any error inside, with a note that names the batch.
+        """
+        with alone(), preserved_rng():
+            self.model.follow()
+            current: list[Batch] = []
+            try:
+                yield self._iterate(description, data or self.data, current)
+            except Exception as error:
+                # what was learned from numbers that are not finite, say, may be wrong
+                for key in self._known:
+                    self._shared.pop(key, None)
+                self._known = {}
+                if current:
+                    current[-1].name_in(error)
+                raise
+
+    def _iterate(
+        self, description: str, data: Batches, current: list[Batch]
+    ) -> Iterator[BatchRisk]:
+        device = self.space.device
+        label = f"{self.name}.{description} on {device}"
+
+        def wrap(items: Iterable) -> Iterable:
+            shown_items = shown(items, label) if self.progressbar else items
+            return shown_items if type(items) in (list, tuple) else fetched(shown_items)
+
+        for batch in data.iterate(device, wrap, own_ids(self.model)):
+            current[:] = [batch]
+            yield BatchRisk(self, batch)
+            current.clear()
+
+    def known(self, bound: BatchRisk, make: Callable, *args: Hashable) -> Any:
+        """See ``BatchRisk.known``."""
+        key = (make, *args)
+        if key not in self._known:
+            found = self.shared(bound).setdefault(key, make(*args))
+            self._known[key] = found if found.is_complete else make(*args)
+        return self._known[key]
+
+    def shared(self, bound: BatchRisk) -> dict[Hashable, Any]:
+        """Return what all operators know of this model with such batches and such a loss.
+
+        Args:
+            bound: The first batch that is met.
+        """
+        if self._shared is None:
+            flags = train_flags(self.model.roots)
+            tensors = [*self.model.params.values(), *leaves((bound.batch.X, bound.batch.y))]
+            kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
+            loss = None if self.loss is None else repr(self.loss.description)
+            key = (bound.facts.signature, flags, kinds, tuple(self.model.params), loss)
+            self._shared = learned(self.model.source, key)
+        return self._shared
+
+    def look_at_loss(self, batch: Batch, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Find out, once for each batch, whether a user's loss needs the graph of the output.
+
+        A PINN's loss may need it on some batches only.
+        """
+        loss = self.loss
+        if loss is None or loss.is_function_of_values or batch.index in self._looked_at:
+            return
+        self._looked_at.add(batch.index)
+        if not loss.needs_graph:
+            loss.needs_graph = needs_graph(loss, output, batch.y, leaves, self.model.params)
+            self.facts = replace(self.facts, loss_needs_graph=loss.needs_graph)
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.
@@ -259,7 +274,7 @@ class EmpiricalRisk:
             return torch.zeros((), device=output.device)
         try:
             self.loss.check(output, batch.y)
-            self.batches.check_rows(batch, len(output))
+            self.data.check_rows(batch, len(output))
             if not self.values_checked:
                 self.loss.check_values(output, batch.y)
                 self.values_checked = True
@@ -290,26 +305,20 @@ class EmpiricalRisk:
             )
         return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
 
-    def gradient_and_loss(self, start: Start = lambda: None) -> tuple[Columns, Tensor]:
+    def gradient_and_loss(self) -> tuple[Columns, Tensor]:
         """Return gradient (one column) and value of ``L`` over all data.
-
-        Args:
-            start: Called first, see ``run``.
 
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
         gradient, loss, total = self.space.zeros(1), 0.0, 0.0
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal loss, total
-            value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
-            check_finite(bound.batch, value, columns)
-            loss, total = loss + value, total + terms
-            add(gradient, slice(None), columns)
-
-        with self.ranks.together(self, "gradient_and_loss"):
-            self.run(step, "gradient_and_loss", start)
+        task = "gradient_and_loss"
+        with self.ranks.together(self, task), self.batches(task) as batches:
+            for bound in batches:
+                value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
+                check_finite(bound.batch, value, columns)
+                loss, total = loss + value, total + terms
+                add(gradient, slice(None), columns)
         self.ranks.add(self.space.join(gradient))
         loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(total))
         return {name: column * scale for name, column in gradient.items()}, loss * scale

@@ -160,7 +160,7 @@ class RecordedBatch:
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
         # several vectors may turn out to need one pass each
-        retain, parts = not (last and len(u) == 1 and self._bound.owns_graph), []
+        retain, parts = not (last and len(u) == 1 and self._bound.can_substitute), []
         if len(u):
             with self._scope.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.containers import leaves
-from curvlinops.core.dependence import DIFFERENTIATING
 from curvlinops.core.functions import in_transform
+from curvlinops.core.graph_checks import DIFFERENTIATING
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
 

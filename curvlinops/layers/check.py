@@ -48,7 +48,7 @@ def autograd_sums(
     with bound.recording("gradient") as (_, leaves, output):
         output = by_samples(output, num_samples)
         u = weighted(probe(output.detach()), then(shares(len(output), output.detach())))
-        found = pull({"": output}, {"": u}, leaves, retain=not bound.owns_graph)
+        found = pull({"": output}, {"": u}, leaves, retain=not bound.can_substitute)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
         for name, leaf in leaves.items()

@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.core.autodiff import BoundModel
 from curvlinops.core.independence import check_first_sample
 from curvlinops.core.memory import lacks_memory
-from curvlinops.core.seeds import GeneratorStates, preserved_rng
+from curvlinops.core.seeds import GeneratorStates
 from curvlinops.core.warn import first_line
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
@@ -52,7 +52,7 @@ class SampleBackward:
     ):
         self.name = name
         self._trusting, self._independent, self._invariant = trusting, independent, invariant
-        self._grouped, self._log = False, logging.WARNING
+        self._grouped = False
         self.fallbacks: dict[str, str] = {}
         self._layouts: dict[Key, Along] = {}
         self._checked: set[Key] = set()  # on several samples
@@ -73,10 +73,6 @@ class SampleBackward:
             bound: The model on a batch.
             trusting: Whether the batch is taken to be like earlier ones. Default: as for all.
         """
-        few = None if self._checked or self.fallbacks else bound.first_samples()
-        if few is not None:
-            with preserved_rng():
-                self._rehearse(few)
         trusting = self._trusting if trusting is None else trusting
         learning = not (self._checked or self._checked_alone or self.fallbacks)
         states = GeneratorStates()
@@ -89,22 +85,6 @@ class SampleBackward:
         if self.fallbacks:  # which evaluate the model again
             states.restore()
         return SampleGradients(bound, batch, self.fallbacks, self._ways)
-
-    def _rehearse(self, few: BoundModel) -> None:
-        """Learn from a few samples which rules agree with autograd, and what to do about calls."""
-        trial = SampleBackward(self.name, independent=self._independent, invariant=self._invariant)
-        trial._log = logging.DEBUG
-        try:
-            batch = trial._record(few, trusting=False)
-        except Exception as error:  # if these do not do alone, all show why
-            if lacks_memory(error):
-                raise
-            _LOGGER.info("%s: a few samples alone: %s", self.name, error)
-            return
-        if batch is not None and not trial.fallbacks:
-            # what they do not use, others may
-            self._checked = trial._checked - batch.unconnected - batch.blank
-            self._changes, self._grouped = trial._changes, trial._grouped
 
     def _record(self, bound: BoundModel, trusting: bool) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
@@ -295,8 +275,7 @@ class SampleBackward:
         self.fallbacks.update(dict.fromkeys(names, reason))
         if names:
             said = ", ".join(f"'{name}'" for name in names[:3])
-            _LOGGER.log(
-                self._log,
+            _LOGGER.warning(
                 "%s: gradients with respect to %s are computed sample by sample: %s.",
                 self.name,
                 said if len(names) <= 3 else f"{said} and {len(names) - 3} more",

@@ -101,7 +101,7 @@ class Shares:
 
     def _by_vmap(self, u: Tensor, wanted: Tensor) -> Columns:
         bound, X = self._bound, self._bound.batch.X
-        if not bound.owns_graph:
+        if not bound.can_substitute:
             raise NotImplementedError("no closures.")
         values = bound.constants()
         own = {name: values[name] for name in self._space.names}

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.fingerprint import PLAIN
 from curvlinops.core.functions import WithDerivative, wide
-from curvlinops.core.references import is_plain
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -62,7 +62,7 @@ class Loss(ABC):
     def description(self) -> tuple:
         """Kind, reduction and options of the loss, as far as they are plain values."""
         found = self.module.keywords if isinstance(self.module, partial) else vars(self.module)
-        options = {n: v for n, v in found.items() if is_plain(v) and n != "training"}
+        options = {n: v for n, v in found.items() if isinstance(v, PLAIN) and n != "training"}
         return type(self).__name__, self.name, self.reduction, options
 
     def to(self, device: torch.device | str) -> None:

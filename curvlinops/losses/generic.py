@@ -12,7 +12,7 @@ from curvlinops.core.containers import lent, perhaps_shared, take
 from curvlinops.core.functions import wide
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.protection import protected
-from curvlinops.core.references import find_modules
+from curvlinops.core.used_modules import find_modules
 from curvlinops.core.warn import first_line, warn
 from curvlinops.losses.base import Loss
 

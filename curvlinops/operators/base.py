@@ -1,6 +1,7 @@
 """What all operators over a data set share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from curvlinops.core.ambient import alone, free_of_modes
 from curvlinops.core.arguments import as_device, check_choice, check_count
 from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
+from curvlinops.core.choice import Mode, NothingToTest, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
-from curvlinops.core.keeping import Keeper, check_cache
-from curvlinops.core.model import wrap_model
+from curvlinops.core.graph_cache import GraphCache, check_cache
+from curvlinops.core.model import train_flags, wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.outputs import OVERFLOW, report_batch_statistics
@@ -22,8 +23,8 @@ from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
+from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.walk import Structure
 from curvlinops.losses import Loss, wrap_loss
 
 
@@ -114,7 +115,7 @@ class DataLinearOperator(TorchLinearOperator):
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
-        self._kept, self._checked = Keeper(cache, name), set[tuple[bool, ...]]()
+        self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
         with ranks.together(self.risk, "__init__", blocks=self._blocks):
             self._check_model()
         super().__init__(*self._spaces())
@@ -143,12 +144,11 @@ class DataLinearOperator(TorchLinearOperator):
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
         """
         modes = self._modes if many else self._modes[::-1]
-        thorough = self.risk.examination.seen.has_custom_functions
 
         def only_terms(output: Tensor) -> tuple[None, Tensor]:
             return None, bound.terms(output)
 
-        return choose(modes, adjoint_of_jacobian, bound, only_terms, thorough)
+        return choose(modes, adjoint_of_jacobian, bound, only_terms)
 
     # --- products
 
@@ -167,17 +167,14 @@ class DataLinearOperator(TorchLinearOperator):
         if num_columns == 0 or not both:
             return out
         total, ranks = 0.0, self.risk.ranks
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal total
-            apply = self._prepare(bound, num_columns * len(both))
-            for inputs, outputs in both:
-                V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                terms = apply(V, product)
-            total = total + terms
-
-        with self._together("matmat", columns, wanted=codomain.names) as columns:
-            self._run(step, "matmat", purpose=self._purpose(num_columns * len(both)))
+        together = self._together("matmat", columns, wanted=codomain.names)
+        with together as columns, self._batches("matmat") as batches:
+            for bound in batches:
+                apply = self._prepare(bound, num_columns * len(both))
+                for inputs, outputs in both:
+                    V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
+                    terms = apply(V, product)
+                total = total + terms
         scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
             flat.mul_(scale)
@@ -186,64 +183,40 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
         """Linearize on a batch for a number of products, unless that is kept from before."""
-        keeps = self._kept.wants(("", bound.batch.index))
+        keeps = self._cache.wants(("", bound.batch.index))
         mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
-        if not isinstance(mode, Reverse):  # the other one has no graph
+        if not isinstance(mode, Reverse):  # forward mode has no graph
             return self._linearize(bound, mode)
-        mode = replace(mode, once=num_products == 1 and not keeps and bound.owns_graph)
+        mode = replace(mode, once=num_products == 1 and not keeps and bound.can_substitute)
         return self._keep(bound, lambda own: self._linearize(own, mode))
 
     def _are_many(self, num_products: int) -> bool:
         """Return whether the graph of a backward pass pays for a number of products."""
         return num_products > 1
 
-    def _purpose(self, num_products: int) -> str | None:
-        """Return for which backward passes products need an evaluation, if it is one of these."""
-        records = self._are_many(num_products) and any(isinstance(m, Reverse) for m in self._modes)
-        return "reverse" if records else None
-
     def _keep(self, bound: BatchRisk, build: Callable[[BatchRisk], Any], kind: str = "") -> Any:
         """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
         key = (kind, bound.batch.index)
-        return self._kept.prepare(key, bound.batch, lambda own: build(bound.on(own)))
+        return self._cache.get_or_build(key, bound.batch, lambda own: build(bound.on(own)))
 
-    def _run(
-        self,
-        step: Callable[[BatchRisk], None],
-        description: str,
-        batches: Batches | None = None,
-        purpose: str | None = None,
-    ) -> None:
-        """Call ``step``, which may use what is kept, on every batch; see ``EmpiricalRisk.run``."""
-
-        def start() -> Callable[[], Structure | None]:
-            try:
-                self._follow_changes()
-            except Exception:  # the next product shall meet it, too
-                self._kept.clear()
-                raise
-            return lambda: self._kept.structure
-
-        own = self._kept.cache not in ("auto", "none")  # the first product has its own batch, too
-        self.risk.run(step, description, start, batches, None if own else purpose)
+    @contextmanager
+    def _batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchRisk]]:
+        """Pass over the data with what is kept, see ``EmpiricalRisk.batches``."""
+        with alone():
+            self._follow_changes()
+            with self.risk.batches(description, data) as batches:
+                yield batches
 
     def _follow_changes(self) -> None:
-        """Draw conclusions about model and loss again if these may have changed.
-
-        If nothing is kept, plain attributes of modules tell. Functions show nothing of themselves,
-        so that what was seen of these, and of losses that read numbers, is not used a second time.
-        """
-        numbers_matter = self.risk.examination.loss_reads
-        if self._kept.keeps:
-            if self._kept.start(self._dependencies(), self.device, numbers_matter):
+        try:
+            restructured = self._cache.check(self._dependencies(), self.device)
+            if restructured or self._flags != train_flags(self.risk.model.roots):
                 self._reconsider()
-            return
-        model, wrapped, loss = self.risk.model, self.risk.loss, self.loss_func
-        own = [loss] if isinstance(loss, nn.Module) else []
-        if self._kept.start_without([*model.roots, *own]) or model.module is None:
-            self._reconsider()
-        elif loss is not None and (numbers_matter or not (own or wrapped.is_function_of_values)):
-            self.risk.look_again()
+        except Exception:  # the next product shall meet it, too
+            self._flags = None
+            raise
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
@@ -252,14 +225,23 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
-        seen = self.risk.examination.seen
-        return bound.findings.get(Chosen, many).find(bound, seen, self._choose)
+        key = ("mode", type(self), self.autodiff, self.chunk_size, many)
+        known = self.risk.shared(bound)
+        if key not in known:
+            try:
+                with preserved_rng():  # the product draws as if there was no test
+                    known[key] = self._choose(bound, many)
+            except NothingToTest as found:  # another batch may tell
+                return found.mode
+        return known[key]
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
-        loss = self.loss_func, self.reduction
-        shared = self.autodiff, self.chunk_size, self.check_deterministic
-        return [type(self), self.risk.model.dependencies(), loss, shared, self._settings()]
+        loss = [self.loss_func, self.reduction]
+        if not self._cache.keeps:  # then it matters only how the loss is understood
+            return loss
+        options = self._settings() | {"chunk_size": self.chunk_size, "autodiff": self.autodiff}
+        return [*loss, *self.risk.model.dependencies(), *options, *options.values()]
 
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options, by name."""
@@ -275,17 +257,17 @@ class DataLinearOperator(TorchLinearOperator):
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
         with alone():
-            self._kept.clear()
+            self._cache.clear()
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
         about = [] if loss is None else [loss.name, f"reduction={loss.reduction!r}"]
         sizes = [len(block) for block in self._blocks]
         blocks = [f"block_sizes={sizes}"] if len(sizes) > 1 else []
-        return [*about, self.risk.batches.describe(), *blocks]
+        return [*about, self.risk.data.describe(), *blocks]
 
     def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"cache": self._kept.cache}
+        return super()._arguments() | {"cache": self._cache.cache}
 
     # --- beyond products
 
@@ -298,7 +280,9 @@ class DataLinearOperator(TorchLinearOperator):
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
-        columns, loss = self.risk.gradient_and_loss(self._reconsider)
+        with alone():
+            self._follow_changes()
+            columns, loss = self.risk.gradient_and_loss()
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
@@ -315,14 +299,14 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _check_model(self) -> None:
         """Check, for each combination of train flags that is met, what no product would notice."""
-        flags = tuple(m.training for root in self.risk.model.roots for m in root.modules())
-        if flags in self._checked:
-            return
-        singles_of = type(self).__name__ if self._per_sample else None
-        report_batch_statistics(self.risk.model.roots, singles_of)
-        if not self._trusting:
-            check_repeatable(self.risk, independent=self._per_sample)
-        self._checked.add(flags)
+        flags = train_flags(self.risk.model.roots)
+        if flags not in self._checked:
+            singles_of = type(self).__name__ if self._per_sample else None
+            report_batch_statistics(self.risk.model.roots, singles_of)
+            if not self._trusting:
+                check_repeatable(self.risk, independent=self._per_sample)
+            self._checked.add(flags)
+        self._flags = flags
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
         together = space.common_memory(out)

@@ -76,20 +76,20 @@ class EFLinearOperator(DataLinearOperator):
         self._choice: _Choice | None = None
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
-        if bound.loss.needs_graph:
+        if bound.loss_needs_graph:
             return self._keep(bound, self._from_samples_alone, "alone")
         # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
         rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
-        if self._choice is None and self._kept.wants(rows):
+        if self._choice is None and self._cache.wants(rows):
             with preserved_rng():  # the product draws as if there was no choice
                 self._choice = self._choose_forms(bound)
         choice = self._choice or _Choice()
         if choice.without_graph:
             return self._keep(bound, self._from_rows, "rows")
         size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
-        if choice.rows and self._kept.wants(rows) and self._kept.has_room(rows, size):
+        if choice.rows and self._cache.wants(rows) and self._cache.has_room(rows, size):
             return self._keep(bound, self._from_rows, "rows")
-        if choice.pairs and self._kept.wants(pairs):
+        if choice.pairs and self._cache.wants(pairs):
             return self._keep(bound, self._from_pairs)
         try:
             return super()._prepare(bound, num_products)
@@ -105,7 +105,7 @@ class EFLinearOperator(DataLinearOperator):
         return self.terms == "term" and num_terms != len(output)
 
     def _capture(self, bound: BatchRisk) -> SampleGradients:
-        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
+        found = bound.known(SampleBackward, type(self).__name__, self._trusting, False)
         return found.capture(bound)
 
     def _choose_forms(self, bound: BatchRisk) -> _Choice:

@@ -54,7 +54,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         )
 
     def _capture(self, bound: BatchRisk) -> SampleGradients:
-        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)
+        found = bound.known(SampleBackward, type(self).__name__, self._trusting)
         return found.capture(bound)
 
     def _apply(self, columns: Columns) -> Columns:
@@ -75,17 +75,14 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)
         total: Tensor | float = 0.0
 
-        def step(bound: BatchRisk) -> None:
-            nonlocal trace, total
-            gradients = self._capture(bound)
-            total = total + bound.terms(gradients.output)
-            for u, last in mark_last(self._vectors(bound, gradients)):
-                for _, form in gradients.backward(u, last):
-                    trace = trace + form.squared_norms().sum()
-
         ranks = self.risk.ranks
-        with self._together("trace"):
-            self._run(step, "trace")
+        with self._together("trace"), self._batches("trace") as batches:
+            for bound in batches:
+                gradients = self._capture(bound)
+                total = total + bound.terms(gradients.output)
+                for u, last in mark_last(self._vectors(bound, gradients)):
+                    for _, form in gradients.backward(u, last):
+                        trace = trace + form.squared_norms().sum()
         scale = self.risk.scale(ranks.total(total))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         number = ParameterSpace.flat(1, trace.dtype, trace.device)
@@ -97,15 +94,12 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         out = self.space.zeros(1)
         total: Tensor | float = 0.0
 
-        def step(bound: BatchRisk) -> None:
-            nonlocal total
-            squares, terms = self._keep(bound, self._squares)
-            add(out, slice(None), squares)
-            total = total + terms
-
         ranks = self.risk.ranks
-        with self._together("diagonal"):
-            self._run(step, "diagonal")
+        with self._together("diagonal"), self._batches("diagonal") as batches:
+            for bound in batches:
+                squares, terms = self._keep(bound, self._squares)
+                add(out, slice(None), squares)
+                total = total + terms
         scale = self.risk.scale(ranks.total(total))
         ranks.add(self.space.join(out)).mul_(scale)
         self._check_finite(out, self.space)

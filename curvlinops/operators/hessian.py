@@ -20,9 +20,8 @@ class HessianLinearOperator(DataLinearOperator):
         return mode.hessian(bound, bound.loss_seed)
 
     def _choose(self, bound: BatchRisk, many: bool) -> Mode:
-        thorough = self.risk.examination.seen.has_custom_functions
         try:
-            mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed, thorough)
+            mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
         except NothingToTest as found:  # differences may still tell more
             self._compare(bound, found.mode)
             raise

@@ -11,7 +11,7 @@ from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.layers.groups import Group
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.rows import RowMaps, RowsLinearOperator, flat
+from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
 
 
 class OutputsLinearOperator(RowsLinearOperator):
@@ -66,22 +66,19 @@ class OutputsLinearOperator(RowsLinearOperator):
         gradients, without the Jacobian, where that is cheaper.
         """
         batches: list[tuple[list[Group], Tensor]] = []
-
-        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting, False)
-            gradients = found.capture(bound)
-            output = gradients.output
-            size = output.shape[1:].numel()
-            one_by_one = torch.eye(size, dtype=output.dtype, device=output.device)
-            u = one_by_one.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-
-            def use(place: slice) -> None:
-                rows = torch.arange(place.start, place.stop, device=output.device)
-                batches.append((gradients.backward(u, last=True), rows.reshape(-1, size).T))
-
-            return output.numel(), use
-
-        self._place_rows("gram", sum(self._lengths), compute)
+        with self._batches("gram") as passed:
+            places = RowPlaces(self, sum(self._lengths))
+            for bound in places.wanted(passed):
+                found = bound.known(SampleBackward, type(self).__name__, self._trusting, False)
+                gradients = found.capture(bound)
+                output = gradients.output
+                size = output.shape[1:].numel()
+                eye = torch.eye(size, dtype=output.dtype, device=output.device)
+                u = eye.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
+                if (place := places.next(output.numel())) is not None:
+                    rows = torch.arange(place.start, place.stop, device=output.device)
+                    groups = gradients.backward(u, last=True)
+                    batches.append((groups, rows.reshape(-1, size).T))
         return self._gram(batches)
 
 

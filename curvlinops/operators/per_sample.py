@@ -19,7 +19,7 @@ from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.rows import AddRows, RowMaps, RowsLinearOperator, row_indices
+from curvlinops.operators.rows import AddRows, RowMaps, RowPlaces, RowsLinearOperator, row_indices
 
 #: Takes gradients of some samples, and their places among the rows.
 Visit = Callable[[list[Group], Tensor], None]
@@ -118,7 +118,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return wide(bound.loss.gradient(output, bound.batch.y))
 
     def _prepare(self, bound: BatchRisk, num_products: int) -> Push:
-        if not bound.loss.needs_graph and not self._lacking:
+        if not bound.loss_needs_graph and not self._lacking:
             try:
                 return super()._prepare(bound, num_products)
             except NoDerivativeError:  # of second order, and in forward mode
@@ -135,7 +135,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return {n: torch.stack([x[n] for x in rows], 1).flatten(0, 1) for n in rows[0]}
 
     def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
-        if not bound.loss.needs_graph:
+        if not bound.loss_needs_graph:
             return super()._linearize_adjoint(bound)
         rows = self._alone.rows(bound)
         self._fallbacks = self._alone.fallbacks
@@ -256,27 +256,25 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             visit: What is done with them.
             whole: Whether it gets all of a batch at once.
         """
-
-        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            num_samples, count, at = self._turns(bound)
-
-            def use(place: slice) -> None:
+        with self._batches(description) as batches:
+            places = RowPlaces(self, self._all.dim)
+            for bound in places.wanted(batches):
+                num_samples, count, at = self._turns(bound)
+                place = places.next(num_samples * count)
+                if place is None:
+                    continue
                 where = self._within(place).nonzero().flatten()
                 local = self._indices[where] - place.start
                 if whole and count > 1:
                     order = (local % count).argsort(stable=True)
                     visit([in_turns(at, local[order], count, bound.space)], where[order])
-                    return
+                    continue
                 for turn in (local % count).unique().tolist():
                     chosen, mine = at(turn), local % count == turn
                     if self._selective:
                         samples = local[mine] // count
                         chosen = [(names, form.select(samples)) for names, form in chosen]
                     visit(chosen, where[mine])
-
-            return num_samples * count, use
-
-        self._place_rows(description, self._all.dim, compute)
 
     def _turns(self, bound: BatchRisk) -> tuple[int, int, Callable[[int], list[Group]]]:
         """Prepare the gradients of a batch, of one row of each sample at a time.
@@ -285,11 +283,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             The number of samples, how many neighboring rows each has, and a function of the place
             among these.
         """
-        if bound.loss.needs_graph:
+        if bound.loss_needs_graph:
             group = self._alone.group(bound)
             self._fallbacks = self._alone.fallbacks
             return group[1].num_samples, 1, lambda _: [group]
-        found = bound.findings.get(SampleBackward, type(self).__name__, self._trusting)
+        found = bound.known(SampleBackward, type(self).__name__, self._trusting)
         samples = found.capture(bound)
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(bound, output).unsqueeze(0)

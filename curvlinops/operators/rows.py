@@ -1,6 +1,6 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -24,9 +24,6 @@ from curvlinops.operators.base import DataLinearOperator
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
 #: and back.
 RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-
-#: Takes a batch; returns the number of its rows, and what to do with them, given their place.
-Compute = Callable[[BatchRisk], tuple[int, Callable[[slice], object]]]
 
 #: Adds rows with weights ``[K, M]`` to columns of the parameters, in place.
 AddRows = Callable[[Tensor, Columns], None]
@@ -80,13 +77,11 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the space of all rows, one batch after the other."""
         shapes: list[tuple[int, ...]] = []
         self._sizes: list[tuple | None] = []
-
-        def step(bound: BatchRisk) -> None:
-            self._sizes.append(_size(bound) if self._selective else None)
-            with bound.recording("gradient") as (_, _, output):
-                shapes.append(self._rows_shape(output))
-
-        self.risk.run(step, "count_rows", purpose="gradient")
+        with self.risk.batches("count_rows") as batches:
+            for bound in batches:
+                self._sizes.append(_size(bound) if self._selective else None)
+                with bound.recording("gradient") as (_, _, output):
+                    shapes.append(self._rows_shape(output))
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -105,50 +100,6 @@ class RowsLinearOperator(DataLinearOperator):
         size = _size(bound)
         return size is not None and size == self._sizes[bound.batch.index]
 
-    def _place(self, found: int, start: int, expected: slice | None, dim: int) -> slice:
-        """Return where the rows of a batch are, after checking their number."""
-        place = slice(start, start + found)
-        if place.stop > dim or (self._selective and place != expected):
-            remedy = " With subsampling=, batches must keep their lengths." * self._selective
-            raise RuntimeError(
-                f"The data has other batches than at construction, or the model other outputs: "
-                f"{found} rows after the first {start} of {dim}.{remedy} Build a new operator."
-            )
-        return place
-
-    def _place_rows(
-        self, description: str, dim: int, compute: Compute, purpose: str | None = None
-    ) -> None:
-        """Compute the rows of all batches, except for those nobody asks for.
-
-        Args:
-            description: What it is done for, in the progress bar.
-            dim: How many rows there are.
-            compute: Takes a batch; returns the number of its rows, and a function that does with
-                them what is to be done, given their place.
-            purpose: See ``EmpiricalRisk.run``.
-        """
-        done = 0
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal done
-            expected = self._expected(bound, done)
-            if self._skips(expected) and self._has_kept_its_size(bound):
-                done = expected.stop
-                return
-            found, use = compute(bound)
-            place = self._place(found, done, expected, dim)
-            if not self._skips(place):
-                use(place)
-            done = place.stop
-
-        self._run(step, description, purpose=purpose)
-        if done != dim:
-            raise RuntimeError(
-                f"The data has {done} rows, at construction it had {dim}. Data or model have "
-                "changed; build a new operator."
-            )
-
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors, which are zero outside of ``columns``."""
         num_columns = next(iter(columns.values())).shape[0]
@@ -157,11 +108,12 @@ class RowsLinearOperator(DataLinearOperator):
             return out
         flat_out = rows.join(out)
 
-        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            part = self._prepare(bound, num_columns)(columns)
-            return part.shape[1], lambda place: flat_out[:, place].copy_(part)
-
-        self._place_rows("matmat", rows.dim, compute, self._purpose(num_columns))
+        with self._batches("matmat") as batches:
+            places = RowPlaces(self, rows.dim)
+            for bound in places.wanted(batches):
+                part = self._prepare(bound, num_columns)(columns)
+                if (place := places.next(part.shape[1])) is not None:
+                    flat_out[:, place] = part
         self._check_finite(out, rows)
         return out
 
@@ -172,11 +124,12 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        def compute(bound: BatchRisk) -> tuple[int, Callable[[slice], object]]:
-            apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
-            return length, lambda place: apply(U[:, place], out)
-
-        self._place_rows("matmat", rows.dim, compute, "gradient")
+        with self._batches("matmat") as batches:
+            places = RowPlaces(self, rows.dim)
+            for bound in places.wanted(batches):
+                apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
+                if (place := places.next(length)) is not None:
+                    apply(U[:, place], out)
         self._check_finite(out, space)
         return out
 
@@ -200,6 +153,57 @@ class RowsLinearOperator(DataLinearOperator):
     def _check(self, out: Tensor) -> None:
         space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
         self._check_finite({"": out.reshape(1, -1)}, space)
+
+
+class RowPlaces:
+    """Says where the rows of each batch are among all rows.
+
+    Args:
+        operator: The operator.
+        dim: The number of rows.
+    """
+
+    def __init__(self, operator: RowsLinearOperator, dim: int):
+        self._operator, self._dim = operator, dim
+        self._start = 0
+        self._expected: slice | None = None
+
+    def wanted(self, batches: Iterable[BatchRisk]) -> Iterator[BatchRisk]:
+        """Yield the batches, except for those whose rows nobody asks for.
+
+        Raises:
+            RuntimeError: If all batches together have another number of rows.
+        """
+        for bound in batches:
+            self._expected = self._operator._expected(bound, self._start)
+            skips = self._operator._skips(self._expected)
+            if skips and self._operator._has_kept_its_size(bound):
+                self._start = self._expected.stop
+            else:
+                yield bound
+        if self._start != self._dim:
+            raise RuntimeError(
+                f"The data has {self._start} rows, at construction it had {self._dim}. Data or "
+                "model have changed; build a new operator."
+            )
+
+    def next(self, found: int) -> slice | None:
+        """Return the place of a batch with ``found`` rows, ``None`` if nobody asks for them.
+
+        Raises:
+            RuntimeError: If the rows are not where they were at construction.
+        """
+        place = slice(self._start, self._start + found)
+        selective = self._operator._selective
+        if place.stop > self._dim or (selective and place != self._expected):
+            remedy = " With subsampling=, batches must keep their lengths." * selective
+            raise RuntimeError(
+                f"The data has other batches than at construction, or the model other outputs: "
+                f"{found} rows after the first {self._start} of {self._dim}.{remedy} Build a new "
+                "operator."
+            )
+        self._start = place.stop
+        return None if self._operator._skips(place) else place
 
 
 def _size(bound: BatchRisk) -> tuple | None:

@@ -131,7 +131,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @free_of_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._sums = self._passes.sum_over_all(self._run)
+        self._sums = self._passes.sum_over_all(self._batches)
         self._forget()
 
     @free_of_modes
@@ -150,8 +150,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._computed()
-        batches = Batches([batch], self.risk.batches.batch_size_fn)
-        more = self._passes.sum_over_more(self._run, sums, batches)
+        batches = Batches([batch], self.risk.data.batch_size_fn)
+        more = self._passes.sum_over_more(self._batches, sums, batches)
         self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 

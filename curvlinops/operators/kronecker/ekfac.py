@@ -75,7 +75,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     @free_of_modes
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
-        sums = self._passes.sum_over_all(self._run)
+        sums = self._passes.sum_over_all(self._batches)
         found = self._bases_of(self._factors(sums))
         moments = self._correct(sums, found, None)
         self._replace(sums, found, moments)
@@ -90,7 +90,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         """
         before = self._computed()
         super().update(batch, decay)
-        batches = Batches([batch], self.risk.batches.batch_size_fn)
+        batches = Batches([batch], self.risk.data.batch_size_fn)
         after, self._sums = self._sums, before  # should the second pass fail
         found, old = self._adopted(after)
         more = self._correct(after, found, batches, before.num_batches)
@@ -127,7 +127,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             ValueError: If the factors are others.
         """
         sums, plan = self._computed(), self._passes.plan
-        shards = [(one, one._passes.sum_over_all(one._run)) for one in (self, *self._merged)]
+        shards = [(one, one._passes.sum_over_all(one._batches)) for one in (self, *self._merged)]
         if not sums.agrees(reduce(lambda a, b: a.plus(b, plan), [own for _, own in shards])):
             raise ValueError(_NOT_PRESENT)
         return shards
@@ -192,7 +192,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
         ranks = self.risk.ranks
         with self._passes.together("eigenvalues"):
-            num_batches = self._passes.visit(self._run, "eigenvalues", add, batches, first)
+            num_batches = self._passes.visit(self._batches, "eigenvalues", add, batches, first)
         num_batches, terms = ranks.largest(num_batches), ranks.total(terms)
         moments = ranks.add_all(moments, self.device)
         same = num_batches == sums.num_batches

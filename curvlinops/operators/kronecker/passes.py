@@ -18,8 +18,8 @@ from curvlinops.operators.kronecker.sums import NO_USES, ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
 
-#: Calls a function on each batch of the operator's data, or of others; a word says what for.
-Run = Callable[[Callable[[BatchRisk], None], str, Batches | None], None]
+#: Passes over the operator's data, or over other data: see ``EmpiricalRisk.batches``.
+Pass = Callable[[str, Batches | None], AbstractContextManager[Iterable[BatchRisk]]]
 
 
 class Passes:
@@ -53,20 +53,20 @@ class Passes:
         """Choose the structure of all blocks."""
         return self._estimator.plan(uses)
 
-    def sum_over_all(self, run: Run) -> Sums:
+    def sum_over_all(self, batches_of: Pass) -> Sums:
         """Return the sums over all data."""
         with self.together("factors"):
-            sums = self._sum_over_own(run, Sums())
-        sums = self._joined(sums, lambda start: self._sum_over_own(run, start))
+            sums = self._sum_over_own(batches_of, Sums())
+        sums = self._joined(sums, lambda start: self._sum_over_own(batches_of, start))
         if sums.uses == NO_USES:
             raise ValueError("The data has no sample.")
         return sums
 
-    def sum_over_more(self, run: Run, sums: Sums, batches: Batches) -> Sums:
+    def sum_over_more(self, batches_of: Pass, sums: Sums, batches: Batches) -> Sums:
         """Return the sums over other batches than those of given sums."""
         more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
         with self.together("update"):
-            self._add(run, more, batches)
+            self._add(batches_of, more, batches)
         more = self._joined(more)
         more.num_batches -= sums.num_batches
         return more
@@ -98,18 +98,18 @@ class Passes:
                 sums = again(Sums(uses, blocks))
         return sums.over(ranks, self._risk.space.device)
 
-    def _sum_over_own(self, run: Run, sums: Sums) -> Sums:
+    def _sum_over_own(self, batches_of: Pass, sums: Sums) -> Sums:
         """Add all data of this rank to sums."""
         while True:
             try:
-                self._add(run, sums, None)
+                self._add(batches_of, sums, None)
             except ChangedError as error:  # once more, with other structure
                 sums = Sums()
                 sums.adopt(error.uses, self.plan(error.uses))
             else:
                 return sums
 
-    def _add(self, run: Run, sums: Sums, batches: Batches | None) -> None:
+    def _add(self, batches_of: Pass, sums: Sums, batches: Batches | None) -> None:
         """Add batches, by default those of all data, to sums."""
 
         def use(bound: BatchRisk, samples: SampleGradients) -> None:
@@ -122,31 +122,29 @@ class Passes:
             by_sample = self._options.reduced or (self._corrected and sums.matrices)
             return self._trusting or not by_sample
 
-        sums.num_batches = self.visit(run, "factors", use, batches, sums.num_batches, trusting)
+        sums.num_batches = self.visit(
+            batches_of, "factors", use, batches, sums.num_batches, trusting
+        )
 
     def visit(
         self,
-        run: Run,
+        batches_of: Pass,
         description: str,
         use: Callable[[BatchRisk, SampleGradients], Any],
-        batches: Batches | None = None,
+        data: Batches | None = None,
         first: int = 0,
         trusting: Callable[[], bool] | None = None,
     ) -> int:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
-
-        def step(bound: BatchRisk) -> None:
-            nonlocal number
-            own = bound.on(Batch(number, bound.batch.X, bound.batch.y))
-            found = own.findings.get(SampleBackward, self._name, self._trusting, True, True)
-            samples = found.capture(own, None if trusting is None else trusting())
-            self._check_terms(own, samples)
-            if samples.num_samples:
-                use(own, samples)
-            number += 1
-
-        run(step, description, batches)
+        with batches_of(description, data) as batches:
+            for number, bound in enumerate(batches, first + 1):
+                own = bound.on(Batch(number - 1, bound.batch.X, bound.batch.y))
+                found = own.known(SampleBackward, self._name, self._trusting, True, True)
+                samples = found.capture(own, None if trusting is None else trusting())
+                self._check_terms(own, samples)
+                if samples.num_samples:
+                    use(own, samples)
         return number
 
     def vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:

@@ -1,14 +1,11 @@
 """What operators find out about a model serves later ones, exactly where nothing has changed."""
 
-import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import problems
 import pytest
 import torch
@@ -24,10 +21,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core import findings
-from curvlinops.core.dependence import Watch
-from curvlinops.core.model import wrap_model
-from curvlinops.core.walk import Structure
+from curvlinops.core import first_batch
 
 pytestmark = pytest.mark.extensive
 
@@ -65,13 +59,12 @@ def product(operator) -> Tensor:
     return operator @ vectors(operator)
 
 
-#: What is computed, and how often a net is evaluated on its batch if all is known.
+#: What is computed, and how often a net that is known is evaluated: first to look at its graph.
 QUANTITIES: dict[str, tuple[type, Callable, int]] = {
-    "hessian": (HessianLinearOperator, product, 1),
-    "ggn": (GGNLinearOperator, product, 1),
-    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 1),
-    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 1),
-    # the first one counts rows
+    "hessian": (HessianLinearOperator, product, 2),
+    "ggn": (GGNLinearOperator, product, 2),
+    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 2),
+    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 2),
     "norms": (PerSampleGradientLinearOperator, lambda op: op.norms(), 2),
     "kernel": (JacobianLinearOperator, lambda op: op.gram(), 2),
 }
@@ -180,7 +173,7 @@ def test_modes_are_tested_again_after_a_change(what: str, monkeypatch):
         operator = build(net, JacobianLinearOperator, data)
         v = vectors(operator)
         expected = torch.cat([_jacobian(net, X["x"], X) for X, _ in data]) @ v
-        return error(operator @ v, expected), operator.risk.findings._known
+        return error(operator @ v, expected), operator.risk._shared
 
     before, own = multiply(data)
     again, shared = multiply(data)
@@ -252,39 +245,6 @@ def test_losses_are_looked_at_again():
         torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"autodiff": "reverse"},
-        {"chunk_size": 1},
-        {"check_deterministic": True},
-        {"batch_size_fn": len},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_operators_with_other_options_share_nothing(options: dict):
-    net, data = Net().eval(), [batch()]
-    net.forward = net.layers.forward
-    operators = [build(net, HessianLinearOperator, data, **o) for o in ({}, options, options)]
-    for operator in operators:
-        product(operator)
-    plain, other, again = (operator.risk.findings._known for operator in operators)
-    assert plain is not other
-    assert (other is again) == ("batch_size_fn" not in options or options["batch_size_fn"] is len)
-
-
-def test_an_error_leaves_nothing_to_others():
-    net, (X, y) = Net().eval(), batch()
-    net.forward = net.layers.forward
-    failing = build(net, GGNLinearOperator, [(X, y + 7)])
-    with pytest.raises(ValueError, match="target"):
-        product(failing)
-    assert failing.risk.findings is None
-    other = build(net, GGNLinearOperator, [(X, y)])
-    product(other)
-    assert other.risk.findings._known
-
-
 # --- the numbers are those of an operator that is the first one
 
 
@@ -313,7 +273,7 @@ def test_later_operators_agree_with_first_ones(name: str):
             tensor.mul_(0.9)
     for case in cases:
         later = compute(case, p.data)
-        findings._KNOWN.clear()
+        first_batch._LEARNED.clear()
         first = compute(case, p.data)
         if isinstance(first, type):
             assert later is first
@@ -338,78 +298,12 @@ def test_nothing_is_kept_alive(kind: str):
     model, params = _described(net, kind)
     for cls in (HessianLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator):
         product(cls(model, nn.CrossEntropyLoss(), params, [(X, y)]))
-    before = len(findings._KNOWN)
+    before = len(first_batch._LEARNED)
     gone = [weakref.ref(part) for part in (net, X, y, net.layers[0].weight)]
     del net, model, params, X, y
     gc.collect()
     assert [part() for part in gone] == [None] * 4
-    assert len(findings._KNOWN) == before - 1
-
-
-def test_classes_are_not_kept_alive():
-    """Those of a notebook's cell have all of its names."""
-    net, (X, y) = Net(), batch()
-
-    class Settings:
-        table = torch.zeros(3)
-
-    net.settings = Settings()
-    product(build(net, GGNLinearOperator, [(X, y)]))
-    gone = weakref.ref(Settings)
-    del net, Settings
-    gc.collect()
-    assert gone() is None
-
-
-def test_only_so_many_structures_are_remembered():
-    net = Net()
-    for size in range(2, 25):
-        product(build(net, GGNLinearOperator, [batch(size=size)]))
-    (known,) = [known for users, known in findings._KNOWN.values() if users() is net]
-    assert len(known) == findings._MOST
-    latest = build(net, GGNLinearOperator, [batch(size=24)])
-    product(latest)
-    assert latest.risk.findings._known is known[0][1]
-
-
-def test_copies_have_their_own():
-    operator = build(Net(), GGNLinearOperator, [batch()])
-    expected = product(operator)
-    for copied in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
-        torch.testing.assert_close(product(copied), expected)
-        assert copied.risk.findings is not operator.risk.findings
-
-
-class Opaque:
-    __slots__ = ()
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-        (torch.zeros(2, 3), torch.zeros(3, 2).T),
-        (torch.zeros(2), torch.zeros(2, requires_grad=True)),
-        (np.zeros(2), np.zeros(2, dtype=np.float32)),
-        (0.0, -0.0),
-        (1, True),
-        ([1, 2], (1, 2)),
-        ({"a": 1}, {"b": 1}),
-        (slice(2), slice(3)),
-        ({1}, {2}),
-        (twice, Wrong.apply),
-        (nn.Tanh(), nn.ReLU()),
-    ],
-)
-def test_structures_differ(first, second):
-    assert Structure.of(first) == Structure.of(copy.deepcopy(first))
-    assert Structure.of(first) != Structure.of(second)
-
-
-def test_what_cannot_be_compared_differs_from_itself():
-    for part in (Opaque(), torch.eye(2).to_sparse()):
-        assert Structure.of([part]) != Structure.of([part])
+    assert len(first_batch._LEARNED) == before - 1
 
 
 # --- numbers that models and losses read
@@ -491,104 +385,5 @@ def test_layouts_do_not_outlive_lengths(cls: type):
 
     compute(2, 2)
     later = compute(3, 1)
-    findings._KNOWN.clear()
+    first_batch._LEARNED.clear()
     torch.testing.assert_close(later, compute(3, 1), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, KFACLinearOperator])
-def test_what_later_batches_show_stays_with_an_operator(cls: type):
-    """Only what the first batch has shown is a matter of its structure."""
-    net = Positions()
-    torch.manual_seed(0)
-    x, y = torch.rand(4, 4, 3).double(), torch.randint(2, (4,))
-    first, second = (({"x": x, "time_first": flag}, y) for flag in (False, True))
-    options = {"batch_size_fn": _four}
-    product(build(net, cls, [first, second], **options))
-    later = product(build(net, cls, [first], **options))
-    findings._KNOWN.clear()
-    torch.testing.assert_close(later, product(build(net, cls, [first], **options)))
-
-
-def _four(X: dict) -> int:
-    return 4
-
-
-class Routed(Positions):
-    """Uses a layer in a way without rule, if the input says so."""
-
-    def forward(self, X: dict) -> Tensor:
-        x, weight = X["x"], self.layer.weight
-        if X["odd"]:
-            return self.head(torch.logaddexp(x.unsqueeze(1), weight).sum(-1) + self.layer.bias)
-        return self.head(torch.tanh(x @ weight.T + self.layer.bias))
-
-
-def test_errors_of_others_do_not_change_an_operator():
-    net, (x, y) = Routed(), batch()
-    plain, odd = (({"x": x, "odd": flag}, y) for flag in (False, True))
-    working = build(net, KFACLinearOperator, [plain], batch_size_fn=_whole)
-    expected = product(working)
-    with pytest.raises(NotImplementedError, match=r"layer\.weight"):
-        product(build(net, KFACLinearOperator, [plain, odd], batch_size_fn=_whole))
-    working.compute_kronecker_factors()
-    torch.testing.assert_close(product(working), expected)
-    other = build(net, KFACLinearOperator, [plain], batch_size_fn=_whole, fallback="diagonal")
-    product(other)
-    assert [b.structure for b in other.report()] == [b.structure for b in working.report()]
-
-
-def _whole(X: dict) -> int:
-    return N
-
-
-READING: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "branch": lambda x, n: bool(n[0] > 1),
-    "item": lambda x, n: x.sum().item(),
-    "list": lambda x, n: n.tolist(),
-    "loop": lambda x, n: [int(i) for i in n],
-    "array": lambda x, n: np.asarray(x),
-    "slice": lambda x, n: x[: n[1]],
-    "size": lambda x, n: x.new_zeros(n[0]),
-    "mask": lambda x, n: x[x > 0],
-    "nonzero": lambda x, n: torch.where(x > 0),
-    "repeated": lambda x, n: x.repeat_interleave(n, 0),
-    "unique": lambda x, n: n.unique(),
-    "contains": lambda x, n: 2 in n,
-    "equal": lambda x, n: torch.equal(n, n),
-    "packed": lambda x, n: nn.utils.rnn.pack_padded_sequence(
-        x[..., None], n.clamp(max=3), batch_first=True, enforce_sorted=False
-    ),
-}
-NOT_READING: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "slice": lambda x, n: x[:2, 1:],
-    "choice": lambda x, n: torch.where(x > 0, x, 0),
-    "index": lambda x, n: x[n],
-    "layer": lambda x, n: nn.functional.layer_norm(x, (3,)),
-    "attention": lambda x, n: nn.functional.scaled_dot_product_attention(x, x, x),
-    "copies": lambda x, n: n[0].detach().clone(),
-    "shapes": lambda x, n: x.reshape(x.shape[0], -1).split([1, 2]),
-    "largest": lambda x, n: x.max(0),
-}
-
-
-def _reads(function: Callable) -> bool:
-    net = Net()
-    with Watch(wrap_model(net, list(net.parameters())), {}) as watch:
-        function(torch.rand(3, 3), torch.tensor([1, 2, 2]))
-    return watch.reads
-
-
-@pytest.mark.parametrize("name", READING)
-def test_reading_numbers_is_seen(name: str):
-    assert _reads(READING[name])
-
-
-@pytest.mark.parametrize("name", NOT_READING)
-def test_other_calls_read_no_numbers(name: str):
-    assert not _reads(NOT_READING[name])
-
-
-def test_structures_are_small():
-    first, second = (Structure.of([bytes([i]) * 10**6, [0.5] * 10**5]) for i in range(2))
-    assert first != second
-    assert len(pickle.dumps(vars(first))) < 1000

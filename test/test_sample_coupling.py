@@ -11,8 +11,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import curvlinops
-from curvlinops.core.data import Batch, first_samples
-from curvlinops.core.risk import BatchRisk
 
 pytestmark = pytest.mark.extensive
 
@@ -125,22 +123,6 @@ def matrix(kind: str, name: str, **options: Any) -> Tensor:
     return operator @ torch.eye(operator.shape[1], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("check_deterministic", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", OPERATORS)
-def test_nothing_else_is_computed(kind: str, name: str, check_deterministic: bool, monkeypatch):
-    by_sample = kind not in ("Hessian", "GGN", "Jacobian")
-    if name == "few_another_way" and by_sample and check_deterministic:
-        # a sample's gradient depends on how many others there are
-        with pytest.raises(ValueError, match="depends on the other samples"):
-            matrix(kind, name)
-        return
-    found = matrix(kind, name, check_deterministic=check_deterministic)
-    monkeypatch.setattr(BatchRisk, "first_samples", lambda self: None)
-    expected = matrix(kind, name)  # nothing is cut
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10 * float(expected.norm()))
-
-
 def rolled(m: Model, x: Tensor) -> Tensor:
     h = torch.tanh(m.first(x))
     return h + 0.5 * h.roll(2, 0) + m.second(x)
@@ -242,22 +224,6 @@ def test_lengths_that_depend_on_the_longest_sample_are_no_interaction():
         torch.testing.assert_close(rows[n], expected)
 
 
-class Cubed(torch.autograd.Function):
-    """A function without forward mode, whose backward is not differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the third power."""
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        """Return the derivative, as a constant."""
-        (x,) = ctx.saved_tensors
-        return g * 3 * x.detach() ** 2
-
-
 def late(function: Callable) -> Callable:
     """Return a model in which only the last samples meet a function of a layer."""
 
@@ -278,126 +244,11 @@ def dense(model: Model, x: Tensor) -> Tensor:
     return J.T @ J
 
 
-def test_late_operations_choose_the_mode():
-    model, x = Model(late(lambda m, x: Cubed.apply(m.second(x)))), inputs("")
-    arguments = model, nn.MSELoss(reduction="sum"), list(model.parameters()), [(x, model(x) - 1)]
-    arguments[-1][0][1].detach_()
-    ggn = curvlinops.GGNLinearOperator(*arguments, cache="none")
-    found = torch.stack([ggn @ e for e in torch.eye(ggn.shape[0], dtype=torch.float64)])
-    torch.testing.assert_close(found, 2 * dense(model, x))
-    with pytest.raises(RuntimeError, match="not the derivative of the gradient"):
-        curvlinops.HessianLinearOperator(*arguments) @ torch.ones(len(found)).double()
-
-
-class Root(torch.autograd.Function):
-    """The square root, which can be differentiated twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the root."""
-        ctx.save_for_backward(x)
-        return x.sqrt()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        """Return the derivative."""
-        (x,) = ctx.saved_tensors
-        return g / (2 * x.sqrt())
-
-
-def test_custom_functions_behind_padding():
-    """Its row is a constant for derivatives, but not for differences."""
-    x, y = torch.tensor([[0, 1, 2], [3, 2, 0]]), torch.tensor([0, 2])
-    found = []
-    for root in (torch.sqrt, Root.apply):
-        torch.manual_seed(0)
-        embedding, head = nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 3)
-        embedding.weight.data[0] = 0.5
-        model = nn.ModuleList([embedding, head]).double()
-
-        def forward(x: Tensor, parts: Any = model, root: Callable = root) -> Tensor:
-            h = parts[0](x)
-            return parts[1](root(1 + h**2 + h.sum(1, keepdim=True).exp()).mean(1))
-
-        model.forward = forward
-        H = curvlinops.HessianLinearOperator(
-            model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)]
-        )
-        found.append(H @ torch.eye(H.shape[0], dtype=torch.float64))
-    torch.testing.assert_close(*found)
-
-
-def test_late_operations_that_are_refused():
-    hidden: list[nn.Parameter] = []
-    model = Model(late(lambda m, x: m.second(x) * hidden[0]))
-    model.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    hidden.append(model.scale)
-    data = [(inputs(""), torch.zeros(N, 2, dtype=torch.float64))]
-    with pytest.raises(ValueError, match="not registered"):
-        curvlinops.HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
-    checkpoint = torch.utils.checkpoint.checkpoint
-    model = Model(
-        late(lambda m, x: checkpoint(m.second, x.clone().requires_grad_(), use_reentrant=True))
-    )
-    with pytest.raises(ValueError, match="reentrant"):
-        curvlinops.HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
-
-
-def test_late_terms_of_a_loss():
-    """What a loss differentiates for the last samples only counts."""
-    net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    x = torch.linspace(-1, 1, N, dtype=torch.float64).unsqueeze(1)
-
-    def residuals(output: Tensor, points: Tensor) -> Tensor:
-        inner = points[:, 0] > 0
-        loss = (output[~inner] ** 2).sum()
-        if inner.any():
-            points = points[inner].detach().requires_grad_()
-            (slope,) = torch.autograd.grad(net(points).sum(), points, create_graph=True)
-            loss = loss + ((slope - 1) ** 2).sum()
-        return loss
-
-    params = list(net.parameters())
-    H = curvlinops.HessianLinearOperator(net, residuals, params, [(x, x)], reduction="sum")
-    gradient = torch.autograd.grad(residuals(net(x), x), params, create_graph=True)
-    flat = torch.cat([g.flatten() for g in gradient])
-    rows = [torch.autograd.grad(g, params, retain_graph=True, materialize_grads=True) for g in flat]
-    expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    torch.testing.assert_close(H @ torch.eye(len(flat), dtype=torch.float64), expected)
-
-
 class Movable(UserDict):
     """A mapping that moves itself to a device, as those of Hugging Face."""
 
     def to(self, device: torch.device) -> "Movable":
         return self
-
-
-def test_what_is_cut():
-    x, mask, scale = torch.randn(N, 5), torch.ones(N, 5, 5), torch.ones(3)
-    X = Movable(x=x, nested=[{"mask": mask}], scale=scale, flag=True, empty=None)
-    few = first_samples(Batch(3, X, torch.arange(N)), N)
-    assert few.index == 3 and isinstance(few.X, Movable)
-    torch.testing.assert_close(few.X["x"], x[:2])
-    assert few.X["nested"][0]["mask"].shape == (2, 5, 5)
-    assert few.X["scale"] is scale and few.X["flag"] is True and few.X["empty"] is None
-    assert few.y.tolist() == [0, 1]
-    assert X["x"] is x and X["nested"][0]["mask"] is mask
-
-
-@pytest.mark.parametrize(
-    ("X", "y"),
-    [
-        (torch.ones(3, 2), torch.ones(3)),  # few anyway
-        ([torch.ones(5, N), torch.tensor(1.0)], torch.ones(N)),  # nothing of X
-        (torch.ones(N, 5), torch.ones(N * 5)),  # targets of another length
-        ({"x": torch.ones(N), "edges": torch.ones(2, 9, dtype=torch.int64)}, torch.ones(N)),
-        ({"x": torch.ones(N)}, [torch.ones(N), torch.ones(2)]),
-    ],
-)
-def test_what_cannot_be_cut(X: Any, y: Any):
-    num_samples = 3 if isinstance(X, Tensor) and len(X) == 3 else N
-    assert first_samples(Batch(0, X, y), num_samples) is None
 
 
 class Shared(MutableMapping):
@@ -423,39 +274,3 @@ class Shared(MutableMapping):
 
     def to(self, device: torch.device) -> "Shared":
         return self
-
-
-def test_batches_of_the_user_stay_whole():
-    X = Shared(x=torch.ones(N, 3))
-    first_samples(Batch(0, X, None), N)
-    assert X["x"].shape == (N, 3)
-    layer = nn.Linear(3, 2)
-    J = curvlinops.JacobianLinearOperator(
-        lambda X: layer(X["x"]),
-        list(layer.parameters()),
-        [(X, None)],
-        batch_size_fn=lambda X: len(X["x"]),
-    )
-    J @ torch.ones(8)
-    assert J.shape == (2 * N, 8) and X["x"].shape == (N, 3)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_kinds_of_tensors():
-    x = torch.ones(N, 2, requires_grad=True)
-    few = first_samples(Batch(0, x, x), N)
-    assert few.X is few.y and few.X.requires_grad and few.X.is_leaf
-    model = nn.Linear(3, 1).double()
-    for X in (inputs("").to_sparse(), inputs("").to_sparse_csr()):
-        data = [(X, torch.zeros(N, 1, dtype=torch.float64))]
-        arguments = model, nn.MSELoss(), list(model.parameters())
-        found = curvlinops.HessianLinearOperator(*arguments, data, batch_size_fn=len)
-        dense = curvlinops.HessianLinearOperator(*arguments, [(X.to_dense(), data[0][1])])
-        eye = torch.eye(4, dtype=torch.float64)
-        torch.testing.assert_close(found @ eye, dense @ eye)
-
-
-def test_large_batches_are_tried_in_part():
-    few = first_samples(Batch(0, torch.ones(256, 2), None), 256)
-    assert len(few.X) == 16 and few.y is None
-    assert few.X.untyped_storage().nbytes() == few.X.nbytes

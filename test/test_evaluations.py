@@ -1,4 +1,4 @@
-"""Each batch is looked at once before its first step, which gets that forward pass if it may."""
+"""How often models are evaluated, and models that remember their evaluations."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,9 +14,6 @@ from curvlinops import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
-from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode
-from curvlinops.core.risk import BatchRisk
 
 pytestmark = pytest.mark.extensive
 
@@ -64,22 +61,6 @@ def setting(middle: Callable[[], nn.Module]) -> tuple[Net, list[Tensor], list]:
     return net, list(net.parameters()), data
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_passes_of_first_products(name: str):
-    middle, loss, expected = SETTINGS[name]
-    net, params, data = setting(middle)
-    reduction = None if isinstance(loss, nn.Module) else "mean"
-    options = {"check_deterministic": False, "reduction": reduction}
-    operator = HessianLinearOperator(net, loss, params, data, **options)
-    v = torch.ones(operator.shape[1]).double()
-    first = operator @ v
-    assert net.passes.count == expected
-    if name != "random":
-        torch.testing.assert_close(operator @ v, first, rtol=1e-12, atol=1e-14)
-        own = HessianLinearOperator(net, loss, params, data, cache="graph", reduction=reduction)
-        torch.testing.assert_close(own @ v, first, rtol=1e-12, atol=1e-14)
-
-
 def test_checks_of_repeatability_evaluate_once():
     net, params, data = setting(nn.Tanh)
     HessianLinearOperator(net, nn.MSELoss(), params, data)
@@ -90,7 +71,6 @@ def test_checks_of_repeatability_evaluate_once():
 def test_many_products_of_jacobians(cls: type):
     net, params, data = setting(nn.Tanh)
     operator = cls(net, params, data, check_deterministic=False)
-    operator.risk.examination.forget()
     net.passes.count = 0
     found = operator @ torch.eye(operator.shape[1]).double()
     assert net.passes.count <= len(data) + 1
@@ -122,29 +102,6 @@ def test_models_with_memory(kind: str, seen: bool):
     v = torch.randn(len(expected.T)).double()
     torch.testing.assert_close(operator @ v, expected @ v, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
-
-
-def test_interrupts_are_not_delayed():
-    """What is interrupted is not evaluated again, as it may be after an error."""
-    net, params, data = setting(nn.Tanh)
-
-    def interrupt(bound: BatchRisk, mode: Mode) -> Apply:
-        if bound.batch.index == 0:
-            return HessianLinearOperator._linearize(operator, bound, mode)
-        with bound.recording("reverse") as found:
-            raise KeyboardInterrupt(found)  # as one that keeps what it interrupted
-
-    operator = HessianLinearOperator(
-        net, nn.MSELoss(), params, data, check_deterministic=False, autodiff="reverse"
-    )
-    operator._linearize = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        operator @ torch.ones(operator.shape[1]).double()
-    assert net.passes.count == 3
-    del operator._linearize
-    found = operator @ torch.ones(operator.shape[1]).double()
-    expected = HessianLinearOperator(net, nn.MSELoss(), params, data)
-    torch.testing.assert_close(found, expected @ torch.ones(len(found)).double())
 
 
 def test_batches_get_random_numbers_of_their_own():

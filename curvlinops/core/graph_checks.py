@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -10,13 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from curvlinops.core.containers import leaves
+from curvlinops.core.fingerprint import Fingerprint, TooManyObjectsError
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.model import ClosureModel, Model
 from curvlinops.core.protection import modules_of
-from curvlinops.core.walk import walk
 
 Tensors = Mapping[str, Tensor]
 
@@ -28,26 +28,22 @@ _REENTRANT = (
     "The model uses reentrant activation checkpointing, which supports neither autograd.grad nor "
     "second derivatives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
 )
-#: What reads numbers into Python, or has outputs of as many rows as numbers say.
-_READING = {
-    *("item", "tolist", "numpy", "__array__", "__dlpack__", "__contains__", "__format__"),
-    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
-    *("equal", "allclose", "nonzero", "argwhere", "masked_select", "repeat_interleave"),
-    *("unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"),
-    *("_pack_padded_sequence", "pack_padded_sequence", "where", "masked_scatter"),
-}
+
+
+class GraphError(ValueError):
+    """A graph cannot be differentiated with respect to the parameters, whatever the mode."""
 
 
 class Watch(TorchFunctionMode):
-    """Watches whether model and loss hide parameters, or differentiate with respect to them.
+    """Watches what model and loss differentiate, and which hooks they register on tensors.
 
     Args:
         model: The user's model.
         leaves: The tensors by which the parameters are replaced.
 
     Attributes:
-        differentiates: Whether they do.
-        reads: Whether what they do may depend on numbers in tensors.
+        differentiates: Whether they differentiate with respect to parameters.
+        hooks: The names of the hooks, which may change gradients.
 
     Raises:
         ValueError: At its end, if they do so with respect to the user's own tensors, which were
@@ -61,17 +57,16 @@ class Watch(TorchFunctionMode):
         self._hidden: str | None = None
         self._reentrant = False
         self.differentiates = False
-        self.reads = any(
-            isinstance(module, torch.jit.ScriptModule)  # it does not show what it does
-            for module in modules_of(model.roots)
-        )
+        self.hooks: set[str] = set()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call ``func``, and look at what it differentiates with respect to."""
         kwargs = kwargs or {}
-        self.reads = self.reads or _reads(func, (*args, *kwargs.values()))
+        if func is Tensor.register_hook:
+            hook = (*args, *kwargs.values())[1]
+            self.hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
         if not torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
             self._reentrant = self._reentrant or _in_reentrant_checkpoint(sys._getframe())
         # transforms of torch.func need no tensors that require gradients
@@ -87,9 +82,9 @@ class Watch(TorchFunctionMode):
         """Stop watching; raise the error that explains PyTorch's."""
         super().__exit__(kind, error, traceback)
         if self._reentrant:
-            raise ValueError(_REENTRANT) from error
+            raise GraphError(_REENTRANT) from error
         if self._hidden is not None:
-            raise ValueError(_explain(self._hidden)) from error
+            raise GraphError(_explain(self._hidden)) from error
 
 
 def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
@@ -102,18 +97,18 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
         leaves: These aliases.
 
     Raises:
-        ValueError: If the value does not depend on the parameters, or uses a parameter by a
+        GraphError: If the value does not depend on the parameters, or uses a parameter by a
             reference that is not registered, or what an earlier evaluation made of it; if a closure
             has lost one.
     """
-    own, current, used = own_names(model), {id(leaf): n for n, leaf in leaves.items()}, set()
+    current, used = {id(leaf): n for n, leaf in leaves.items()}, set()
     for variable in leaf_variables(graph_nodes(value)):
         if id(variable) in current:
             used.add(current[id(variable)])
-        elif id(variable) in own:
-            raise ValueError(_explain(own[id(variable)]))
+        elif (name := own_names(model).get(id(variable))) is not None:
+            raise GraphError(_explain(name))
         elif hasattr(variable, "replaces"):
-            raise ValueError(
+            raise GraphError(
                 "The model, or its loss, keeps what it computed of parameter "
                 f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, in an "
                 "input X that it changes, such as a cache of keys and values, or in a list inside "
@@ -121,7 +116,7 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
                 "itself. Compute it in each evaluation."
             )
     if not used:
-        raise ValueError(
+        raise GraphError(
             "The model's output does not depend on any of the parameters. A closure must use the "
             "very tensors in params, and no part may run under torch.no_grad() or reentrant "
             "checkpointing."
@@ -131,38 +126,21 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
 
 
 def _check_held(model: ClosureModel, used: set[str]) -> None:
-    """Refuse a closure that held parameters before, and neither holds nor uses them now."""
-    parts = {id(part) for part in walk(model.source) if isinstance(part, Tensor)}
-    held = {name for name, param in model.params.items() if id(param) in parts}
-    lost = model.held - held - used
-    if lost:
-        raise ValueError(
-            f"The model no longer uses entries {sorted(map(int, lost))} of params, to which it "
-            "referred before: other tensors are in their place, by which the operator does not "
-            "differentiate. Change the tensors in params in place (W.copy_(new), optimizer.step()) "
-            "or build a new operator."
-        )
-    model.held |= held
-
-
-def _reads(func: Callable, args: tuple) -> bool:
-    """Return whether a call reads numbers, or is told by some how long something is."""
-    name = getattr(func, "__name__", "")
-    if name == "where":
-        return len(args) == 1
-    if name in ("detach", "clone"):
-        return False
-    if name in _READING:
-        return True
-    if name in ("__getitem__", "__setitem__"):
-        parts = args[1] if isinstance(args[1], tuple | list) else (args[1],)
-        ends = ((x.start, x.stop, x.step) for x in parts if isinstance(x, slice))
-        if any(isinstance(end, Tensor) for slices in ends for end in slices):
-            return True
-        if any(x.dtype == torch.bool for x in leaves(args[1])):
-            return True
-    counts = (x for x in leaves(args) if x.ndim == 0 and not x.is_floating_point())
-    return next(counts, None) is not None
+    """Refuse a closure that does not use a parameter any more, and has no reference to it."""
+    unused = model.held - used
+    model.held |= used
+    if not unused:  # models may use other parameters on other batches
+        return
+    with suppress(TooManyObjectsError):
+        tensors = set(map(id, Fingerprint([model.source]).tensors))
+        lost = {name for name in unused if id(model.params[name]) not in tensors}
+        if lost:
+            raise GraphError(
+                f"The model no longer uses entries {sorted(map(int, lost))} of params, to which it "
+                "referred before: other tensors are in their place, by which the operator does not "
+                "differentiate. Change the tensors in params in place (W.copy_(new), "
+                "optimizer.step()) or build a new operator."
+            )
 
 
 def _requires_grad(args: tuple) -> bool:
@@ -181,8 +159,7 @@ def own_names(model: Model) -> dict[int, str]:
     """Return the names of the user's own tensors that are replaced in an evaluation, by id."""
     if not model.substitutable:
         return {}
-    registered = {} if model.module is None else dict(model.module.named_parameters())
-    return {id(param): name for name, param in {**model.params, **registered}.items()}
+    return {id(param): name for name, param in {**model.params, **model.registered}.items()}
 
 
 def own_ids(model: Model) -> set[int]:

@@ -1,0 +1,51 @@
+"""Takes models as constant while a solver runs."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+
+class Freezable(Protocol):
+    """Something that compares the state of a model with its state before."""
+
+    def freeze(self) -> None:
+        """Take the model as constant from now on."""
+
+    def unfreeze(self) -> None:
+        """Compare the model at each product again."""
+
+
+@contextmanager
+def frozen(*operators: Any) -> Iterator[None]:
+    """Take models and losses as constant: they are compared once, not at each product.
+
+    Solvers and estimators multiply many times in this context. Batches are still compared.
+
+    Args:
+        *operators: Operators, with all the operators that they are made of. Other things are
+            ignored.
+    """
+    with ExitStack() as stack:
+        for part in _freezable(operators):
+            part.freeze()
+            stack.callback(part.unfreeze)
+        yield
+
+
+def _freezable(operators: tuple) -> list[Freezable]:
+    """Return what can be frozen in attributes of this package's objects."""
+    found, stack, seen = [], list(operators), set()
+    own = __name__.partition(".")[0]
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, list | tuple):
+            stack += part
+        elif type(part).__module__.partition(".")[0] == own:
+            if hasattr(part, "freeze"):
+                found.append(part)
+            else:
+                stack += getattr(part, "__dict__", {}).values()
+    return found
