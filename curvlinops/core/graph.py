@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.core.containers import strided_parts
+from curvlinops.core.pytree import strided_tensors
 
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
@@ -92,7 +92,7 @@ def footprint(part: Any) -> int:
 def _storages(tensor: Tensor) -> dict[int, int]:
     """Return how many bytes the memory of a tensor has, by address."""
     with suppress(RuntimeError):  # a wrapper that does not show what it wraps
-        storages = [part.untyped_storage() for part in strided_parts(tensor)]
+        storages = [part.untyped_storage() for part in strided_tensors(tensor)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {}
 

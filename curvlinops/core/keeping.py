@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from curvlinops.core.arguments import as_integer
-from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch
 from curvlinops.core.graph import footprint
+from curvlinops.core.pytree import leaves
 from curvlinops.core.references import is_plain
 from curvlinops.core.seeds import GeneratorStates
 from curvlinops.core.snapshot import Change, Snapshot

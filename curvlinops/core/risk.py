@@ -10,7 +10,6 @@ from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone, fetched
 from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
-from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_ids
 from curvlinops.core.examination import Examination, Seen
@@ -21,6 +20,7 @@ from curvlinops.core.model import Model
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.progress import shown
+from curvlinops.core.pytree import to_double
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace

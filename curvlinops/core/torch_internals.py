@@ -31,3 +31,4 @@ current_dispatch_modes = internal(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
 )
 run_backward = internal("torch.autograd.graph", "_engine_run_backward")
+pytree = importlib.import_module("torch.utils._pytree")
