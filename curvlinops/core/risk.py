@@ -12,13 +12,13 @@ from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_ids
+from curvlinops.core.distributed import Ranks
 from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, recall
 from curvlinops.core.graph import operations
 from curvlinops.core.memory import suppressed
 from curvlinops.core.model import Model
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
-from curvlinops.core.parallel import Ranks
 from curvlinops.core.progress import shown
 from curvlinops.core.pytree import to_double
 from curvlinops.core.scope import Scope
@@ -308,7 +308,7 @@ class EmpiricalRisk:
             loss, total = loss + value, total + terms
             add(gradient, slice(None), columns)
 
-        with self.ranks.together(self, "gradient_and_loss"):
+        with self.ranks.synchronized(self, "gradient_and_loss"):
             self.run(step, "gradient_and_loss", start)
         self.ranks.add(self.space.join(gradient))
         loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(total))
