@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 
 from curvlinops.core.norms import double_norm
 from curvlinops.core.space import Columns, flat
+from curvlinops.core.torch_internals import saved_buffers
 
 
 class Ranks:
@@ -246,11 +247,10 @@ def _other_tensors(risk: Any) -> list[tuple[str, Tensor]]:
     for root in [*risk.model.roots, getattr(risk.loss, "module", None)]:
         for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
             own = dict(module.named_parameters(recurse=False))
-            buffers = dict(module.named_buffers(recurse=False))
+            buffers = saved_buffers(module)
             # running statistics do not matter while batches are normalized by their own
             if not ("running_mean" in buffers and module.training):
-                passing = module._non_persistent_buffers_set
-                own |= {name: x for name, x in buffers.items() if name not in passing}
+                own |= buffers
             for name, x in own.items():
                 tensors.setdefault(id(x), (f"{path}.{name}" if path else name, x))
     replaced = {id(param) for param in params.values()}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from curvlinops.core.pytree import strided_tensors
+from curvlinops.core.torch_internals import function_of, input_metadata, saved_values
 
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
@@ -36,7 +37,7 @@ def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
         output: What it computed.
     """
     edges = (edge for node in nodes for edge in node.next_functions)
-    found = {node._input_metadata[index].dtype for node, index in edges if node is not None}
+    found = {input_metadata(node, index).dtype for node, index in edges if node is not None}
     return frozenset(dtype.to_real() for dtype in found | {output.dtype})
 
 
@@ -52,7 +53,7 @@ def custom_functions(nodes: Iterable[Any]) -> set[str]:
     return {
         node.name().removesuffix("Backward")
         for node in custom
-        if type(node)._forward_cls.__module__.partition(".")[0] != own
+        if function_of(node).__module__.partition(".")[0] != own
     }
 
 
@@ -76,13 +77,11 @@ def footprint(part: Any) -> int:
     for tensor in tensors:
         sizes |= _storages(tensor)
     for node in nodes:
-        for attribute in _saved_attributes(node):
-            saved = getattr(node, attribute)
-            for one in saved if isinstance(saved, list | tuple) else [saved]:
-                # what checkpoints and other hooks saved in another form is not in memory
-                held = getattr(one, "data", None)
-                if isinstance(held, Tensor):
-                    sizes |= _storages(held)
+        for saved in saved_values(node):
+            # what checkpoints and other hooks saved in another form is not in memory
+            held = getattr(saved, "data", None)
+            if isinstance(held, Tensor):
+                sizes |= _storages(held)
     for variable in (*leaves, *leaf_variables(nodes)):
         for address in _storages(variable):
             sizes.pop(address, None)
@@ -101,16 +100,6 @@ def mean_size(part: Any) -> float:
     """Return an estimate in bytes of the memory of one node of a graph, see ``footprint``."""
     nodes = sum(1 for _ in graph_nodes(*_tensors(part)))
     return footprint(part) / max(nodes, 1)
-
-
-_ATTRIBUTES: dict[type, list[str]] = {}
-
-
-def _saved_attributes(node: Any) -> list[str]:
-    kind = type(node)
-    if kind not in _ATTRIBUTES:
-        _ATTRIBUTES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
-    return _ATTRIBUTES[kind]
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

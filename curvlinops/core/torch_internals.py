@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 def internal(module: str, name: str) -> Any:
@@ -26,9 +27,45 @@ def internal(module: str, name: str) -> Any:
         return missing
 
 
+#: Nested containers: ``tree_flatten``, ``tree_unflatten``, ``tree_leaves``, ``tree_is_leaf``.
+pytree = importlib.import_module("torch.utils._pytree")
+#: A context in which no ``TorchFunctionMode`` or tensor subclass sees calls.
+without_torch_function = internal("torch._C", "DisableTorchFunction")
+
+
+def input_metadata(node: Any, number: int) -> Any:
+    """Return what has the ``shape`` and ``dtype`` of the gradient that a node gets, by number.
+
+    It is the gradient of the node's output with this number.
+    """
+    return node._input_metadata[number]
+
+
+def saved_values(node: Any) -> list[Any]:
+    """Return what a node of a graph keeps; tensors are the attribute ``data`` of these."""
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
+    values = [getattr(node, name) for name in _SAVED[kind]]
+    return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
+
+
+_SAVED: dict[type, list[str]] = {}
+
+
+def function_of(node: Any) -> type:
+    """Return the ``torch.autograd.Function`` of a node with a Python backward pass."""
+    return type(node)._forward_cls
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own buffers that are in its ``state_dict``."""
+    buffers = module.named_buffers(recurse=False)
+    return {n: x for n, x in buffers if n not in module._non_persistent_buffers_set}
+
+
 current_function_modes = internal("torch.overrides", "_get_current_function_mode_stack")
 current_dispatch_modes = internal(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
 )
 run_backward = internal("torch.autograd.graph", "_engine_run_backward")
-pytree = importlib.import_module("torch.utils._pytree")
