@@ -25,7 +25,7 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: files, or tests of a file that has long ones.
 TESTS = {
     "core": """
-        arguments operator matrix containers norms contract::test_modes_agree
+        arguments operator matrix pytree norms contract::test_modes_agree
         contract::test_linear_and_adjoint contract::test_blocks contract::test_kinds_of_vectors
         errors changes functions convolution rebinding constants modules_in_code evaluations
         default_device float16 robustness complex_and_sparse costs threads

@@ -468,10 +468,10 @@ def other_models() -> None:
     with fails(ValueError, "differ in loss.*sum"):
         both("hessian", classifier(reduction=("mean", "sum")[rank()]))
     weight = torch.tensor([1.0, 2.0, 3.0]).double()
-    with fails(ValueError, "frozen parameters or buffers"):
+    with fails(ValueError, r"\(frozen parameter or buffer\)"):
         both("hessian", classifier(weight=weight + torch.tensor([0, rank(), 0])))
     frozen = changed(lambda p: p.params[0].add_(1.0))
-    with fails(ValueError, "frozen parameters or buffers"):
+    with fails(ValueError, r"\(frozen parameter or buffer\)"):
         both("hessian", replace(frozen, params=frozen.params[2:]))
 
 
@@ -483,7 +483,7 @@ def running_statistics() -> None:
     together, alone = both("hessian", p)
     torch.testing.assert_close(together @ vector(together), alone @ vector(together))
     changed(lambda _: model[-1].running_mean.add_(1.0), p)
-    with fails(ValueError, "frozen parameters or buffers"):
+    with fails(ValueError, r"\(frozen parameter or buffer\)"):
         together @ vector(together)
     model.train()  # where they do not matter
     with warnings.catch_warnings():

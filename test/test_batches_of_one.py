@@ -23,7 +23,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core.containers import twice
+from curvlinops.core.pytree import duplicate_sample
 
 pytestmark = pytest.mark.extensive
 
@@ -250,9 +250,9 @@ def test_samples_that_cannot_be_doubled():
 
 def test_samples_twice():
     x, pair = torch.arange(3.0).reshape(1, 3), {"a": torch.ones(1), "b": torch.ones(2)}
-    found = twice((x, pair, ["text"], [{"image": torch.ones(3)}], 5, x))
+    found = duplicate_sample((x, pair, ["text"], [{"image": torch.ones(3)}], 5, x))
     assert torch.equal(found[0], x.repeat(2, 1)) and found[5] is found[0]
     assert [len(found[1][key]) for key in "ab"] == [2, 2] and found[4] == 5
     assert found[2] == ["text"] * 2 and len(found[3]) == 2
-    assert len(twice(x.numpy())) == 2
-    assert twice(x.clone().requires_grad_()).is_leaf
+    assert len(duplicate_sample(x.numpy())) == 2
+    assert duplicate_sample(x.clone().requires_grad_()).is_leaf

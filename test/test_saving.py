@@ -114,7 +114,7 @@ def test_plain_data_only(tmp_path):
     operator.save(tmp_path / "file")
     with safe_open(str(tmp_path / "file"), "pt") as file:
         metadata = json.loads(file.metadata()["metadata"])
-    assert metadata["operator"]["class"] == "BlockDiagonalLinearOperator"
+    assert metadata["operator"]["objects"][-1]["class"] == "BlockDiagonalLinearOperator"
 
 
 def test_what_is_shared_is_saved_once():
@@ -190,7 +190,7 @@ def test_what_is_no_operator(tmp_path):
         match = rf"state of a {type(operator).__name__} with fisher_type='.*load\(path\)"
         with pytest.raises(ValueError, match=match):
             load(path)
-    with pytest.raises(ValueError, match="'structured operator 1'.*curvlinops.load"):
+    with pytest.raises(ValueError, match="'structured operator 2'.*curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})
@@ -214,15 +214,18 @@ def test_damaged_states():
         with pytest.raises(ValueError, match="damaged"):
             load(state | {name: torch.ones(7, 2, 3)})
     metadata = json.loads(state["metadata"])
-    for damaged in (
-        {"class": "Unknown", "of": []},
-        {"class": "KroneckerProductLinearOperator", "of": 3},
-        {"class": "DiagonalLinearOperator", "of": []},
-        {"again": 5},
-        {},
-        None,
+    for objects in (
+        [{"class": "Unknown", "arguments": []}],
+        [{"class": "KroneckerProductLinearOperator", "arguments": 3}],
+        [{"class": "DiagonalLinearOperator", "arguments": []}],
+        [{"class": "Dense", "arguments": [0.0, 0.0]}],
+        [{"object": 5}],
+        [{}],
         3,
-        {"class": "Floor", "of": [0.0, 0.0]},
     ):
+        damaged = {"objects": objects, "root": {"object": 0}}
+        with pytest.raises(ValueError, match="damaged|no structured operator"):
+            load(state | {"metadata": json.dumps(metadata | {"operator": damaged})})
+    for damaged in ({}, None, 3, {"objects": [], "root": 3}, {"objects": [], "root": {}}):
         with pytest.raises(ValueError, match="damaged|no structured operator"):
             load(state | {"metadata": json.dumps(metadata | {"operator": damaged})})

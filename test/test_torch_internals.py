@@ -1,9 +1,14 @@
-"""Private handles of PyTorch: a version that lacks one can still import the package."""
+"""Private handles of PyTorch do what is expected, and the package can be imported without them."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from curvlinops.core import torch_internals
 
 #: What is private in PyTorch and read at import, and what a product does without it.
 HANDLES = {
@@ -46,3 +51,92 @@ def test_versions_without_a_private_handle(path: str):
     command = [sys.executable, "-c", WITHOUT, path]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout.strip() == HANDLES[path], found.stderr
+
+
+class Counter(TorchFunctionMode):
+    """Counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Twice(torch.autograd.Function):
+    """A function with a Python backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, v: Tensor) -> Tensor:
+        return 2 * v
+
+
+def test_pytree():
+    x = torch.ones(2)
+    leaves, structure = torch_internals.pytree.tree_flatten({"a": [x, 1], "b": (None,)})
+    assert leaves[0] is x and leaves[1:] == [1, None]
+    assert torch_internals.pytree.tree_unflatten([3, 4, 5], structure) == {"a": [3, 4], "b": (5,)}
+    assert torch_internals.pytree.tree_leaves(leaves) == leaves
+    assert [torch_internals.pytree.tree_is_leaf(x) for x in (x, {}, object())] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_without_torch_function():
+    with Counter() as counter:
+        torch.ones(1)
+        with torch_internals.without_torch_function():
+            torch.ones(1)
+    assert counter.num_calls == 1
+
+
+def test_input_metadata():
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    node = x.max(dim=0).values.grad_fn
+    metadata = torch_internals.input_metadata(node, 0)
+    assert tuple(metadata.shape) == (3,) and metadata.dtype == torch.float64
+
+
+def test_saved_values():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    (saved,) = torch_internals.saved_values(y.grad_fn)
+    assert saved.data.data_ptr() == y.data_ptr()
+
+
+def test_function_of():
+    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
+    assert torch_internals.function_of(node) is Twice
+
+
+def test_saved_buffers():
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("cache", torch.ones(1), persistent=False)
+    assert set(torch_internals.saved_buffers(module)) == {
+        "running_mean", "running_var", "num_batches_tracked",
+    }  # fmt: skip
+
+
+def test_run_backward():
+    x = torch.ones(2, requires_grad=True)
+    y = (3 * x).sum()
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    (gradient,) = torch_internals.run_backward(
+        (y,), (torch.tensor(2.0),), False, False, (x,), **options
+    )
+    assert torch.equal(gradient, torch.full((2,), 6.0)) and x.grad is None
+
+
+def test_modes():
+    assert not torch_internals.current_function_modes()
+    assert not torch_internals.current_dispatch_modes()
+    with Counter() as counter:
+        assert torch_internals.current_function_modes() == [counter]

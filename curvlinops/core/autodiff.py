@@ -13,7 +13,7 @@ from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
 from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_internals import run_backward
+from curvlinops.core.torch_internals import run_backward, without_torch_function
 
 #: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -139,7 +139,7 @@ def pull(
     retain: bool = True,
 ) -> dict[Name, Tensor | None]:
     """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
-    with torch._C.DisableTorchFunction():  # a scope watches what the model calls
+    with without_torch_function():  # a scope watches what the model calls
         names = [
             name
             for name in cotangents
@@ -186,7 +186,7 @@ def pull_several(
     if len(next(iter(cotangents.values()))) == 1:
         columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
         grads = pull(outputs, columns, inputs, retain=retain)
-        with torch._C.DisableTorchFunction():  # a scope watches what the model calls
+        with without_torch_function():  # a scope watches what the model calls
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
                 for name, grad in grads.items()

@@ -12,6 +12,7 @@ from curvlinops.core.graph import footprint
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.norms import double_dot, double_norm
 from curvlinops.core.space import Columns
+from curvlinops.core.torch_internals import without_torch_function
 from curvlinops.core.warn import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -86,7 +87,7 @@ def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[di
 
 
 def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
-    with torch._C.DisableTorchFunction():  # a scope watches what the model calls
+    with without_torch_function():  # a scope watches what the model calls
         # contiguous: the columns of a matrix are far apart in its memory
         return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
 
@@ -96,7 +97,7 @@ def add(total: Columns, rows: slice | int, part: Mapping[str, Tensor | None]) ->
     names = [name for name, product in part.items() if product is not None]
     if not names:
         return
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         torch._foreach_add_(
             [total[name][rows] for name in names], [part[name].detach() for name in names]
         )

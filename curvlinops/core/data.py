@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.core.arguments import check_count
-from curvlinops.core.containers import leaves, map_leaves, move
 from curvlinops.core.graph import graph_nodes, leaf_variables
+from curvlinops.core.pytree import leaves, map_leaves, move
 
 
 @dataclass(frozen=True)
@@ -185,27 +185,27 @@ class Batches:
 
 
 def _constant(tree: Any, own: Collection[int]) -> Any:
-    """Cut off how tensors were computed, unless from another one of the same batch.
+    """Detach tensors that were computed from others, unless these are in the same batch.
 
-    In that case the model, or the loss, may differentiate one with respect to the other. What the
-    model's own parameters were used for is cut off nevertheless.
+    In that case the model or the loss may differentiate one with respect to the other. Tensors that
+    were computed from the model's own parameters are detached in any case.
     """
     tensors = leaves(tree)
     computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
-    connected, begins = False, set()
+    connected, variables = False, set()
     for leaf in computed:
-        nodes = list(graph_nodes(leaf))
-        begins |= {id(variable) for variable in leaf_variables(nodes)}
+        nodes = set(graph_nodes(leaf))
+        variables |= {id(variable) for variable in leaf_variables(nodes)}
         connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
-    connected |= not begins.isdisjoint(map(id, tensors))
-    if not computed or (connected and begins.isdisjoint(own)):
+    connected |= not variables.isdisjoint(map(id, tensors))
+    if not computed or (connected and variables.isdisjoint(own)):
         return tree
 
-    def cut(leaf: Any) -> Any:
-        history = isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        return leaf.detach().requires_grad_() if history else leaf
+    def detached(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        return leaf.detach().requires_grad_() if has_graph else leaf
 
-    return map_leaves(tree, cut)
+    return map_leaves(tree, detached)
 
 
 def _first_axes(tree: Any) -> set[int]:

@@ -1,6 +1,5 @@
 """What autograd graphs are made of."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.core.containers import strided_parts
+from curvlinops.core.pytree import strided_tensors
+from curvlinops.core.torch_internals import function_of, input_metadata, plain_values, saved_values
 
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
@@ -33,7 +33,7 @@ def signature(output: Tensor) -> int:
         tuple(
             (
                 node.name(),
-                *(repr(getattr(node, name)) for name in _plain_attributes(node)),
+                repr(plain_values(node)),
                 *((numbers[following], index) for following, index in node.next_functions),
             )
             for node in nodes
@@ -49,7 +49,7 @@ def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
         output: What it computed.
     """
     edges = (edge for node in nodes for edge in node.next_functions)
-    found = {node._input_metadata[index].dtype for node, index in edges if node is not None}
+    found = {input_metadata(node, index).dtype for node, index in edges if node is not None}
     return frozenset(dtype.to_real() for dtype in found | {output.dtype})
 
 
@@ -65,7 +65,7 @@ def custom_functions(nodes: Iterable[Any]) -> set[str]:
     return {
         node.name().removesuffix("Backward")
         for node in custom
-        if type(node)._forward_cls.__module__.partition(".")[0] != own
+        if function_of(node).__module__.partition(".")[0] != own
     }
 
 
@@ -89,13 +89,11 @@ def footprint(part: Any) -> int:
     for tensor in tensors:
         sizes |= _storages(tensor)
     for node in nodes:
-        for attribute in _saved_attributes(node):
-            saved = getattr(node, attribute)
-            for one in saved if isinstance(saved, list | tuple) else [saved]:
-                # what checkpoints and other hooks saved in another form is not in memory
-                held = getattr(one, "data", None)
-                if isinstance(held, Tensor):
-                    sizes |= _storages(held)
+        for saved in saved_values(node):
+            # what checkpoints and other hooks saved in another form is not in memory
+            held = getattr(saved, "data", None)
+            if isinstance(held, Tensor):
+                sizes |= _storages(held)
     for variable in (*leaves, *leaf_variables(nodes)):
         for address in _storages(variable):
             sizes.pop(address, None)
@@ -105,7 +103,7 @@ def footprint(part: Any) -> int:
 def _storages(tensor: Tensor) -> dict[int, int]:
     """Return how many bytes the memory of a tensor has, by address."""
     with suppress(RuntimeError):  # a wrapper that does not show what it wraps
-        storages = [part.untyped_storage() for part in strided_parts(tensor)]
+        storages = [part.untyped_storage() for part in strided_tensors(tensor)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {}
 
@@ -114,22 +112,6 @@ def mean_size(part: Any) -> float:
     """Return an estimate in bytes of the memory of one node of a graph, see ``footprint``."""
     nodes = sum(1 for _ in graph_nodes(*_tensors(part)))
     return footprint(part) / max(nodes, 1)
-
-
-@functools.cache
-def _attributes_of(kind: type) -> tuple[list[str], list[str]]:
-    """Return the attributes of a kind of node that hold tensors, and those with other values."""
-    raw = [name for name in dir(kind) if name.startswith("_raw_saved")]
-    saved = [name for name in dir(kind) if name.startswith("_saved")]
-    return raw, [name for name in saved if f"_raw{name}" not in raw]
-
-
-def _saved_attributes(node: Any) -> list[str]:
-    return _attributes_of(type(node))[0]
-
-
-def _plain_attributes(node: Any) -> list[str]:
-    return _attributes_of(type(node))[1]
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.modules import module as torch_modules
 
 from curvlinops.core.arguments import as_integer
-from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch
 from curvlinops.core.fingerprint import PLAIN, Fingerprint, same_numbers
 from curvlinops.core.graph import footprint
+from curvlinops.core.pytree import leaves
 from curvlinops.core.seeds import GeneratorStates
 
 _LOGGER = logging.getLogger("curvlinops")

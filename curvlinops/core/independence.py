@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, evaluate
-from curvlinops.core.containers import take, tile
 from curvlinops.core.data import Batch
 from curvlinops.core.memory import lacks_memory, suppressed
+from curvlinops.core.pytree import select_samples, tile_samples
 from curvlinops.core.risk import BatchRisk
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -38,7 +38,7 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
         X, num_samples = bound.batch.X, bound.num_samples
         at_least = 2 if num_samples > 3 else 1
         if at_least < num_samples == len(output):
-            few = _on(bound, take(X, slice(at_least), num_samples))
+            few = _on(bound, select_samples(X, slice(at_least), num_samples))
             return _differs_alone(bound, few, output)
     return None
 
@@ -51,7 +51,7 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
             cannot be cut.
     """
     try:
-        X = take(bound.batch.X, slice(1), len(output))
+        X = select_samples(bound.batch.X, slice(1), len(output))
         coupled = _differs_alone(bound, _on(bound, X), output)
     except Exception as error:
         if lacks_memory(error):
@@ -70,7 +70,7 @@ def _differs_alone(bound: BoundModel, part: BoundModel, output: Tensor) -> bool:
         return False
     if found.shape[1:] != output.shape[1:]:
         # perhaps it has a number for each pair of samples: there are as many with copies instead
-        found = evaluate(_on(bound, tile(bound.batch.X, few, num_samples)))[:few]
+        found = evaluate(_on(bound, tile_samples(bound.batch.X, few, num_samples)))[:few]
     return differs(found, output[:few], output)
 
 

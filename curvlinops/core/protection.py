@@ -10,8 +10,8 @@ from operator import is_not
 import torch
 from torch import nn
 
-from curvlinops.core.containers import leaves
 from curvlinops.core.parameters import with_attributes
+from curvlinops.core.pytree import leaves
 
 #: The types of containers whose contents are restored; subclasses may have other rules.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})

@@ -1,4 +1,4 @@
-"""Objects as plain data and tensors: what files hold, and is read without running their code."""
+"""Saved objects: tensors by name and plain JSON, in safetensors files. Reading runs no code."""
 
 import json
 from collections.abc import Mapping
@@ -20,65 +20,78 @@ _NAMES: dict[type, str] = {}
 def recorded(cls: Class, name: str | None = None) -> Class:
     """Let objects of exactly this class be saved; also a decorator.
 
-    Dataclasses and named tuples are made anew from their fields, others from what their method
-    ``_record`` returns; by the class itself, or its method ``_restored`` if it has one.
+    They are made anew by the class, from the fields of dataclasses and named tuples, else from the
+    arguments that their method ``_record`` returns.
 
     Args:
         cls: The class.
-        name: What it is called in files. Default: its name. That of another class: its objects are
-            read as objects of that one.
+        name: Its name in files. Default: its own. If it is the name of another class, objects are
+            read as objects of that class.
     """
     _NAMES[cls] = name or cls.__name__
     _CLASSES.setdefault(_NAMES[cls], cls)
     return cls
 
 
-class Recorder:
-    """Turns objects into plain data.
+def write(value: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return plain data that JSON can hold, and the tensors by name.
 
-    What occurs several times, by identity, is written once, and is one object again when read.
+    Equal objects and shared tensors are written once. Lists are read as tuples, and devices as the
+    one to which tensors are read.
 
-    Attributes:
-        tensors: The tensors in what was written so far, by name.
+    Raises:
+        NotImplementedError: If the value has an object of a class that is not ``recorded``.
     """
+    writer = _Writer()
+    root = writer.write(value)
+    return {"objects": writer.objects, "root": root}, writer.tensors
 
+
+def read(data: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """Return the value that was written, with its tensors on a device.
+
+    Raises:
+        ValueError: If ``write`` did not return ``data``, or not with these tensors.
+    """
+    try:
+        reader = _Reader(tensors, device)
+        for entry in data["objects"]:
+            reader.objects.append(_CLASSES[entry["class"]](*reader.read(entry["arguments"])))
+        return reader.read(data["root"])
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"The saved state is damaged: {error!r}.") from error
+
+
+class _Writer:
     def __init__(self):
         self.tensors: dict[str, Tensor] = {}
+        self.objects: list[dict[str, Any]] = []
         self._names: dict[tuple, str] = {}
-        self._known: dict[int, int] = {}
-        self._alive: list[Any] = []  # the numbers of objects that are gone are given again
+        self._numbers: dict[str, int] = {}
 
     def write(self, value: Any) -> Any:
-        """Return what JSON can hold.
-
-        Raises:
-            NotImplementedError: If the value has an object of a class that is not ``recorded``.
-        """
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) in (list, tuple):
-            return [self.write(one) for one in value]
+            return [self.write(part) for part in value]
         if type(value) is dict:
-            return {"pairs": [[self.write(k), self.write(one)] for k, one in value.items()]}
-        if isinstance(value, Tensor):
-            return self._tensor(value)
+            return {"items": self.write(list(value.items()))}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
-            return {"device": None}  # wherever it is read
-        return self._object(value)
+            return {"device": None}
+        return self._tensor(value) if isinstance(value, Tensor) else self._object(value)
 
     def _tensor(self, value: Tensor) -> dict[str, Any]:
+        # axes along which a tensor is expanded are written once
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in value.stride())
         part = value.detach()[once]
-        place = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
-        name = self._names.setdefault(place, str(len(self.tensors)))
+        memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+        name = self._names.setdefault(memory, str(len(self.tensors)))
         self.tensors[name] = part
         return {"tensor": name, "shape": list(value.shape)}
 
     def _object(self, value: Any) -> dict[str, Any]:
-        if id(value) in self._known:
-            return {"again": self._known[id(value)]}
         name = _NAMES.get(type(value))
         if name is None:
             raise NotImplementedError(f"A {type(value).__name__} cannot be saved.")
@@ -88,76 +101,48 @@ class Recorder:
             arguments = [getattr(value, field.name) for field in fields(value)]
         else:
             arguments = list(value)
-        out = {"class": name, "of": [self.write(one) for one in arguments]}
-        self._known[id(value)] = len(self._known)
-        self._alive.append(value)
-        return out
+        entry = {"class": name, "arguments": [self.write(argument) for argument in arguments]}
+        number = self._numbers.setdefault(json.dumps(entry), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(entry)
+        return {"object": number}
 
 
-class Reader:
-    """Turns what a ``Recorder`` wrote into objects.
-
-    Args:
-        tensors: The tensors by name.
-        device: Where tensors go.
-    """
-
+class _Reader:
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
-        self._tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self._device = device
-        self._known: list[Any] = []
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.device = device
+        self.objects: list[Any] = []
 
-    def read(self, found: Any) -> Any:
-        """Return the value; lists are tuples.
+    def read(self, data: Any) -> Any:
+        if isinstance(data, list):
+            return tuple(self.read(part) for part in data)
+        if not isinstance(data, dict):
+            return data
+        if "items" in data:
+            return dict(self.read(data["items"]))
+        if "tensor" in data:
+            return self._finite(data["tensor"]).expand(data["shape"])
+        if "dtype" in data:
+            return getattr(torch, data["dtype"])
+        return self.device if "device" in data else self.objects[data["object"]]
 
-        Raises:
-            ValueError: If this is not what a ``Recorder`` wrote.
-        """
-        try:
-            return self._read(found)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"The saved state is damaged: {error!r}.") from error
-
-    def _read(self, found: Any) -> Any:
-        if isinstance(found, list):
-            return tuple(self._read(one) for one in found)
-        if not isinstance(found, dict):
-            return found
-        kind, value = next(iter(found.items()), ("class", None))
-        if kind == "pairs":
-            return {self._read(k): self._read(one) for k, one in value}
-        if kind == "tensor":
-            return self._tensor(value, found["shape"])
-        if kind == "dtype":
-            return getattr(torch, value)
-        if kind == "device":
-            return self._device
-        if kind == "again":
-            return self._known[value]
-        cls, arguments = _CLASSES[found["class"]], self._read(found["of"])
-        self._known.append(getattr(cls, "_restored", cls)(*arguments))
-        return self._known[-1]
-
-    def _tensor(self, name: str, shape: list[int]) -> Tensor:
-        tensor = self._tensors[name]
-        if not bool(tensor.isfinite().all()):
+    def _finite(self, name: str) -> Tensor:
+        if not bool(self.tensors[name].isfinite().all()):
             raise ValueError(f"The entry '{name}' of the saved state has NaN or infinite values.")
-        return tensor.expand(shape)
+        return self.tensors[name]
 
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:
     """Write a state, tensors by name and ``"metadata"``, to a safetensors file."""
-    tensors: dict[str, Tensor] = {}
-    memory: set[int] = set()
+    tensors, memory = dict[str, Tensor](), set[int]()
     for name, value in state.items():
         if isinstance(value, Tensor):
-            value = value.contiguous()
-            own = value.untyped_storage()
+            tensors[name] = value = value.contiguous()
             # in a file each tensor has all of its memory
-            if own.data_ptr() in memory or own.nbytes() != value.nbytes:
-                value = value.clone()
-            memory.add(own.data_ptr())
-            tensors[name] = value
+            if value.data_ptr() in memory or value.untyped_storage().nbytes() != value.nbytes:
+                tensors[name] = value.clone()
+            memory.add(value.data_ptr())
     save_file(tensors, str(path), {"metadata": state["metadata"]})
 
 
@@ -171,8 +156,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
             if "metadata" in metadata:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return {**metadata, **tensors}
+                return metadata | {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, such as save() writes.") from error
     raise ValueError(f"{path} is not the state of an operator of this package.")

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.core import autodiff
 from curvlinops.core.columns import norm
-from curvlinops.core.containers import leaves, strided_parts
 from curvlinops.core.independence import COUPLED, couples_samples
 from curvlinops.core.outputs import check_finite, check_numbers
+from curvlinops.core.pytree import leaves, strided_tensors
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.seeds import preserved_rng, seed_everything
 
@@ -102,7 +102,7 @@ def _explain_model(risk: EmpiricalRisk, index: int) -> str:
 def fingerprint(tree: Any) -> list[float]:
     """Return numbers that change with the values in a nested structure, and with their order."""
     numbers: list[float] = []
-    for leaf in (part for tensor in leaves(tree) for part in strided_parts(tensor)):
+    for leaf in (part for tensor in leaves(tree) for part in strided_tensors(tensor)):
         leaf = leaf.detach().resolve_conj()
         leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
         flat = leaf.flatten().double()

@@ -16,12 +16,12 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.activations import ACTIVATIONS
-from curvlinops.core.containers import leaves
 from curvlinops.core.convolution import CONVOLUTIONS
 from curvlinops.core.functions import in_transform
 from curvlinops.core.lookups import LOOKUPS, check_lookup
 from curvlinops.core.normalization import NORMALIZATIONS
 from curvlinops.core.parameters import spread_error
+from curvlinops.core.pytree import leaves
 from curvlinops.core.recurrent import RECURRENT
 
 

@@ -12,14 +12,14 @@ from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone, fetched
 from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
-from curvlinops.core.containers import leaves
 from curvlinops.core.data import Batch, Batches
+from curvlinops.core.distributed import Ranks
 from curvlinops.core.first_batch import BatchFacts, Look, learned
 from curvlinops.core.graph_checks import check_graph, needs_graph, own_ids
 from curvlinops.core.model import Model, train_flags
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
-from curvlinops.core.parallel import Ranks
 from curvlinops.core.progress import shown
+from curvlinops.core.pytree import leaves
 from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
@@ -313,7 +313,7 @@ class EmpiricalRisk:
         """
         gradient, loss, total = self.space.zeros(1), 0.0, 0.0
         task = "gradient_and_loss"
-        with self.ranks.together(self, task), self.batches(task) as batches:
+        with self.ranks.synchronized(self, task), self.batches(task) as batches:
             for bound in batches:
                 value, columns, terms = autodiff.gradient(bound, bound.loss_sum)
                 check_finite(bound.batch, value, columns)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from curvlinops.core.containers import lent
 from curvlinops.core.model import Model
 from curvlinops.core.protection import TRACES
+from curvlinops.core.pytree import copy_containers
 from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 
 _ONE_ARGUMENT = (
@@ -77,7 +77,7 @@ class Scope:
         Scope._evaluations += 1
         self._number, may_compile = Scope._evaluations, _may_compile()
         try:
-            return self._model(self._values, lent(X))
+            return self._model(self._values, copy_containers(X))
         except Exception as error:
             if _may_compile() and not may_compile:  # the model does, and began just now
                 with torch.compiler.set_stance("force_eager"):

@@ -1,9 +1,11 @@
 """Private handles of PyTorch without which the package can be imported, but not used."""
 
+import functools
 import importlib
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 def internal(module: str, name: str) -> Any:
@@ -24,6 +26,50 @@ def internal(module: str, name: str) -> Any:
             )
 
         return missing
+
+
+#: Nested containers: ``tree_flatten``, ``tree_unflatten``, ``tree_leaves``, ``tree_is_leaf``.
+pytree = importlib.import_module("torch.utils._pytree")
+#: A context in which no ``TorchFunctionMode`` or tensor subclass sees calls.
+without_torch_function = internal("torch._C", "DisableTorchFunction")
+
+
+def input_metadata(node: Any, number: int) -> Any:
+    """Return what has the ``shape`` and ``dtype`` of the gradient that a node gets, by number.
+
+    It is the gradient of the node's output with this number.
+    """
+    return node._input_metadata[number]
+
+
+def saved_values(node: Any) -> list[Any]:
+    """Return what a node of a graph keeps; tensors are the attribute ``data`` of these."""
+    values = [getattr(node, name) for name in _saved_names(type(node))[0]]
+    return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
+
+
+def plain_values(node: Any) -> list[Any]:
+    """Return the arguments of a node's operation that are no tensors, such as axes."""
+    return [getattr(node, name) for name in _saved_names(type(node))[1]]
+
+
+@functools.cache
+def _saved_names(kind: type) -> tuple[list[str], list[str]]:
+    """Return the attributes of a kind of node that hold tensors, and those with other values."""
+    raw = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    saved = [name for name in dir(kind) if name.startswith("_saved_")]
+    return raw, [name for name in saved if f"_raw{name}" not in raw]
+
+
+def function_of(node: Any) -> type:
+    """Return the ``torch.autograd.Function`` of a node with a Python backward pass."""
+    return type(node)._forward_cls
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own buffers that are in its ``state_dict``."""
+    buffers = module.named_buffers(recurse=False)
+    return {n: x for n, x in buffers if n not in module._non_persistent_buffers_set}
 
 
 current_function_modes = internal("torch.overrides", "_get_current_function_mode_stack")

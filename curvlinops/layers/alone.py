@@ -7,9 +7,9 @@ from torch import Tensor
 
 from curvlinops.core import autodiff
 from curvlinops.core.columns import add
-from curvlinops.core.containers import take
 from curvlinops.core.data import Batch
 from curvlinops.core.memory import lacks_memory
+from curvlinops.core.pytree import select_samples
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns
 from curvlinops.layers.detection import TOLERANCES
@@ -137,5 +137,5 @@ def _alone(bound: BatchRisk, n: int, num_samples: int) -> BatchRisk:
     Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
     which a loss differentiates) stays one.
     """
-    X, y = take((bound.batch.X, bound.batch.y), slice(n, n + 1), num_samples)
+    X, y = select_samples((bound.batch.X, bound.batch.y), slice(n, n + 1), num_samples)
     return bound.on(Batch(bound.batch.index, X, y))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.torch_internals import input_metadata
 from curvlinops.layers.detection import unrelated
 from curvlinops.layers.layout import Along, regular
 from curvlinops.layers.moves import Move, operation, source_axis
@@ -49,7 +50,7 @@ def samples_by_edge(output: Tensor, nodes: Iterable[Any]) -> dict[tuple[Any, int
         for place, (source, number) in enumerate(node.next_functions):
             if source is None:
                 continue
-            shape = tuple(source._input_metadata[number].shape)
+            shape = tuple(input_metadata(source, number).shape)
             for own in outputs[node]:
                 step = _step(node, place, own, found[node, own], shape, num_samples)
                 # a tensor may be used in different ways
@@ -68,7 +69,7 @@ def _step(
     """Return the distance between samples in an input of a node, given that in an output."""
     if step is None:
         return None
-    out = tuple(node._input_metadata[own].shape)
+    out = tuple(input_metadata(node, own).shape)
     if operation(node) in _RESHAPES:
         return step if prod(out) == prod(shape) else None
     found = axis_of(out, step, num_samples)

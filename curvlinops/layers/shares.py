@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import BoundModel, pull_columns
-from curvlinops.core.containers import has_length, leaves, map_leaves, take
 from curvlinops.core.data import Batch
 from curvlinops.core.graph import mean_size
 from curvlinops.core.independence import differs
 from curvlinops.core.memory import lacks_memory
+from curvlinops.core.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.core.space import Columns
 from curvlinops.layers.check import disagreeing, shares
 from curvlinops.layers.detection import tolerance_of
@@ -130,7 +130,7 @@ class Shares:
         bound, rows = self._bound, []
         for n in wanted.tolist():
             here = slice(n, n + 1)
-            part = Batch(bound.batch.index, take(bound.batch.X, here, u.shape[1]), None)
+            part = Batch(bound.batch.index, select_samples(bound.batch.X, here, u.shape[1]), None)
             with bound.on(part).recording("gradient") as (_, leaves, output):
                 self._check_output(output, wanted.new_tensor([n]))
                 inputs = {name: leaves[name] for name in self._space.names}

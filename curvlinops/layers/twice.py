@@ -7,9 +7,9 @@ from collections import Counter
 
 import torch
 
-from curvlinops.core.containers import twice
 from curvlinops.core.data import Batch
 from curvlinops.core.independence import differs
+from curvlinops.core.pytree import duplicate_sample
 from curvlinops.core.risk import BatchRisk
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.parts import Key
@@ -17,7 +17,7 @@ from curvlinops.layers.parts import Key
 
 def sample_twice(bound: BatchRisk) -> BatchRisk:
     """Return the model on a batch that has the only sample of another one twice."""
-    return bound.on(Batch(bound.batch.index, twice(bound.batch.X), None))
+    return bound.on(Batch(bound.batch.index, duplicate_sample(bound.batch.X), None))
 
 
 def blind(once: RecordedBatch, both: RecordedBatch) -> set[Key]:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.core.torch_internals import input_metadata
+
 #: Nodes of graphs whose results have the same entries in the same places,
 _COPIES = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0"}
 
@@ -44,7 +46,7 @@ def view_of(tensor: Tensor, leaf: Tensor) -> Tensor:
         steps.append((node, number))
         ((node, number),) = node.next_functions
     # the derivative of a cast between real and complex numbers is not one
-    dtypes = {leaf.dtype, *(own._input_metadata[index].dtype for own, index in steps)}
+    dtypes = {leaf.dtype, *(input_metadata(own, index).dtype for own, index in steps)}
     if tensor.device != leaf.device or any(dtype.is_complex for dtype in dtypes):
         return tensor
     with torch.no_grad():
@@ -60,7 +62,7 @@ def _after(node: Any, number: int, x: Tensor) -> Tensor:
     if name in _COPIES:
         return x
     if name in _RESHAPED:
-        return x.reshape(node._input_metadata[number].shape)
+        return x.reshape(input_metadata(node, number).shape)
     function, *saved = _VIEWS[name]
     found = function(x, *(_signed(getattr(node, f"_saved_{argument}")) for argument in saved))
     return found if isinstance(found, Tensor) else found[number]

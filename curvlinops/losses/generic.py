@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import pull
-from curvlinops.core.containers import lent, perhaps_shared, take
 from curvlinops.core.functions import wide
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.protection import protected
+from curvlinops.core.pytree import copy_containers, possibly_shared, select_samples
 from curvlinops.core.used_modules import find_modules
 from curvlinops.core.warn import first_line, warn
 from curvlinops.losses.base import Loss
@@ -84,10 +84,10 @@ class AdditiveLoss(Loss):
         self._compare_across(output, target)
 
     def _singles(self, output: Tensor, target: Any, whole: Tensor | None = None) -> list[Tensor]:
-        """Return the losses of the samples, see ``take``."""
+        """Return the losses of the samples, see ``select_samples``."""
         num_samples, singles = len(output), []
         for n in range(num_samples):
-            one = take(target, slice(n, n + 1), num_samples, whole)
+            one = select_samples(target, slice(n, n + 1), num_samples, whole)
             singles.append(self._value(output[n : n + 1], one).detach())
         return singles
 
@@ -96,7 +96,7 @@ class AdditiveLoss(Loss):
 
         It has as many entries as there are samples by chance, such as a weight for each class.
         """
-        for whole in perhaps_shared(target, len(output)):
+        for whole in possibly_shared(target, len(output)):
             try:
                 self._compare(
                     self.sum(output, target), self._singles(output, target, whole), output, target
@@ -244,7 +244,7 @@ class AdditiveLoss(Loss):
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
         with protected(self._roots, {}, constant=False):
-            value = self.module(output.clone(), lent(target))  # some losses overwrite it
+            value = self.module(output.clone(), copy_containers(target))  # some losses overwrite it
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             is_tensor = isinstance(value, Tensor)
             found = (value.dtype, list(value.shape)) if is_tensor else type(value).__name__

@@ -14,12 +14,12 @@ from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, NothingToTest, adjoint_of_jacobian, allowed_modes, choose
 from curvlinops.core.columns import not_finite
 from curvlinops.core.data import Batches
+from curvlinops.core.distributed import Ranks
 from curvlinops.core.graph_cache import GraphCache, check_cache
 from curvlinops.core.model import train_flags, wrap_model
 from curvlinops.core.modes import Reverse
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.outputs import OVERFLOW, report_batch_statistics
-from curvlinops.core.parallel import Ranks
 from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
@@ -107,7 +107,7 @@ class DataLinearOperator(TorchLinearOperator):
             self.chunk_size = check_count("chunk_size", self.chunk_size)
         if isinstance(self.params, Iterator):  # it yields its tensors only once
             self.params = list(self.params)
-        with (ranks := Ranks(self.process_group)).guarded(), alone():
+        with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), alone():
             model = wrap_model(self.model_func, self.params)
             loss = self._wrap_loss(self.loss_func, self.reduction)
             batches = Batches(self.data, self.batch_size_fn, self.num_data)
@@ -116,7 +116,7 @@ class DataLinearOperator(TorchLinearOperator):
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
         self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
-        with ranks.together(self.risk, "__init__", blocks=self._blocks):
+        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks):
             self._check_model()
         super().__init__(*self._spaces())
 
@@ -252,7 +252,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
         options = self._settings() | {"seed": None}  # ranks never draw the same numbers
-        return self.risk.ranks.together(self.risk, task, columns, options=options, **details)
+        return self.risk.ranks.synchronized(self.risk, task, columns, options=options, **details)
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from curvlinops.core import autodiff
 from curvlinops.core.ambient import alone
 from curvlinops.core.choice import Mode
-from curvlinops.core.containers import leaves
 from curvlinops.core.modes import Push
 from curvlinops.core.operator import Product
+from curvlinops.core.pytree import leaves
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device
-from curvlinops.core.records import Reader, metadata_of, read_state
+from curvlinops.core.records import metadata_of, read, read_state
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.saving import FORMAT
 
@@ -48,7 +48,7 @@ def load(
             f"{FORMAT!r}."
         )
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    found = Reader(tensors, as_device(device)).read(metadata.get("operator"))
-    if not isinstance(found, StructuredLinearOperator):
-        raise ValueError(f"The saved state is a {type(found).__name__}, no structured operator.")
-    return found
+    operator = read(metadata.get("operator"), tensors, as_device(device))
+    if not isinstance(operator, StructuredLinearOperator):
+        raise ValueError(f"The saved state is a {type(operator).__name__}, no structured operator.")
+    return operator

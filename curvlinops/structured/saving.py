@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from curvlinops.core.ambient import free_of_modes
-from curvlinops.core.records import Recorder, write_state
+from curvlinops.core.records import write, write_state
 
 #: Of what is saved. It changes when older files cannot be read any more.
-FORMAT = "structured operator 1"
+FORMAT = "structured operator 2"
 
 
 class Saveable:
@@ -23,9 +23,8 @@ class Saveable:
         Raises:
             NotImplementedError: If the operator, or a part of it, is of a class of your own.
         """
-        recorder = Recorder()
-        metadata = {"format": FORMAT, "operator": recorder.write(self)}
-        return {"metadata": json.dumps(metadata), **recorder.tensors}
+        data, tensors = write(self)
+        return {"metadata": json.dumps({"format": FORMAT, "operator": data}), **tensors}
 
     def save(self, path: str | Path) -> None:
         """Write the operator to a safetensors file, which ``load`` reads."""

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.parallel import Ranks
+from curvlinops.core.distributed import Ranks
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, squared_sum

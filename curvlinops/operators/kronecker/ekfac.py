@@ -191,7 +191,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     moments = _added(moments, {number: moment})
 
         ranks = self.risk.ranks
-        with self._passes.together("eigenvalues"):
+        with self._passes.synchronized("eigenvalues"):
             num_batches = self._passes.visit(self._batches, "eigenvalues", add, batches, first)
         num_batches, terms = ranks.largest(num_batches), ranks.total(terms)
         moments = ranks.add_all(moments, self.device)

@@ -55,7 +55,7 @@ class Passes:
 
     def sum_over_all(self, batches_of: Pass) -> Sums:
         """Return the sums over all data."""
-        with self.together("factors"):
+        with self.synchronized("factors"):
             sums = self._sum_over_own(batches_of, Sums())
         sums = self._joined(sums, lambda start: self._sum_over_own(batches_of, start))
         if sums.uses == NO_USES:
@@ -65,17 +65,17 @@ class Passes:
     def sum_over_more(self, batches_of: Pass, sums: Sums, batches: Batches) -> Sums:
         """Return the sums over other batches than those of given sums."""
         more = Sums(sums.uses, sums.blocks, num_batches=sums.num_batches)
-        with self.together("update"):
+        with self.synchronized("update"):
             self._add(batches_of, more, batches)
         more = self._joined(more)
         more.num_batches -= sums.num_batches
         return more
 
-    def together(self, task: str) -> AbstractContextManager[Any]:
+    def synchronized(self, task: str) -> AbstractContextManager[Any]:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
         # ranks never draw the same numbers, whatever the seed
         options = vars(self._options) | {"reduced": sorted(self._options.reduced), "seed": None}
-        return self._risk.ranks.together(self._risk, task, options=options)
+        return self._risk.ranks.synchronized(self._risk, task, options=options)
 
     def _joined(self, sums: Sums, again: Callable[[Sums], Sums] | None = None) -> Sums:
         """Return the sums over the data of all ranks.
@@ -88,7 +88,7 @@ class Passes:
         if ranks.size == 1:
             return sums
         uses = reduce(Uses.union, ranks.gather_objects(sums.uses))
-        with ranks.guarded():
+        with ranks.raise_on_all_ranks():
             blocks = self.plan(uses)
             try:
                 sums.adopt(uses, blocks)

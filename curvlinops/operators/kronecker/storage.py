@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.records import Reader, Recorder, metadata_of
+from curvlinops.core.records import metadata_of, read, write
 from curvlinops.core.space import ParameterSpace
 from curvlinops.losses import Loss
 from curvlinops.operators.kronecker.entries import Entries
@@ -24,7 +24,7 @@ from curvlinops.operators.kronecker.sums import Factors, Sums
 from curvlinops.operators.kronecker.usage import Uses
 
 #: Of what is saved. It is raised when older files cannot be read any more.
-FORMAT = 3
+FORMAT = 4
 
 #: Options that choose the structure of blocks. They may differ where they make no difference.
 STRUCTURAL = ("max_factor_size", "fallback")
@@ -59,14 +59,12 @@ def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
             tensors[f"{prefix}.gradients"] = factors.gradients
     for number, matrix in sums.matrices.items():
         tensors[f"{number}.matrix"] = matrix
+    known = {name: sorted(usages, key=repr) for name, usages in sums.uses.known.items()}
     metadata = {
         "format": FORMAT,
         "fingerprint": own,
         "num_batches": sums.num_batches,
-        "uses": {
-            name: sorted((Recorder().write(usage) for usage in usages), key=repr)
-            for name, usages in sums.uses.known.items()
-        },
+        "uses": write(known)[0],
         "unknown": sums.uses.unknown,
     }
     return {"metadata": json.dumps(metadata), **tensors}
@@ -98,8 +96,8 @@ def unpack(
         )
     theirs = metadata["fingerprint"]
     check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
-    read = Reader({}, space.device).read
-    known = {n: frozenset(map(read, found)) for n, found in metadata["uses"].items()}
+    uses = read(metadata["uses"], {}, space.device)
+    known = {name: frozenset(usages) for name, usages in uses.items()}
     sums = Sums(Uses(known, metadata["unknown"]), num_batches=metadata["num_batches"])
     tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
     sums.terms = take(tensors, "terms", (), torch.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.parallel import Ranks
+from curvlinops.core.distributed import Ranks
 from curvlinops.layers.factors import Kind
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.usage import Uses

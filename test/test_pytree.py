@@ -1,9 +1,8 @@
 """Batches in containers of all kinds keep them wherever they are cut, moved or converted."""
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,40 +12,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvlinops
-from curvlinops.core.containers import leaves, map_leaves, move, take
+from curvlinops.core.pytree import leaves, map_leaves, move, select_samples
+
+transformers = pytest.importorskip("transformers")
+ModelOutput, BatchEncoding = transformers.utils.ModelOutput, transformers.BatchEncoding
 
 N = 6
 
 
-class Attributes(dict):
-    """A dictionary whose items are attributes, of which each other raises a ``KeyError``."""
+class Features(dict):
+    """A dictionary that moves itself."""
 
-    __getattr__ = dict.__getitem__
-
-
-class Encoding(UserDict):
-    """A mapping that moves itself, with items as attributes, as those of Hugging Face."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["data"][name]
-
-    def to(self, device: torch.device) -> "Encoding":
-        self.data = {key: value.to(device) for key, value in self.data.items()}
-        return self
+    def to(self, device: torch.device) -> "Features":
+        return Features({key: value.to(device) for key, value in self.items()})
 
 
 @dataclass
+class Output(ModelOutput):
+    """An output of Hugging Face."""
+
+    logits: Tensor
+    cache: Any = None
+
+
+@dataclass(frozen=True)
 class Record:
-    """A dataclass."""
+    """A dataclass, with fields that are no tensors."""
 
     values: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """A dataclass that does not change."""
-
-    values: Tensor
+    name: str = "name"
+    mask: Tensor | None = None
 
 
 Named = namedtuple("Named", ["values"])
@@ -59,13 +54,12 @@ CONTAINERS: dict[str, tuple[Callable, Callable]] = {
         lambda c: (c.move_to_end("values"), c["values"])[1],
     ),
     "defaultdict": (lambda v: defaultdict(list, values=v), lambda c: (c["new"], c["values"])[1]),
-    "attributes": (lambda v: Attributes(x=v), lambda c: c.x),
-    "encoding": (lambda v: Encoding(values=v), lambda c: c["values"]),
-    "proxy": (lambda v: MappingProxyType({"values": v}), lambda c: c.copy()["values"]),
+    "dict that moves itself": (lambda v: Features(values=v), lambda c: c["values"]),
+    "BatchEncoding": (lambda v: BatchEncoding({"values": v}), lambda c: c["values"]),
+    "ModelOutput": (lambda v: Output(logits=v), lambda c: c.logits),
     "named tuple": (lambda v: Named(v), lambda c: c.values),
-    "dataclass": (lambda v: Record(v), lambda c: c.values),
-    "frozen dataclass": (lambda v: Frozen(v), lambda c: c.values),
-    "nested": (lambda v: [Frozen({"a": (v,)})], lambda c: c[0].values["a"][0]),
+    "dataclass": (lambda v: Record(v), lambda c: c.values if c.mask is None else c.name),
+    "nested": (lambda v: [Record({"a": (v,)})], lambda c: c[0].values["a"][0]),
 }
 
 
@@ -120,7 +114,11 @@ def test_types_stay(kind: str):
     wrap, get = CONTAINERS[kind]
     X, _ = samples()
     whole = wrap(X)
-    for part in (take(whole, slice(2, 4), N), map_leaves(whole, lambda x: x[2:4])):
+
+    def cut(leaf: Any) -> Any:
+        return leaf[2:4] if isinstance(leaf, Tensor) else leaf
+
+    for part in (select_samples(whole, slice(2, 4), N), map_leaves(whole, cut)):
         assert type(part) is type(whole)
         torch.testing.assert_close(get(part), X[2:4])
     assert leaves(whole)[0] is X
@@ -144,7 +142,7 @@ def test_types_stay(kind: str):
     ],
 )
 def test_what_belongs_to_a_sample(part: Any, expected: Any):
-    found = take(part, slice(1, 2), N)
+    found = select_samples(part, slice(1, 2), N)
     if leaves(expected):
         torch.testing.assert_close(found, expected, check_dtype=False)
     else:
@@ -153,7 +151,7 @@ def test_what_belongs_to_a_sample(part: Any, expected: Any):
 
 def test_what_is_one_tensor_stays_one():
     x = torch.ones(N, 2, requires_grad=True)
-    X, y = take((Encoding(x=x), Record(x)), slice(0, 1), N)
+    X, y = select_samples((BatchEncoding({"x": x}), Record(x)), slice(0, 1), N)
     assert X["x"] is y.values and y.values.requires_grad and y.values.is_leaf
 
 
