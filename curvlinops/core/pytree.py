@@ -20,7 +20,7 @@ _PLAIN = {type(None), bool, int, float, str, slice, type(...), torch.dtype, torc
 def leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested containers, see ``map_leaves``."""
     tensors: list[Tensor] = []
-    _collect((tree,), tensors)
+    _collect(tree if type(tree) in (tuple, list) else (tree,), tensors)
     return tensors
 
 
@@ -34,7 +34,7 @@ def _collect(parts: Iterable[Any], tensors: list[Tensor]) -> None:
             tensors.append(part)
         elif kind is tuple or kind is list:
             _collect(part, tensors)
-        elif isinstance(part, Mapping):
+        elif kind is dict or isinstance(part, Mapping):
             _collect(part.values(), tensors)
         elif _is_dataclass(part):
             _collect(_values(part).values(), tensors)
