@@ -1,7 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,7 @@ class BatchRisk:
 
     def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
         """Return the scope in which the parameters have the given values."""
+        self._risk.preserve_rng()
         return Scope(self.model, values, purpose)
 
     def on(self, batch: Batch) -> "BatchRisk":
@@ -173,6 +174,7 @@ class EmpiricalRisk:
         self.model, self.data = model, batches
         self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
+        self._pass, self._preserves_rng = ExitStack(), True  # no pass yet
         self.reconsider(loss)
 
     def reconsider(self, loss: LossLike | None) -> None:
@@ -182,6 +184,7 @@ class EmpiricalRisk:
         self._known: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
         self._looked_at: set[int] = set()  # batches
+        self._draws: bool | None = None  # whether a pass over the data draws random numbers
 
     @contextmanager
     def batches(
@@ -199,7 +202,12 @@ class EmpiricalRisk:
         Raises:
             Exception: Any error inside, with a note that names the batch.
         """
-        with alone(), preserved_rng():
+        with alone(), ExitStack() as self._pass:
+            self._pass.callback(setattr, self, "_preserves_rng", True)
+            self._preserves_rng = False
+            if type((data or self.data).data) not in (list, tuple):  # loaders draw, too
+                self._draws = None
+                self.preserve_rng()
             self.model.follow()
             current: list[Batch] = []
             try:
@@ -212,6 +220,17 @@ class EmpiricalRisk:
                 if current:
                     current[-1].name_in(error)
                 raise
+
+    def preserve_rng(self) -> None:
+        """Restore the random number generators at the end of the current pass.
+
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing,
+        nor do further passes of a model that has drawn nothing.
+        """
+        if not self._preserves_rng and self._draws is not False:
+            untouched = self._pass.enter_context(preserved_rng())
+            self._pass.callback(lambda: setattr(self, "_draws", not untouched()))
+        self._preserves_rng = True
 
     def _iterate(
         self, description: str, data: Batches, current: list[Batch]
