@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
+from curvlinops.core.evaluation import Evaluation as Scope
 from curvlinops.core.findings import Findings
-from curvlinops.core.scope import Scope
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.core.torch_internals import run_backward
 

@@ -32,7 +32,7 @@ from curvlinops.core.autodiff import (
     pull_columns,
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
-from curvlinops.core.scope import Scope
+from curvlinops.core.evaluation import Evaluation as Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 

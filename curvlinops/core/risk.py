@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
-from curvlinops.core.ambient import alone, fetched
 from curvlinops.core.autodiff import Evaluation, LossLike, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.containers import to_double
 from curvlinops.core.data import Batch, Batches, first_samples
 from curvlinops.core.dependence import own_ids
+from curvlinops.core.evaluation import Evaluation as Scope
 from curvlinops.core.examination import Examination, Seen
 from curvlinops.core.findings import Findings, recall
 from curvlinops.core.graph import operations
@@ -21,9 +21,10 @@ from curvlinops.core.model import Model
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.parallel import Ranks
 from curvlinops.core.progress import shown
-from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import exclusive as alone
+from curvlinops.core.torch_modes import fetched
 from curvlinops.core.walk import Structure
 
 #: Called before a pass; returns a function that says what all steps depend on, data apart, if that

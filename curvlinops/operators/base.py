@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.ambient import alone, free_of_modes
 from curvlinops.core.arguments import as_device, check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Chosen, Mode, adjoint_of_jacobian, allowed_modes, choose
@@ -23,6 +22,7 @@ from curvlinops.core.parameters import split_blocks
 from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import exclusive, in_default_modes
 from curvlinops.core.walk import Structure
 from curvlinops.losses import Loss, wrap_loss
 
@@ -106,7 +106,7 @@ class DataLinearOperator(TorchLinearOperator):
             self.chunk_size = check_count("chunk_size", self.chunk_size)
         if isinstance(self.params, Iterator):  # it yields its tensors only once
             self.params = list(self.params)
-        with (ranks := Ranks(self.process_group)).guarded(), alone():
+        with (ranks := Ranks(self.process_group)).guarded(), exclusive():
             model = wrap_model(self.model_func, self.params)
             loss = self._wrap_loss(self.loss_func, self.reduction)
             batches = Batches(self.data, self.batch_size_fn, self.num_data)
@@ -274,7 +274,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
-        with alone():
+        with exclusive():
             self._kept.clear()
 
     def _description(self) -> list[str]:
@@ -289,7 +289,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- beyond products
 
-    @free_of_modes
+    @in_default_modes
     def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
         """Return the gradient of L and its value.
 
