@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
 from curvlinops.operators.kronecker.options import FisherType, KFACType
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-@free_of_modes
+@in_default_modes
 def loss_hessian_matrix_sqrt(
     output_one_datum: Tensor, target_one_datum: Tensor, loss_func: nn.Module | Callable
 ) -> Tensor:

@@ -17,11 +17,11 @@ from curvlinops.algorithms.inverse import (
 )
 from curvlinops.algorithms.matrix import AnyMatrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
-from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import without_graph
 from curvlinops.core.border import Vectors, read
 from curvlinops.core.linear import Array
 from curvlinops.core.progress import show_residuals, solver
+from curvlinops.core.torch_modes import default_modes
 
 #: How other libraries call the options.
 _NAMES = {
@@ -191,7 +191,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             raise ValueError(f"dampings must be finite numbers, got {dampings}.")
         found, least = [], shifts.min()
         without_graph(B, "The right-hand side")
-        with solver(type(self).__name__, self), without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__, self), default_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))

@@ -3,12 +3,12 @@
 import torch
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
 from curvlinops.core.seeds import read_generator
+from curvlinops.core.torch_modes import in_default_modes
 
 
-@free_of_modes
+@in_default_modes
 def dottest(
     A: AnyMatrix,
     num_tests: int = 3,

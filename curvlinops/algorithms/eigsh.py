@@ -11,11 +11,11 @@ from curvlinops.algorithms.convergence import check_on_failure
 from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.border import Vectors
 from curvlinops.core.progress import solves
 from curvlinops.core.seeds import read_generator
+from curvlinops.core.torch_modes import in_default_modes
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
 _BASIS_BYTES = 2**30
@@ -36,7 +36,7 @@ class _Eigensolver(Protocol[P]):
 
 
 def _eigensolver(function: Callable[Concatenate[AnyMatrix, P], Eigenpairs]) -> _Eigensolver[P]:
-    return free_of_modes(function)
+    return in_default_modes(function)
 
 
 @_eigensolver

@@ -12,13 +12,13 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import NegativeCurvatureError, check_on_failure, fail
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
-from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import check_count, check_number, without_graph
 from curvlinops.core.border import Vectors, read
 from curvlinops.core.linear import Array
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.progress import solver
 from curvlinops.core.space import Columns
+from curvlinops.core.torch_modes import default_modes
 
 #: The kind of the right-hand sides.
 Kind = TypeVar("Kind")
@@ -136,7 +136,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients: only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        with solver(type(self).__name__, self), without_modes(), self._vectors_like(B):
+        with solver(type(self).__name__, self), default_modes(), self._vectors_like(B):
             columns, write = read(B, self.domain)
             start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
@@ -151,7 +151,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """Let errors have vectors of the kind of some right-hand sides."""
 
         def written(rows: Tensor) -> Any:
-            with without_modes():
+            with default_modes():
                 _, write = read(B, self.domain)
                 return write(self.domain.split(rows), self.domain)
 

@@ -13,13 +13,13 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Kind, Systems
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
-from curvlinops.core.ambient import without_modes
 from curvlinops.core.arguments import check_count, check_number, without_graph
 from curvlinops.core.border import Vectors, read
 from curvlinops.core.linear import Array
 from curvlinops.core.operator import TorchLinearOperator
 from curvlinops.core.progress import show_residuals, solver
 from curvlinops.core.space import Columns
+from curvlinops.core.torch_modes import default_modes
 
 
 class LSMRSolution(NamedTuple, Generic[Kind]):
@@ -115,7 +115,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for right-hand sides, and return all that is known about the solutions."""
         without_graph(x, "The right-hand side")
-        with without_modes():
+        with default_modes():
             columns, write = read(x, self.domain)
             X, *info = self._solve(self.domain.join(columns), adjoint=False)
             return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice, check_count
 from curvlinops.core.norms import double_norm
 from curvlinops.core.seeds import read_generator
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.core.warn import warn
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -76,14 +76,14 @@ def number_estimator(
     function: Callable[Concatenate[AnyMatrix, P], object],
 ) -> Estimator[P, np.floating]:
     """Return a function that estimates a number, free of modes, with its type."""
-    return free_of_modes(function)
+    return in_default_modes(function)
 
 
 def vector_estimator(
     function: Callable[Concatenate[AnyMatrix, P], object],
 ) -> Estimator[P, np.ndarray]:
     """Return a function that estimates a vector, free of modes, with its type."""
-    return free_of_modes(function)
+    return in_default_modes(function)
 
 
 class Probes:

@@ -12,9 +12,9 @@ from torch import Tensor
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.algorithms.probes import Average, P, Value
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_count
 from curvlinops.core.progress import solves
+from curvlinops.core.torch_modes import in_default_modes
 
 
 class SpectralDensity(NamedTuple, Generic[Value]):
@@ -56,7 +56,7 @@ class _Estimator(Protocol[P]):
 
 
 def _estimator(function: Callable[Concatenate[AnyMatrix, P], object]) -> _Estimator[P]:
-    return free_of_modes(function)
+    return in_default_modes(function)
 
 
 class LanczosApproximateSpectrumCached:
@@ -104,7 +104,7 @@ class LanczosApproximateSpectrumCached:
         kappa: float = ...,
         margin: float = ...,
     ) -> tuple[_Both, _Both]: ...
-    @free_of_modes
+    @in_default_modes
     @solves("approximate_spectrum")
     def approximate_spectrum(
         self,
@@ -172,7 +172,7 @@ class LanczosApproximateLogSpectrumCached:
         margin: float = ...,
         epsilon: float = ...,
     ) -> tuple[_Both, _Both]: ...
-    @free_of_modes
+    @in_default_modes
     @solves("approximate_log_spectrum")
     def approximate_log_spectrum(
         self,

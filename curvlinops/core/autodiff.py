@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvlinops.core.columns import add, in_chunks
 from curvlinops.core.data import Batch
-from curvlinops.core.scope import Scope
+from curvlinops.core.evaluation import Evaluation
 from curvlinops.core.space import Columns, ParameterSpace
 from curvlinops.core.torch_internals import run_backward, without_torch_function
 
@@ -32,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 Name = TypeVar("Name")
 
 
-class Evaluation(NamedTuple):
+class Recording(NamedTuple):
     """A forward pass that was recorded.
 
     Attributes:
@@ -41,7 +41,7 @@ class Evaluation(NamedTuple):
         output: The output, with its graph.
     """
 
-    scope: Scope
+    scope: Evaluation
     leaves: dict[str, Tensor]
     output: Tensor
 
@@ -76,25 +76,25 @@ class BoundModel(Protocol):
     def on(self, batch: Batch) -> "BoundModel": ...
     def leaves(self) -> dict[str, Tensor]: ...
     def constants(self) -> dict[str, Tensor]: ...
-    def scope(self, values: Tensors, purpose: str) -> Scope: ...
-    def output(self, scope: Scope) -> Tensor: ...
+    def scope(self, values: Tensors, differentiation: str) -> Evaluation: ...
+    def output(self, scope: Evaluation) -> Tensor: ...
     def check(self, output: Tensor) -> None: ...
-    def recording(self, purpose: str) -> AbstractContextManager[Evaluation]: ...
+    def recording(self, differentiation: str) -> AbstractContextManager[Recording]: ...
 
 
 def evaluate(bound: BoundModel) -> Tensor:
     """Return the output, without its graph."""
     if bound.is_first:
-        with bound.recording("gradient") as evaluation:
+        with bound.recording("once") as evaluation:
             return evaluation.output.detach()
-    scope = bound.scope(bound.constants(), "gradient")
+    scope = bound.scope(bound.constants(), "once")
     with scope.active():
         return bound.output(scope).detach()
 
 
 def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
-    with bound.recording("gradient") as (_, leaves, output):
+    with bound.recording("once") as (_, leaves, output):
         loss, terms = head(output)
         grads = pull({"": loss}, {"": None}, leaves, retain=not bound.can_substitute)
     out = bound.space.zeros(1)
@@ -113,7 +113,7 @@ def transposed_jacobian(
         bound: The model on a batch.
         chunk_size: How many columns a backward pass carries at once.
     """
-    with bound.recording("gradient") as evaluation:
+    with bound.recording("once") as evaluation:
         scope, leaves, output = evaluation
 
     def product(u: Columns, inputs: Tensors) -> Columns:

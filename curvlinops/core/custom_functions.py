@@ -76,7 +76,7 @@ def _slope(bound: BatchRisk, theta: Tensors, v: Tensors, step: float) -> Columns
 def _gradient(bound: BatchRisk, values: Tensors) -> Columns:
     """Return the gradient of the loss's sum at other values of the parameters, in float64."""
     leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
-    scope = bound.scope(leaves, "gradient")
+    scope = bound.scope(leaves, "once")
     with scope.active():
         loss, _ = bound.loss_sum(bound.output(scope))
         grads = pull({"": loss}, {"": None}, leaves, retain=False)

@@ -15,8 +15,7 @@ from curvlinops.core.fingerprint import Fingerprint, TooManyObjectsError
 from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.memory import lacks_memory
-from curvlinops.core.model import ClosureModel, Model
-from curvlinops.core.protection import modules_of
+from curvlinops.core.model import ClosureModel, Model, modules_of
 
 Tensors = Mapping[str, Tensor]
 

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import uncompiled, without_modes
 from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
 from curvlinops.core.differentiable import product_with_graph
 from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import default_modes, uncompiled
 
 if TYPE_CHECKING:
 
@@ -124,7 +124,7 @@ class LinearMap(LinearOperator):
         if has_graph(x) and not in_transform():
             return product_with_graph(self, x, adjoint)
         domain, codomain = (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-        with without_modes():
+        with default_modes():
             columns, write = read(x, domain)
             out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
             codomain.check(out)

@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,20 @@ from curvlinops.core.parameters import (
     with_attributes,
     without_ties,
 )
-from curvlinops.core.protection import modules_of, protected
 from curvlinops.core.rewriting import check_modules
 from curvlinops.core.used_modules import find_modules
+
+
+def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and all their children, each once, faster than ``nn.Module.modules``."""
+    found, stack = {}, list(reversed([*roots]))
+    while stack:
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            if module._modules:
+                stack += [x for x in reversed([*module._modules.values()]) if x is not None]
+    return list(found.values())
 
 
 class Model(ABC):
@@ -55,16 +66,15 @@ class Model(ABC):
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
-        """Evaluate the model on ``X``; inside ``installed(values)`` only."""
+        """Evaluate the model on ``X``; inside an ``Evaluation`` at these values only."""
 
-    @abstractmethod
-    def installed(self, values: Mapping[str, Tensor], state: dict) -> Any:
-        """Return a context in which the model's parameters have these values.
+    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return what replaces parameters of modules in an evaluation, by the parameters' ids."""
+        return {}
 
-        Args:
-            values: A tensor for each parameter.
-            state: Kept by the caller from one entry to the next, empty at the first.
-        """
+    def requiring_gradients(self) -> AbstractContextManager:
+        """Return a context in which the tensors in ``leaves`` require gradients."""
+        return nullcontext()
 
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, to differentiate with respect to."""
@@ -168,27 +178,18 @@ class ModuleModel(Model):
             for name, param in self.params.items()
         }
 
-    @contextmanager
-    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
-        """Swap the module's parameters: those that are not differentiated become constants."""
-        own = self._targets.items()
-        swap = {id(param): with_attributes(values[name], param) for name, param in own}
-        missing = {id(target): name for name, target in self._targets.items()}
-        with protected(self.roots, state):
-            for module in modules_of([self.module]):
-                for name, param in module._parameters.items():
-                    if param is not None:
-                        missing.pop(id(param), None)
-                        if id(param) not in swap:
-                            swap[id(param)] = alias(param)
-                        module._parameters[name] = swap[id(param)]
-            if missing:
-                raise ValueError(
-                    f"The model's parameters {list(missing.values())} were replaced by other "
-                    "tensors since the operator was built (by load_state_dict(assign=True), an "
-                    "assignment, or pruning). Build a new operator."
-                )
-            yield
+    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return the values, and constants for the parameters that are not differentiated."""
+        tensors = {id(own): with_attributes(values[n], own) for n, own in self._targets.items()}
+        modules = modules_of([self.module])
+        found = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
+        if missing := [n for n, own in self._targets.items() if id(own) not in found]:
+            raise ValueError(
+                f"The model's parameters {missing} were replaced by other tensors since the "
+                "operator was built (by load_state_dict(assign=True), an assignment, or pruning). "
+                "Build a new operator."
+            )
+        return {key: tensors[key] if key in tensors else alias(x) for key, x in found.items()}
 
 
 class FunctionalModel(Model):
@@ -212,12 +213,6 @@ class FunctionalModel(Model):
         """Move the parameters."""
         self.follow(moves=True)
         self.params = {name: param.to(device) for name, param in self.params.items()}
-
-    @contextmanager
-    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
-        """Only protect the modules that the function uses: the values are an argument."""
-        with protected(self.roots, state):
-            yield
 
 
 class ClosureModel(Model):
@@ -251,26 +246,23 @@ class ClosureModel(Model):
         return ClosureModel(self.source, self.params.values())
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return the user's tensors; ``installed`` lets them require gradients."""
+        """Return the user's tensors, see ``requiring_gradients``."""
         return dict(self.params)
 
     @contextmanager
-    def installed(self, values: Mapping[str, Tensor], state: dict) -> Iterator[None]:
+    def requiring_gradients(self) -> Iterator[None]:
         """Let the user's tensors require gradients, and keep their hooks from changing them."""
         params = list(self.params.values())
-        frozen = [param for param in params if not param.requires_grad]
-        hooks = [param._backward_hooks for param in params]
+        found = [(param.requires_grad, param._backward_hooks) for param in params]
         try:
             for param in params:
                 param.requires_grad_(True)
                 param._backward_hooks = None
-            with protected(self.roots, state):
-                yield
+            yield
         finally:
-            for param, own in zip(params, hooks, strict=True):
-                param._backward_hooks = own
-            for param in frozen:
-                param.requires_grad_(False)
+            for param, (requires_grad, hooks) in zip(params, found, strict=True):
+                param._backward_hooks = hooks
+                param.requires_grad_(requires_grad)
 
 
 def wrap_model(model_func: Any, params: Any) -> Model:

@@ -32,7 +32,7 @@ from curvlinops.core.autodiff import (
     pull_columns,
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
-from curvlinops.core.scope import Scope
+from curvlinops.core.evaluation import Evaluation
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 
@@ -68,7 +68,7 @@ class Reverse:
             head: Returns the ``Seed`` of the function's backward pass, differentiable, and the
                 terms.
         """
-        with bound.recording("reverse") as (scope, leaves, output):
+        with bound.recording("twice") as (scope, leaves, output):
             (start, cotangent), terms = head(output)
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
@@ -84,7 +84,7 @@ class Reverse:
             bound: The model on a batch.
             head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
         """
-        with bound.recording("reverse") as (scope, leaves, output):
+        with bound.recording("twice") as (scope, leaves, output):
             down = head(output.detach())
             push = _double_vjp(output, leaves)
 
@@ -105,7 +105,7 @@ class Reverse:
             head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at
                 the given output, and the terms.
         """
-        with bound.recording("reverse") as (scope, leaves, output):
+        with bound.recording("twice") as (scope, leaves, output):
             curvature, terms = head(output.detach())
             push = _double_vjp(output, leaves)
 
@@ -116,7 +116,12 @@ class Reverse:
         return self._by_columns(product, bound, scope, leaves, terms)
 
     def _by_columns(
-        self, product: Callable, bound: BoundModel, scope: Scope, leaves: Tensors, terms: Tensor
+        self,
+        product: Callable,
+        bound: BoundModel,
+        scope: Evaluation,
+        leaves: Tensors,
+        terms: Tensor,
     ) -> Apply:
         chunks = in_chunks(product, self.chunk_size)
         dtypes = _dtypes(bound)
@@ -184,7 +189,7 @@ class Forward:
 
 
 #: A scope, the leaves and the output of the graph that was built in it, and the output's tangent.
-_Recorded = tuple[Scope, Tensors, Tensor, Tensor]
+_Recorded = tuple[Evaluation, Tensors, Tensor, Tensor]
 
 
 def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
@@ -203,7 +208,7 @@ def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute the tangent first, without a graph, then the output again, with a graph."""
     with preserved_rng():  # the same Dropout in both
         tangent = _push_forward(bound, v, lambda _, tangent: tangent)
-    with bound.recording("gradient") as evaluation:
+    with bound.recording("once") as evaluation:
         return *evaluation, tangent
 
 
@@ -235,7 +240,7 @@ def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
 
 def _dual_scope(
     bound: BoundModel, v: Tensors, requires_grad: bool = True
-) -> tuple[Scope, dict[str, Tensor]]:
+) -> tuple[Evaluation, dict[str, Tensor]]:
     """Return a scope in which the parameters carry the tangents ``v``, and these parameters."""
     leaves = bound.leaves() if requires_grad else bound.constants()
     duals = {

@@ -9,13 +9,13 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import changed, check_count, check_number, without_graph
 from curvlinops.core.border import cast, check_shapes, is_ours, is_scalar
 from curvlinops.core.columns import multiple, total
 from curvlinops.core.frozen import frozen
 from curvlinops.core.linear import Array, LinearMap
 from curvlinops.core.space import Columns
+from curvlinops.core.torch_modes import in_default_modes
 
 #: The largest matrix that ``to_dense`` writes, in bytes.
 _LARGEST_DENSE = 4 * 2**30
@@ -130,7 +130,7 @@ class TorchLinearOperator(LinearMap):
         """
         return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
 
-    @free_of_modes
+    @in_default_modes
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[M, D]``, from products with the unit vectors.
 

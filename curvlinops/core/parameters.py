@@ -1,6 +1,5 @@
 """The user's parameters: their names, and what they must be."""
 
-import copy
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Set
 from operator import is_
@@ -188,9 +187,7 @@ def alias(param: Tensor) -> Tensor:
 
 def with_attributes(values: Tensor, param: Tensor) -> Tensor:
     """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
-    for name, value in vars(param).items():
-        if name not in vars(values):
-            setattr(values, name, copy.copy(value) if type(value) in (list, dict, set) else value)
+    vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
         values._is_param = True  # which lets isinstance say so
     return values

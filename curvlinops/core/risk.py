@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
-from curvlinops.core.ambient import alone, fetched
-from curvlinops.core.autodiff import Evaluation, LossLike, Seed
+from curvlinops.core.autodiff import LossLike, Recording, Seed
 from curvlinops.core.columns import add
 from curvlinops.core.data import Batch, Batches
 from curvlinops.core.distributed import Ranks
+from curvlinops.core.evaluation import Evaluation
 from curvlinops.core.first_batch import BatchFacts, Look, learned
 from curvlinops.core.graph_checks import check_graph, needs_graph, own_ids
 from curvlinops.core.model import Model, train_flags
 from curvlinops.core.outputs import check_finite, check_kind, check_numbers
 from curvlinops.core.progress import shown
 from curvlinops.core.pytree import leaves
-from curvlinops.core.scope import Scope
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import exclusive, fetched
 
 
 class BatchRisk:
@@ -40,7 +40,7 @@ class BatchRisk:
     def facts(self) -> BatchFacts:
         """What the graph of the first batch has shown of the model."""
         if self.is_first:
-            with preserved_rng(), self.recording("gradient"):
+            with preserved_rng(), self.recording("once"):
                 pass
         return self._risk.facts
 
@@ -72,30 +72,30 @@ class BatchRisk:
         """
         return self._risk.known(self, make, *args)
 
-    def scope(self, values: dict[str, Tensor], purpose: str) -> Scope:
+    def scope(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the scope in which the parameters have the given values."""
         self._risk.preserve_rng()
-        return Scope(self.model, values, purpose)
+        return Evaluation(self.model, values, differentiation)
 
     def on(self, batch: Batch) -> "BatchRisk":
         """Return the same on another batch."""
         return self if batch is self.batch else BatchRisk(self._risk, batch)
 
-    def output(self, scope: Scope) -> Tensor:
+    def output(self, scope: Evaluation) -> Tensor:
         """Evaluate the model in an active scope."""
         output = scope.output(self.batch.X)
         check_kind(self.batch, output)
         return output
 
     @contextmanager
-    def recording(self, purpose: str) -> Iterator[Evaluation]:
-        """Evaluate the model for backward passes of some purpose; its scope is active inside.
+    def recording(self, differentiation: str) -> Iterator[Recording]:
+        """Evaluate the model; the context of its evaluation is active inside.
 
         Raises:
             ValueError: If the graph cannot be differentiated with respect to the parameters.
         """
         leaves = self.leaves()
-        scope = self.scope(leaves, purpose)
+        scope = self.scope(leaves, differentiation)
         look = Look(self, leaves) if self.is_first else None
         with scope.active():
             if look is not None:
@@ -105,9 +105,9 @@ class BatchRisk:
                 self._risk.look_at_loss(self.batch, output, leaves)
                 if not self.loss_needs_graph:
                     check_graph(output, self.model, leaves)
-            yield Evaluation(scope, leaves, output)
+            yield Recording(scope, leaves, output)
 
-    def _first_output(self, scope: Scope, leaves: dict[str, Tensor], look: Look) -> Tensor:
+    def _first_output(self, scope: Evaluation, leaves: dict[str, Tensor], look: Look) -> Tensor:
         """Evaluate the model for the first time, and look at its graph."""
         with look.watch:
             output = self.output(scope)
@@ -202,7 +202,7 @@ class EmpiricalRisk:
         Raises:
             Exception: Any error inside, with a note that names the batch.
         """
-        with alone(), ExitStack() as self._pass:
+        with exclusive(), ExitStack() as self._pass:
             self._pass.callback(setattr, self, "_preserves_rng", True)
             self._preserves_rng = False
             if type((data or self.data).data) not in (list, tuple):  # loaders draw, too

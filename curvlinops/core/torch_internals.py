@@ -2,10 +2,13 @@
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 def internal(module: str, name: str) -> Any:
@@ -77,3 +80,14 @@ current_dispatch_modes = internal(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
 )
 run_backward = internal("torch.autograd.graph", "_engine_run_backward")
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Compute parametrized weights anew from the parameters in use, see ``parametrize.cached``."""
+    cached = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = cached

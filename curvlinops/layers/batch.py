@@ -64,7 +64,7 @@ class RecordedBatch:
         self._num_samples = num_samples
         self._bound = bound
         self._leaves = bound.leaves()
-        self._scope = bound.scope(self._leaves, "gradient")
+        self._scope = bound.scope(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
         # the number of samples is known only afterwards: first without
         self._capture = Capture(tracked)

@@ -45,7 +45,7 @@ def autograd_sums(
         num_samples: See ``RecordedBatch``.
         then: What happens to the samples' weights.
     """
-    with bound.recording("gradient") as (_, leaves, output):
+    with bound.recording("once") as (_, leaves, output):
         output = by_samples(output, num_samples)
         u = weighted(probe(output.detach()), then(shares(len(output), output.detach())))
         found = pull({"": output}, {"": u}, leaves, retain=not bound.can_substitute)

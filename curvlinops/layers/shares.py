@@ -114,7 +114,7 @@ class Shares:
             )
 
             def function(own: Columns) -> Tensor:
-                scope = bound.scope({**values, **own}, "gradient")
+                scope = bound.scope({**values, **own}, "once")
                 with scope.active():
                     return bound.on(Batch(bound.batch.index, one, None)).output(scope)
 
@@ -131,7 +131,7 @@ class Shares:
         for n in wanted.tolist():
             here = slice(n, n + 1)
             part = Batch(bound.batch.index, select_samples(bound.batch.X, here, u.shape[1]), None)
-            with bound.on(part).recording("gradient") as (_, leaves, output):
+            with bound.on(part).recording("once") as (_, leaves, output):
                 self._check_output(output, wanted.new_tensor([n]))
                 inputs = {name: leaves[name] for name in self._space.names}
                 rows.append(pull_columns({"": output}, {"": u[:, here]}, inputs))

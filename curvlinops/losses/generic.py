@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.core.autodiff import pull
+from curvlinops.core.evaluation import IsolatedModules
 from curvlinops.core.functions import wide
 from curvlinops.core.memory import lacks_memory
-from curvlinops.core.protection import protected
 from curvlinops.core.pytree import copy_containers, possibly_shared, select_samples
 from curvlinops.core.used_modules import find_modules
 from curvlinops.core.warn import first_line, warn
@@ -243,7 +243,7 @@ class AdditiveLoss(Loss):
         return leaf, gradient
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
-        with protected(self._roots, {}, constant=False):
+        with IsolatedModules(self._roots, keep_graphs=True).active():
             value = self.module(output.clone(), copy_containers(target))  # some losses overwrite it
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             is_tensor = isinstance(value, Tensor)

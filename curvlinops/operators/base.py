@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.ambient import alone, free_of_modes
 from curvlinops.core.arguments import as_device, check_choice, check_count
 from curvlinops.core.autodiff import Apply
 from curvlinops.core.choice import Mode, NothingToTest, adjoint_of_jacobian, allowed_modes, choose
@@ -25,6 +24,7 @@ from curvlinops.core.repeatability import check_repeatable
 from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import exclusive, in_default_modes
 from curvlinops.losses import Loss, wrap_loss
 
 
@@ -107,7 +107,7 @@ class DataLinearOperator(TorchLinearOperator):
             self.chunk_size = check_count("chunk_size", self.chunk_size)
         if isinstance(self.params, Iterator):  # it yields its tensors only once
             self.params = list(self.params)
-        with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), alone():
+        with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
             model = wrap_model(self.model_func, self.params)
             loss = self._wrap_loss(self.loss_func, self.reduction)
             batches = Batches(self.data, self.batch_size_fn, self.num_data)
@@ -204,7 +204,7 @@ class DataLinearOperator(TorchLinearOperator):
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchRisk]]:
         """Pass over the data with what is kept, see ``EmpiricalRisk.batches``."""
-        with alone():
+        with exclusive():
             self._follow_changes()
             with self.risk.batches(description, data) as batches:
                 yield batches
@@ -256,7 +256,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept."""
-        with alone():
+        with exclusive():
             self._cache.clear()
 
     def _description(self) -> list[str]:
@@ -271,7 +271,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- beyond products
 
-    @free_of_modes
+    @in_default_modes
     def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
         """Return the gradient of L and its value.
 
@@ -280,7 +280,7 @@ class DataLinearOperator(TorchLinearOperator):
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
-        with alone():
+        with exclusive():
             self._follow_changes()
             columns, loss = self.risk.gradient_and_loss()
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.columns import add, mark_last
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward
@@ -64,12 +64,12 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         diagonal = self._columns()
         return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.space.join(self._columns())[0].clone()
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
         trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.groups import Group
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
@@ -58,7 +58,7 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
         return tuple(output.shape)
 
-    @free_of_modes
+    @in_default_modes
     def gram(self) -> Tensor:
         """Return the neural tangent kernel, ``J @ J.T`` of the Jacobian J, as ``[N*C, N*C]``.
 

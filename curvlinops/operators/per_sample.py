@@ -7,7 +7,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
@@ -15,6 +14,7 @@ from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace, flat
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
@@ -167,7 +167,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     # --- beyond products
 
-    @free_of_modes
+    @in_default_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         return self.domain.join(self._write(self.domain.together(self.shape[0])))
@@ -176,7 +176,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
         return self.dense()
 
-    @free_of_modes
+    @in_default_modes
     def gradients(self) -> list[Tensor] | dict[str, Tensor]:
         """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
 
@@ -205,7 +205,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             self._check_finite(rest, self.domain.restricted(list(rest)))
         return out
 
-    @free_of_modes
+    @in_default_modes
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
         squares = self.codomain.zeros(1)[""][0]
@@ -217,7 +217,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._check(squares)
         return squares.sqrt()
 
-    @free_of_modes
+    @in_default_modes
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         batches: list[tuple[list[Group], Tensor]] = []
@@ -227,12 +227,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             return rows @ rows.T
         return self._gram(batches)
 
-    @free_of_modes
+    @in_default_modes
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
         return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
 
-    @free_of_modes
+    @in_default_modes
     def variance(self) -> Tensor:
         """Return the variance of each column over the rows (divided by N), ``[D]``."""
         space = ParameterSpace(self.domain.shapes, torch.float64, self.device)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from curvlinops.core import autodiff
-from curvlinops.core.ambient import alone
 from curvlinops.core.choice import Mode
 from curvlinops.core.modes import Push
 from curvlinops.core.operator import Product
@@ -17,6 +16,7 @@ from curvlinops.core.pytree import leaves
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import exclusive
 from curvlinops.layers.gram import gram
 from curvlinops.layers.groups import Group
 from curvlinops.operators.base import DataLinearOperator
@@ -80,7 +80,7 @@ class RowsLinearOperator(DataLinearOperator):
         with self.risk.batches("count_rows") as batches:
             for bound in batches:
                 self._sizes.append(_size(bound) if self._selective else None)
-                with bound.recording("gradient") as (_, _, output):
+                with bound.recording("once") as (_, _, output):
                     shapes.append(self._rows_shape(output))
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
@@ -143,7 +143,7 @@ class RowsLinearOperator(DataLinearOperator):
         if not batches:  # no row is wanted
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
-        with alone(), preserved_rng():  # some gradients take backward passes
+        with exclusive(), preserved_rng():  # some gradients take backward passes
             found = gram([groups for groups, _ in batches], self.risk.space)
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device, check_count, check_number
 from curvlinops.core.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.core.seeds import read_generator
 from curvlinops.core.space import ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.structured.saving import Saveable
 
@@ -44,22 +44,22 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
 
     # --- quantities
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         raise self._lacks("trace")
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         raise self._lacks("Frobenius norm")
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         raise self._lacks("diagonal")
 
-    @free_of_modes
+    @in_default_modes
     def det(self) -> Tensor:
         """Return the determinant, a scalar.
 
@@ -68,7 +68,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         sign, logarithm = self._slogdet(0.0)
         return sign * logarithm.exp()
 
-    @free_of_modes
+    @in_default_modes
     def logdet(self) -> Tensor:
         """Return the logarithm of the determinant, a scalar.
 
@@ -84,7 +84,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
 
     # --- functions of the operator
 
-    @free_of_modes
+    @in_default_modes
     def eigh(self) -> "StructuredLinearOperator":
         """Return the eigendecomposition, an ``EighDecomposedLinearOperator``.
 
@@ -99,7 +99,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
             self._decomposition = self._eigh()
         return self._decomposition
 
-    @free_of_modes
+    @in_default_modes
     def inverse(
         self, damping: float = 0.0, retry_double_precision: bool = True
     ) -> "StructuredLinearOperator":
@@ -119,7 +119,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
         return self._inverse(damping, retry_double_precision)
 
-    @free_of_modes
+    @in_default_modes
     def power(self, exponent: float) -> TorchLinearOperator:
         """Return ``A^exponent``; the same as ``A ** exponent``.
 
@@ -140,7 +140,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         self._need_symmetry("A power")
         return self._power(exponent)
 
-    @free_of_modes
+    @in_default_modes
     def sample(
         self,
         generator: torch.Generator | None = None,
@@ -179,7 +179,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
 
     _has_structure = True
 
-    @free_of_modes
+    @in_default_modes
     def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
         if not other._has_structure or self.shape != other.shape:
             return None
@@ -193,7 +193,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         total = pair[0]._added(pair[1])
         return pair[1]._added(pair[0]) if total is None else total
 
-    @free_of_modes
+    @in_default_modes
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
         if not other._has_structure or self.shape[1] != other.shape[0]:
             return None

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import decompose
@@ -153,18 +153,18 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- quantities
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._stack(lambda block: block.trace()).sum()
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         norms = self._stack(lambda block: block.frobenius_norm())
         return double_norm(norms, 0).to(self.torch_dtype)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._whole_vector([block.diagonal() for block in self])

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.identity import IdentityLinearOperator
@@ -44,17 +44,17 @@ class DiagonalLinearOperator(StructuredLinearOperator):
         diagonal = self.domain.split(self._entries.unsqueeze(0))
         return {name: column * diagonal[name] for name, column in columns.items()}
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._entries.sum()
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return double_norm(self._entries, 0).to(self.torch_dtype)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._entries.clone()

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.linalg import power, real, signed_logarithm
 
@@ -60,17 +60,17 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         scaled = {name: column * scale[name] for name, column in columns.items()}
         return self.eigenvectors._apply(scaled)
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.eigenvalues.sum()
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return double_norm(self.eigenvalues, 0).to(self.torch_dtype)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         values = self.domain.split(self.eigenvalues.unsqueeze(0))
@@ -79,7 +79,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
     def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
         return signed_logarithm(self._eigh(shift).eigenvalues)
 
-    @free_of_modes
+    @in_default_modes
     def eigh(self) -> "EighDecomposedLinearOperator":
         """Return the operator itself."""
         return self
@@ -87,7 +87,7 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> "EighDecomposedLinearOperator":
         return self._shifted(shift) if shift else self
 
-    @free_of_modes
+    @in_default_modes
     def with_eigenvalues(self, eigenvalues: Tensor) -> "EighDecomposedLinearOperator":
         """Return the operator with the same eigenvectors and other eigenvalues, ``[D]``."""
         return EighDecomposedLinearOperator(eigenvalues, self.eigenvectors)

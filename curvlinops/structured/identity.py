@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device, as_integer, without_graph
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.linalg import power
@@ -76,17 +76,17 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.torch_dtype, device=self.device)
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self._number(self.scalar * self.domain.dim)
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return self._number(abs(self.scalar) * self.domain.dim**0.5)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self._number(self.scalar).repeat(self.domain.dim)

@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.norms import double_norm
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
@@ -104,13 +104,13 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     # --- quantities: those of the factors, by group
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         self._need_square_factors("A trace")
         return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         return self._double_norm().to(self.torch_dtype)
@@ -118,7 +118,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _double_norm(self) -> Tensor:
         return double_norm(self._by_group([factor.norm() for factor in self._factors]), 0)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         self._need_square_factors("A diagonal")
@@ -304,12 +304,12 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return reduce(torch.add, [term.trace() for term in self._terms])
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar.
 
@@ -323,7 +323,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
                 total += inner.expand(self._groups).sum()
         return total.clamp(min=0).sqrt().to(self.torch_dtype)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return reduce(torch.add, [term.diagonal() for term in self._terms])
@@ -466,19 +466,19 @@ class CongruentLinearOperator(StructuredLinearOperator):
     def _root(self) -> "CongruentLinearOperator":
         return self
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.diagonal().sum()
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         gram = (self.basis._transposed()._multiplied(self.basis))._squared_entries()
         product = gram._apply({"": self.values.unsqueeze(0)})[""][0]
         return (self.values @ product).clamp(min=0).sqrt()
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.basis._squared_entries()._apply({"": self.values.unsqueeze(0)})[""][0]

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import as_device
 from curvlinops.core.records import metadata_of, read, read_state
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.saving import FORMAT
 
 
-@free_of_modes
+@in_default_modes
 def load(
     source: str | Path | Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> StructuredLinearOperator:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.records import write, write_state
+from curvlinops.core.torch_modes import in_default_modes
 
 #: Of what is saved. It changes when older files cannot be read any more.
 FORMAT = "structured operator 2"
@@ -14,7 +14,7 @@ FORMAT = "structured operator 2"
 class Saveable:
     """What a structured operator consists of, as plain tensors and metadata."""
 
-    @free_of_modes
+    @in_default_modes
     def state_dict(self) -> dict[str, Any]:
         """Return what the operator consists of: tensors by name, and metadata as a string.
 

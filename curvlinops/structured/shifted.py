@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.records import recorded
 from curvlinops.core.space import Columns
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 
 
@@ -43,19 +43,19 @@ class ShiftedLinearOperator(StructuredLinearOperator):
             for name, product in products.items()
         }
 
-    @free_of_modes
+    @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
         return self.operator.trace() + self.shift * self.domain.dim
 
-    @free_of_modes
+    @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
         norm, trace = (x.double() for x in (self.operator.frobenius_norm(), self.operator.trace()))
         square = norm**2 + 2 * self.shift * trace + self.shift**2 * self.domain.dim
         return square.clamp(min=0).sqrt().to(self.torch_dtype)
 
-    @free_of_modes
+    @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
         return self.operator.diagonal() + self.shift

@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_call, check_choice, check_count
 from curvlinops.core.data import Batches
 from curvlinops.core.records import read_state, write_state
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, normalized
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
@@ -128,13 +128,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     # --- factors
 
-    @free_of_modes
+    @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
         self._sums = self._passes.sum_over_all(self._batches)
         self._forget()
 
-    @free_of_modes
+    @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
 
@@ -155,7 +155,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._sums = sums.plus(more, self._passes.plan, decay)
         self._forget()
 
-    @free_of_modes
+    @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
         """Add the data of another operator, such as one on another shard of the data.
 
@@ -200,7 +200,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return report(self._factors(self._computed()), self._options.fisher_type)
 
     @property
-    @free_of_modes
+    @in_default_modes
     def input_covariances(self) -> Mapping[str, Tensor]:
         """A by module, for modules whose weight's block is one Kronecker product.
 
@@ -210,7 +210,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self._copies("inputs")
 
     @property
-    @free_of_modes
+    @in_default_modes
     def gradient_covariances(self) -> Mapping[str, Tensor]:
         """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
 
@@ -255,7 +255,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     # --- saving
 
-    @free_of_modes
+    @in_default_modes
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
@@ -264,7 +264,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         return storage.pack(self._computed(), self._fingerprint())
 
-    @free_of_modes
+    @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the factors by saved ones.
 
@@ -306,7 +306,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     # --- the structured matrix
 
     @property
-    @free_of_modes
+    @in_default_modes
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
         self._computed()
@@ -331,7 +331,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _factors(self, sums: Sums, without: Collection[int] = ()) -> list[BlockFactors]:
         return normalized(sums, self.risk.scale(sums.terms), self._options, without)
 
-    @free_of_modes
+    @in_default_modes
     def inverse(
         self,
         damping: float | tuple[float, float] = 0.0,

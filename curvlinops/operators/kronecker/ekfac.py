@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.columns import mark_last
 from curvlinops.core.data import Batches
 from curvlinops.core.risk import BatchRisk
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
@@ -72,7 +72,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self._moments: dict[int, Tensor] = {}
         self._merged: list[EKFACLinearOperator] = []
 
-    @free_of_modes
+    @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute factors and eigenvalues from all data, anew if they are there already."""
         sums = self._passes.sum_over_all(self._batches)
@@ -80,7 +80,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         moments = self._correct(sums, found, None)
         self._replace(sums, found, moments)
 
-    @free_of_modes
+    @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data; the eigenvectors stay the same.
 
@@ -96,7 +96,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         more = self._correct(after, found, batches, before.num_batches)
         self._replace(after, found, _added({n: decay * x for n, x in old.items()}, more))
 
-    @free_of_modes
+    @in_default_modes
     def merge(self, other: "EKFACLinearOperator") -> None:
         """Add the data of another operator; both pass over their data twice more.
 
@@ -203,7 +203,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
     # --- saving
 
-    @free_of_modes
+    @in_default_modes
     def state_dict(self) -> dict[str, Any]:
         """Return factors, eigenvectors and eigenvalues as tensors by name, and metadata."""
         state = super().state_dict()

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_number, without_graph
 from curvlinops.core.records import recorded
 from curvlinops.core.space import ParameterSpace
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
     Blocks,
@@ -233,7 +233,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             not finite, naming its block; if a sum is too large for exact damping.
     """
 
-    @free_of_modes
+    @in_default_modes
     def __init__(
         self,
         A: Invertible,

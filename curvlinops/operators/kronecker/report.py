@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from curvlinops.core.ambient import free_of_modes
+from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
@@ -179,7 +179,7 @@ class FactorsByModule(Mapping):
         return f"{type(self).__name__}({list(self)})"
 
 
-@free_of_modes
+@in_default_modes
 def copied(name: str, matrix: Tensor) -> Tensor:
     """Return a copy of a matrix."""
     return matrix.clone()

@@ -1,9 +1,9 @@
-"""PyTorch's ambient modes and other threads, on which no number of this package depends."""
+"""PyTorch's modes, compilation and other threads, on which no result of this package depends."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -14,9 +14,8 @@ from curvlinops.core.functions import in_transform
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Products use the module and the generators of random numbers, of which there is but one.
+#: Held while a model is evaluated: all threads share its modules and the random number generators.
 _LOCK = threading.RLock()
-
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -27,18 +26,17 @@ def _autocasting() -> list[str]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Let no other thread of this package evaluate models, and nothing around change numbers.
+def exclusive() -> Iterator[None]:
+    """Hold the package's lock and enter PyTorch's default modes.
 
-    Other threads have a turn in ``fetched``.
+    The lock is released while ``fetched`` waits for data.
     """
-    with _LOCK, without_modes():
+    with _LOCK, default_modes():
         yield
 
 
 @contextmanager
-def _others_first() -> Iterator[None]:
-    """Inside of ``alone``, let other threads of this package go on."""
+def _unlocked() -> Iterator[None]:
     _LOCK.release()
     try:
         yield
@@ -47,11 +45,11 @@ def _others_first() -> Iterator[None]:
 
 
 def fetched(data: Iterable) -> Iterator:
-    """Yield what a user's iterable yields, which may wait for other threads of this package."""
-    with _others_first():
+    """Yield the items of a user's iterable, which may wait for another thread's product."""
+    with _unlocked():
         items = iter(data)
     while True:
-        with _others_first():
+        with _unlocked():
             try:
                 item = next(items)
             except StopIteration:
@@ -59,11 +57,12 @@ def fetched(data: Iterable) -> Iterator:
         yield item
 
 
-def without_modes() -> AbstractContextManager:
-    """Return a context without inference mode, whose tensors autograd refuses, and autocast.
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Leave inference mode, whose tensors autograd refuses, and autocast; record gradients.
 
     Raises:
-        RuntimeError: In a transform of ``torch.func``, where tensors mean something else.
+        RuntimeError: In a transform of ``torch.func``, which would differentiate wrongly.
     """
     if in_transform():
         raise RuntimeError(
@@ -71,40 +70,34 @@ def without_modes() -> AbstractContextManager:
             "jvp, jacrev). A @ X multiplies all columns of X at once, and torch.autograd.grad "
             "differentiates products with respect to the vectors."
         )
-    kinds = _autocasting()
-    return _without(kinds) if kinds else torch.inference_mode(False)
-
-
-@contextmanager
-def _without(kinds: list[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        for kind in kinds:
+        for kind in _autocasting():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-def free_of_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, run as if there were no modes around it.
+def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that computes: it runs outside of inference mode and autocast.
 
     Whether gradients are recorded stays; in inference mode they are not.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        kinds, recording = _autocasting(), torch.is_grad_enabled()
-        if not kinds and not torch.is_inference_mode_enabled():
+        if not torch.is_inference_mode_enabled() and not _autocasting():
             return function(*args, **kwargs)
-        with _without(kinds), torch.set_grad_enabled(recording):
+        recording = torch.is_grad_enabled()
+        with default_modes(), torch.set_grad_enabled(recording):
             return function(*args, **kwargs)
 
     return run
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which ``torch.compile`` leaves alone where compiled functions call it.
+    """Decorate a function that ``torch.compile`` calls as it is, where compiled functions call it.
 
-    It is ``torch.compiler.disable``, but for the import of the compiler, which takes a second.
+    This is ``torch.compiler.disable`` without the import of the compiler, which takes a second.
     """
     disabled = torch._disable_dynamo(function)
 
