@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.containers import leaves
-from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.model import ClosureModel, Model
 from curvlinops.core.protection import modules_of
+from curvlinops.core.torch_internals import in_transform
 from curvlinops.core.walk import walk
 
 Tensors = Mapping[str, Tensor]

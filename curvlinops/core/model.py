@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.module_checks import check_modules
 from curvlinops.core.parameters import (
     Given,
     alias,
@@ -23,7 +24,6 @@ from curvlinops.core.parameters import (
 )
 from curvlinops.core.protection import modules_of, protected
 from curvlinops.core.references import find_modules
-from curvlinops.core.rewriting import check_modules
 
 
 class Model(ABC):

@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
+from curvlinops.core import overrides
 from curvlinops.core.containers import lent
 from curvlinops.core.model import Model
 from curvlinops.core.protection import TRACES
-from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
+
+_DIFFERENTIATION: dict[str, overrides.Differentiation] = {
+    "gradient": "once",
+    "reverse": "twice",
+    "forward": "forward",
+}
 
 _ONE_ARGUMENT = (
     "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
@@ -34,8 +39,7 @@ class Scope:
         values: Its parameters' values.
         purpose: What is done with it: ``"gradient"``, an ordinary backward pass;
             ``"forward"``, forward mode; or ``"reverse"``, a backward pass through the graph of
-            a backward pass. For the last two the math kernel of attention is selected, since
-            the fused ones lack derivatives; it takes memory quadratic in the sequence length.
+            a backward pass.
     """
 
     #: How often models were evaluated, in any scope.
@@ -63,13 +67,10 @@ class Scope:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._model.installed(self._values, self._state))
-            if self.purpose != "gradient":
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_without_shortcuts())
+            stack.enter_context(_without_cached_weights())
             if _may_compile():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            table = FOR_DOUBLE_BACKWARD if self.purpose == "reverse" else DECOMPOSITIONS
-            stack.enter_context(Rewriting(table, tangents=self.purpose == "forward"))
+            stack.enter_context(overrides.active(_DIFFERENTIATION[self.purpose]))
             yield
 
     def output(self, X: Any) -> Any:
@@ -93,16 +94,11 @@ def _may_compile() -> bool:
 
 
 @contextmanager
-def _without_shortcuts() -> Iterator[None]:
-    """Let attention layers in eval mode use differentiable operations.
-
-    And compute parametrized weights anew from the parameters in use, not from the user's.
-    """
-    fast, cached = torch.backends.mha.get_fastpath_enabled(), parametrize._cache_enabled
-    torch.backends.mha.set_fastpath_enabled(False)
+def _without_cached_weights() -> Iterator[None]:
+    """Compute parametrized weights anew from the parameters in use, not from the user's."""
+    cached = parametrize._cache_enabled
     parametrize._cache_enabled = 0
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         parametrize._cache_enabled = cached

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops.core.containers import leaves
 from curvlinops.core.dependence import DIFFERENTIATING
-from curvlinops.core.functions import in_transform
+from curvlinops.core.torch_internals import in_transform
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import pull
 from curvlinops.core.containers import lent, perhaps_shared, take
-from curvlinops.core.functions import wide
 from curvlinops.core.memory import lacks_memory
+from curvlinops.core.norms import wide
 from curvlinops.core.protection import protected
 from curvlinops.core.references import find_modules
 from curvlinops.core.warn import first_line, warn

@@ -11,8 +11,8 @@ from curvlinops.core.ambient import free_of_modes
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
-from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
+from curvlinops.core.norms import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.layers.alone import SamplesAlone
