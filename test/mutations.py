@@ -27,11 +27,12 @@ TESTS = {
     "core": """
         arguments operator matrix pytree norms contract::test_modes_agree
         contract::test_linear_and_adjoint contract::test_blocks contract::test_kinds_of_vectors
-        errors changes functions convolution rebinding constants modules_in_code evaluations
+        errors changes rebinding modules_in_code evaluations first_batch
         default_device float16 robustness complex_and_sparse costs threads
         untouched::test_after_success untouched::test_attributes_of_parameters_and_buffers
         vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms
         keeping::test_changes_are_noticed""",
+    "core/overrides": "overrides convolution constants",
     "losses": """
         losses errors contract::test_mean_is_scaled_sum contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",

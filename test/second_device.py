@@ -132,7 +132,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _called_by_torch() -> bool:
-    frame, handlers = sys._getframe(2), ("rewriting.py", "capture.py", "dependence.py")
+    frame, handlers = sys._getframe(2), ("overrides/__init__.py", "capture.py", "dependence.py")
     while frame.f_code.co_filename.endswith((*handlers, "overrides.py", __file__)):
         frame = frame.f_back
     return "/torch/" in frame.f_code.co_filename

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops import (
-    EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
 )
@@ -153,16 +152,3 @@ def test_wrapped(kind: type, cache: str, wrapper: str):
             torch.testing.assert_close(param.grad, grad)
             param.grad = None
             param.data -= 0.1 * grad
-
-
-def test_exported_lookups_that_are_refused():
-    """They would write to the user's parameters."""
-    layer = nn.Embedding(9, 4, max_norm=1.0)
-    tokens, before = torch.randint(9, (5, 3)), layer.weight.detach().clone()
-    exported = torch.export.export(nn.Sequential(layer, nn.Flatten()), (tokens,)).module()
-    torch.testing.assert_close(layer.weight.detach(), before)
-    with pytest.raises(ValueError, match="max_norm"):
-        EFLinearOperator(
-            exported, nn.MSELoss(), list(exported.parameters()), [(tokens, torch.zeros(5, 1))]
-        )
-    torch.testing.assert_close(layer.weight.detach(), before)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvlinops.core import overrides
 from curvlinops.core.model import Model, modules_of
 from curvlinops.core.parameters import with_attributes
 from curvlinops.core.pytree import copy_containers
-from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
 from curvlinops.core.torch_internals import uncached_parametrizations
 
 #: The types of containers whose contents are restored.
@@ -68,12 +67,10 @@ class Evaluation:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(model.requiring_gradients())
             stack.enter_context(self._modules.active())
-            stack.enter_context(_differentiable_attention(self._differentiation))
             stack.enter_context(uncached_parametrizations())
             if "torch._dynamo" in sys.modules:  # as it is once anything was compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            table = FOR_DOUBLE_BACKWARD if self._differentiation == "twice" else DECOMPOSITIONS
-            stack.enter_context(Rewriting(table, tangents=self._differentiation == "forward"))
+            stack.enter_context(overrides.active(self._differentiation))
             yield
 
     def output(self, X: Any) -> Any:
@@ -84,21 +81,6 @@ class Evaluation:
             if isinstance(X, Mapping):
                 error.add_note(_ONE_ARGUMENT.format(type(X).__name__))
             raise
-
-
-@contextmanager
-def _differentiable_attention(differentiation: str) -> Iterator[None]:
-    """Let attention layers use operations, and kernels, that have the derivatives needed."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        if differentiation == "once":
-            yield
-        else:
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class IsolatedModules:

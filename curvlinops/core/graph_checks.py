@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from curvlinops.core.fingerprint import Fingerprint, TooManyObjectsError
-from curvlinops.core.functions import in_transform
 from curvlinops.core.graph import graph_nodes, leaf_variables
 from curvlinops.core.memory import lacks_memory
 from curvlinops.core.model import ClosureModel, Model, modules_of
+from curvlinops.core.torch_internals import in_transform
 
 Tensors = Mapping[str, Tensor]
 

@@ -11,8 +11,8 @@ from curvlinops.core.arguments import has_graph
 from curvlinops.core.border import is_ours, read
 from curvlinops.core.columns import apart
 from curvlinops.core.differentiable import product_with_graph
-from curvlinops.core.functions import in_transform
 from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.core.torch_internals import in_transform
 from curvlinops.core.torch_modes import default_modes, uncompiled
 
 if TYPE_CHECKING:

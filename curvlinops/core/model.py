@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.core.module_checks import check_modules
 from curvlinops.core.parameters import (
     Given,
     alias,
@@ -21,7 +22,6 @@ from curvlinops.core.parameters import (
     with_attributes,
     without_ties,
 )
-from curvlinops.core.rewriting import check_modules
 from curvlinops.core.used_modules import find_modules
 
 

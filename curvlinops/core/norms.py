@@ -1,4 +1,4 @@
-"""Norms and inner products in float64, which has room for squares of smaller types' numbers."""
+"""Precision: norms and inner products in float64, whose range holds squares of smaller dtypes."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,11 @@ PART = 2**17
 _COPIED = 2**14
 #: More elsewhere, where each call takes time of its own.
 _PART_ON_DEVICE = 2**22
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32 or wider."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from curvlinops.core.functions import in_transform
+from curvlinops.core.torch_internals import in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core.functions import in_transform
 from curvlinops.core.graph_checks import DIFFERENTIATING
 from curvlinops.core.pytree import leaves
+from curvlinops.core.torch_internals import in_transform
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
 

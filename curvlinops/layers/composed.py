@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops.layers.einsum import einsum
-from curvlinops.layers.recurrent import CELLS
+from curvlinops.layers.recurrent import RECURRENT
 
 
 def _baddbmm(
@@ -138,7 +138,7 @@ def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) ->
 WRITING: dict[Callable, Callable] = {Tensor.__setitem__: _setitem, Tensor.copy_: _copy}
 
 
-COMPOSED: dict[Callable, Callable] = CELLS | {
+COMPOSED: dict[Callable, Callable] = RECURRENT | {
     torch.einsum: einsum,
     torch.baddbmm: _baddbmm,
     Tensor.baddbmm: _baddbmm,

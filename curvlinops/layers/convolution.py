@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.layers import filters
 from curvlinops.layers.covariance import input_covariance
 from curvlinops.layers.forms import Form

@@ -5,7 +5,7 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.layers.patches import pad, view_patches
 from curvlinops.layers.shifts import ShiftedProducts
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step

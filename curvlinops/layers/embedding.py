@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.layers.forms import Form
 from curvlinops.layers.products import BYTES, GradientMaps, in_parts
 from curvlinops.layers.uses import Sort, Use, handles

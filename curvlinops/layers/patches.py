@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.layers.window import Lengths, Padding, Window
 
 #: Axes of images up to this many positions are summed over at once: one product with a matrix

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.outer import Arrangement, Outer
 

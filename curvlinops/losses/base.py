@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.core.fingerprint import PLAIN
-from curvlinops.core.functions import WithDerivative, wide
+from curvlinops.core.norms import wide
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -102,7 +102,7 @@ class Loss(ABC):
         """Return ``gradient`` as a function of the output, with ``hessian`` as its derivative."""
         z = output.detach()
         value, multiply = self.gradient(z, target), self.hessian(z, target)
-        return WithDerivative.apply(output, value, multiply)
+        return _WithDerivative.apply(output, value, multiply)
 
     def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
         """Return products with the Hessian of ``sum`` w.r.t. the output."""
@@ -265,3 +265,27 @@ class LastAxisLoss(Loss):
     @staticmethod
     def _num_features(output: Tensor) -> int:
         return 1 if output.ndim == 1 else output.shape[-1]
+
+
+class _WithDerivative(torch.autograd.Function):
+    """A value, and how to multiply vectors with its symmetric derivative.
+
+    ``apply(x, value, multiply)`` returns ``value`` as a function of ``x`` of the same shape, with
+    derivative ``multiply``, which takes and returns ``[K, *x]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, multiply: Callable) -> Tensor:
+        """Return the value."""
+        ctx.multiply = multiply
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
+        """Multiply with the derivative."""
+        return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
+        """Multiply with the derivative."""
+        return ctx.multiply(v.unsqueeze(0)).squeeze(0)

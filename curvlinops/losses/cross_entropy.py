@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.losses.base import Loss, constant
 
 

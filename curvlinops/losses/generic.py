@@ -9,8 +9,8 @@ from torch import Tensor
 
 from curvlinops.core.autodiff import pull
 from curvlinops.core.evaluation import IsolatedModules
-from curvlinops.core.functions import wide
 from curvlinops.core.memory import lacks_memory
+from curvlinops.core.norms import wide
 from curvlinops.core.pytree import copy_containers, possibly_shared, select_samples
 from curvlinops.core.used_modules import find_modules
 from curvlinops.core.warn import first_line, warn

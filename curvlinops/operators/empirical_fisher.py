@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.autodiff import Apply, evaluate
 from curvlinops.core.choice import Mode, NoDerivativeError
-from curvlinops.core.functions import wide
+from curvlinops.core.norms import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns, flat

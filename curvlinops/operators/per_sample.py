@@ -10,8 +10,8 @@ from torch import Tensor
 from curvlinops.core.arguments import check_choice
 from curvlinops.core.choice import NoDerivativeError
 from curvlinops.core.columns import add
-from curvlinops.core.functions import wide
 from curvlinops.core.modes import Push
+from curvlinops.core.norms import wide
 from curvlinops.core.risk import BatchRisk
 from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.core.torch_modes import in_default_modes

@@ -1,13 +1,11 @@
 """Lookups in tables, differentiable in both modes and as often as wanted."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+def check_options(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
     """Refuse options of lookups that change parameters or gradients.
 
     Raises:
@@ -26,11 +24,11 @@ def check_lookup(name: str, max_norm: float | None, scale_grad_by_freq: bool) ->
 
 
 def _rows(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Look up rows; the gradient of no lookups cannot be differentiated as such."""
+    """Look up rows; the backward pass of F.embedding for no rows cannot be differentiated."""
     return F.embedding(input, weight, padding_idx) if input.numel() else weight[input.long()]
 
 
-def _embedding(
+def embedding(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -39,11 +37,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look up rows; uses of the padding row are constant in every derivative.
+    """Look up rows, of which the padding row is a constant.
 
-    Forward mode ignores ``padding_idx``, and sparse gradients cannot be differentiated.
+    PyTorch's forward mode ignores ``padding_idx``, and sparse gradients cannot be differentiated.
     """
-    check_lookup("Embedding", max_norm, scale_grad_by_freq)
+    check_options("Embedding", max_norm, scale_grad_by_freq)
     out = _rows(input, weight, padding_idx)
     if padding_idx is None:
         return out
@@ -51,19 +49,19 @@ def _embedding(
     return torch.where(padding.unsqueeze(-1), out.detach(), out)
 
 
-def _raw_embedding(
+def torch_embedding(
     weight: Tensor,
     indices: Tensor,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look rows up like ``_embedding``, with the signature of ``torch.embedding``."""
+    """Look up rows like ``embedding``, with the arguments of ``torch.embedding``."""
     padding = None if padding_idx < 0 else padding_idx
-    return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+    return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 
 
-def _embedding_bag(
+def embedding_bag(
     input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
@@ -76,10 +74,8 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Sum or average rows by bags; the fused kernel can only be differentiated once."""
-    check_lookup("EmbeddingBag", max_norm, scale_grad_by_freq)
-    if input.dtype not in (torch.int32, torch.int64) and weight.dtype in (torch.int32, torch.int64):
-        input, weight = weight, input  # the order of arguments before PyTorch 0.4.1
+    """Sum or average rows by bags; the fused kernel has no forward mode and no double backward."""
+    check_options("EmbeddingBag", max_norm, scale_grad_by_freq)
     if mode == "max":
         raise NotImplementedError(
             "EmbeddingBag with mode='max' cannot be differentiated twice. Use "
@@ -105,16 +101,3 @@ def _embedding_bag(
         return total
     count = weight.new_zeros(num_bags).index_add(0, bag, kept)
     return total / count.clamp(min=1).unsqueeze(-1)
-
-
-def _renormalized(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> None:
-    check_lookup("Embedding", max_norm, False)
-
-
-LOOKUPS: dict[Callable, Callable] = {
-    F.embedding: _embedding,
-    torch.embedding: _raw_embedding,
-    F.embedding_bag: _embedding_bag,
-    torch.embedding_renorm_: _renormalized,
-    torch.ops.aten.embedding_renorm_.default: _renormalized,  # of exported programs
-}

@@ -1,4 +1,4 @@
-"""Our autograd functions: their derivatives of first and second order, and what they save."""
+"""Replaced calls: their values, and their derivatives of first and second order."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlinops import HessianLinearOperator
-from curvlinops.core.activations import ACTIVATIONS
-from curvlinops.core.normalization import NORMALIZATIONS
-from curvlinops.core.rewriting import DECOMPOSITIONS, FOR_DOUBLE_BACKWARD, Rewriting
+from curvlinops.core import overrides
+from curvlinops.core.overrides import TWICE
+from curvlinops.layers.recurrent import RECURRENT
 
 pytestmark = pytest.mark.extensive
 
@@ -30,13 +30,6 @@ CALLS = {
     "gelu": (F.gelu, (tensor(*X),), {}),
     "gelu-tanh": (F.gelu, (tensor(*X),), {"approximate": "tanh"}),
     "silu": (F.silu, (tensor(*X),), {}),
-    "layer-norm": (F.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5)), {}),
-    "layer-norm-eps": (F.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5)), {"eps": 0.3}),
-    "layer-norm-axes": (F.layer_norm, (tensor(*X), (3, 5), tensor(3, 5), tensor(3, 5)), {}),
-    "layer-norm-no-bias": (F.layer_norm, (tensor(*X), (5,), tensor(5)), {}),
-    "layer-norm-no-scale": (F.layer_norm, (tensor(*X), (5,), None, tensor(5)), {}),
-    "layer-norm-plain": (F.layer_norm, (tensor(*X), (5,)), {}),
-    "layer-norm-torch": (torch.layer_norm, (tensor(*X), (5,), tensor(5), tensor(5), 1e-2), {}),
     "weight-norm": (torch._weight_norm, (tensor(4, 3), tensor(1, 3), 1), {}),
     "weight-norm-of-all": (torch._weight_norm, (tensor(4, 3), tensor(), -1), {}),
     "embedding-bag": (F.embedding_bag, (BAGS, tensor(7, 2)), {"padding_idx": 1}),
@@ -52,21 +45,6 @@ CALLS = {
     ),
     "cdist": (torch.cdist, (tensor(*X), tensor(2, 5)), {}),
     "cdist-cubic": (torch.cdist, (tensor(2, 5), tensor(4, 5).detach()), {"p": 3.0}),
-    "batch-norm": (
-        F.batch_norm,
-        (tensor(*X), tensor(3).detach(), tensor(3, positive=True).detach(), tensor(3), tensor(3)),
-        {},
-    ),
-    "batch-norm-plain": (
-        F.batch_norm,
-        (tensor(6, 3), tensor(3).detach(), tensor(3, positive=True).detach()),
-        {"eps": 0.1},
-    ),
-    "batch-norm-train": (
-        F.batch_norm,
-        (tensor(6, 3), None, None, tensor(3), tensor(3), True),
-        {},
-    ),
 }
 
 
@@ -80,49 +58,23 @@ def test_derivatives(name: str):
         rest = iter(values)
         filled = [next(rest) if any(a is leaf for leaf in leaves) else a for a in given]
         named = dict(zip(options, filled[len(arguments) :], strict=True))
-        return FOR_DOUBLE_BACKWARD[function](*filled[: len(arguments)], **named)
+        return TWICE[function](*filled[: len(arguments)], **named)
 
     torch.testing.assert_close(call(*leaves), function(*arguments, **options))
     assert gradcheck(call, leaves)
     assert gradgradcheck(call, leaves)
 
 
-def test_embedding_bag_in_the_former_order():
-    weight = tensor(7, 2)
-    with pytest.warns(UserWarning, match="order of"):
-        expected = F.embedding_bag(weight, BAGS)
-    torch.testing.assert_close(FOR_DOUBLE_BACKWARD[F.embedding_bag](weight, BAGS), expected)
-
-
-@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2)])
-def test_layer_norm_for_some_of_the_inputs(which: tuple[int, ...]):
-    values = [tensor(4, 5), tensor(5), tensor(5)]
-    values = [v if i in which else v.detach() for i, v in enumerate(values)]
-
-    def call(*chosen: Tensor) -> Tensor:
-        rest = iter(chosen)
-        filled = [next(rest) if i in which else v for i, v in enumerate(values)]
-        return FOR_DOUBLE_BACKWARD[F.layer_norm](filled[0], (5,), *filled[1:])
-
-    assert gradgradcheck(call, [values[i] for i in which])
-
-
-@pytest.mark.parametrize("function", [*ACTIVATIONS, *NORMALIZATIONS])
+@pytest.mark.parametrize("function", [F.gelu, F.silu])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_left_alone(function, dtype: torch.dtype):
     x = torch.randn(2, 3, 4).to(dtype)
-    arguments = {
-        F.layer_norm: ((4,),),
-        torch.layer_norm: ((4,),),
-        F.batch_norm: (torch.zeros(3).to(dtype), torch.ones(3).to(dtype)),
-    }.get(function, ())
-    assert torch.equal(FOR_DOUBLE_BACKWARD[function](x, *arguments), function(x, *arguments))
+    assert torch.equal(TWICE[function](x), function(x))
 
 
-def test_empty_and_in_place():
+def test_in_place():
     x = torch.randn(2, 4)
-    with Rewriting(FOR_DOUBLE_BACKWARD):
-        assert F.layer_norm(torch.empty(0, 4), (4,)).shape == (0, 4)
+    with overrides.active("twice"):
         expected = F.silu(x)
         assert F.silu(x, inplace=True) is x
         assert torch.equal(x, expected)
@@ -146,7 +98,7 @@ def test_distances_without_derivatives_take_no_memory():
     expected = torch.cdist(x, c).detach()
 
     def fused(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-        with Rewriting(DECOMPOSITIONS), Calls() as calls:
+        with overrides.active("once"), Calls() as calls:
             torch.testing.assert_close(function(x, c).detach(), expected)
         return "_cdist_forward" in calls.names
 
@@ -167,7 +119,7 @@ def test_distances_without_derivatives_take_no_memory():
 def test_extreme_inputs_stay_finite():
     x = torch.tensor([-1e4, -40.0, 0.0, 40.0, 1e4], requires_grad=True)
     for function, options in [(F.gelu, {}), (F.gelu, {"approximate": "tanh"}), (F.silu, {})]:
-        out = FOR_DOUBLE_BACKWARD[function](x, **options)
+        out = TWICE[function](x, **options)
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(gradient.sum(), x)
         assert bool(gradient.isfinite().all() & second.isfinite().all())
@@ -223,7 +175,7 @@ def test_dropout_between_recurrent_layers(
     torch.manual_seed(1)
     expected = layer(X)
     torch.manual_seed(1)
-    with Rewriting(DECOMPOSITIONS):
+    with overrides.Overrides(RECURRENT):
         found = layer(X)
     torch.testing.assert_close(found, expected)
 
