@@ -122,23 +122,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_other_threads_draw_is_not_drawn_again(kind: type, checked: bool):
-    model, X = Meanwhile(0.0), [x.double() for x in batch()]
-    operator = kind(
-        model, LOSS, list(model.parameters()), [tuple(X)], check_deterministic=checked, cache="none"
-    )
-    v = torch.ones(8, dtype=torch.float64)
-    expected = operator @ v
-    seed()
-    sequence = [drawn() for _ in range(100)]
-    seed()
-    model.armed.fill_(1)
-    torch.testing.assert_close(operator @ v, expected)
-    assert drawn() in sequence[1:]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_model_draws_is_given_back(kind: type):
     model, X = Meanwhile(0.0), [x.double() for x in batch()]

@@ -91,7 +91,7 @@ class SingleOnly(nn.Module):
 def test_custom_functions():
     model = SingleOnly()
     H = curvlinops.HessianLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]
+        lambda x: model(x), nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]
     )
     with warned_at(currentframe().f_lineno + 1, "cannot be checked"):
         H @ torch.ones(8)

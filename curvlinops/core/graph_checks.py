@@ -106,14 +106,8 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
             used.add(current[id(variable)])
         elif (name := own_names(model).get(id(variable))) is not None:
             raise GraphError(_explain(name))
-        elif hasattr(variable, "replaces"):
-            raise GraphError(
-                "The model, or its loss, keeps what it computed of parameter "
-                f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, in an "
-                "input X that it changes, such as a cache of keys and values, or in a list inside "
-                "of another container?), so that the output does not depend on the parameter "
-                "itself. Compute it in each evaluation."
-            )
+        else:
+            _check_replaced(variable)
     if not used:
         raise GraphError(
             "The model's output does not depend on any of the parameters. A closure must use the "
@@ -122,6 +116,34 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
         )
     if isinstance(model, ClosureModel):
         _check_held(model, used)
+
+
+def check_memory(value: Tensor, leaves: Tensors) -> None:
+    """Check that an output was not computed from what an earlier evaluation has left.
+
+    Args:
+        value: The output.
+        leaves: The tensors by which the parameters were replaced in this evaluation.
+
+    Raises:
+        GraphError: If it was.
+    """
+    current = {id(leaf) for leaf in leaves.values()}
+    for variable in leaf_variables(graph_nodes(value)):
+        if id(variable) not in current:
+            _check_replaced(variable)
+
+
+def _check_replaced(variable: Tensor) -> None:
+    """Refuse a tensor by which a parameter was replaced in an earlier evaluation."""
+    if hasattr(variable, "replaces"):
+        raise GraphError(
+            "The model, or its loss, keeps what it computed of parameter "
+            f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, in an "
+            "input X that it changes, such as a cache of keys and values, or in a list inside "
+            "of another container?), so that the output does not depend on the parameter "
+            "itself. Compute it in each evaluation."
+        )
 
 
 def _check_held(model: ClosureModel, used: set[str]) -> None:

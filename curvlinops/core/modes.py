@@ -33,6 +33,7 @@ from curvlinops.core.autodiff import (
 )
 from curvlinops.core.columns import add, in_chunks, room_for, single_columns
 from curvlinops.core.evaluation import Evaluation
+from curvlinops.core.graph_checks import check_memory
 from curvlinops.core.seeds import preserved_rng
 from curvlinops.core.space import Columns
 
@@ -145,9 +146,11 @@ class Forward:
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
             with forward_ad.dual_level():
-                scope, duals = _dual_scope(bound, v)
+                scope, duals, leaves = _dual_scope(bound, v)
                 with scope.active():
-                    (start, cotangent), terms = head(bound.output(scope))
+                    output = bound.output(scope)
+                    check_memory(output, leaves)
+                    (start, cotangent), terms = head(output)
                     inputs = {name: duals[name] for name in names}
                     grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
                     return {name: _tangent(grad) for name, grad in grads.items()}, terms
@@ -195,9 +198,10 @@ _Recorded = tuple[Evaluation, Tensors, Tensor, Tensor]
 def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
     """Compute output and tangent in one pass."""
     with forward_ad.dual_level():
-        scope, duals = _dual_scope(bound, v)
+        scope, duals, leaves = _dual_scope(bound, v)
         with scope.active():
             dual = bound.output(scope)
+            check_memory(dual, leaves)
             tangent = _tangent(dual, like=dual).detach()
             output = forward_ad.unpack_dual(dual).primal
     # the exit of the level clears tangents: they would be carried backward
@@ -215,9 +219,10 @@ def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
 def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
     with forward_ad.dual_level():
-        scope, _ = _dual_scope(bound, v, requires_grad=False)
+        scope, _, leaves = _dual_scope(bound, v, requires_grad=False)
         with scope.active():
             dual = bound.output(scope)
+            check_memory(dual, leaves)
             tangent = _tangent(dual, like=dual).detach()
             return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
@@ -240,14 +245,14 @@ def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
 
 def _dual_scope(
     bound: BoundModel, v: Tensors, requires_grad: bool = True
-) -> tuple[Evaluation, dict[str, Tensor]]:
-    """Return a scope in which the parameters carry the tangents ``v``, and these parameters."""
+) -> tuple[Evaluation, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a scope in which the parameters carry the tangents ``v``; these; and their primals."""
     leaves = bound.leaves() if requires_grad else bound.constants()
     duals = {
         name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
         for name, leaf in leaves.items()
     }
-    return bound.scope(duals, "forward"), duals
+    return bound.scope(duals, "forward"), duals, leaves
 
 
 def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:

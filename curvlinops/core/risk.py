@@ -184,7 +184,6 @@ class EmpiricalRisk:
         self._known: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
         self._looked_at: set[int] = set()  # batches
-        self._draws: bool | None = None  # whether a pass over the data draws random numbers
 
     @contextmanager
     def batches(
@@ -206,7 +205,6 @@ class EmpiricalRisk:
             self._pass.callback(setattr, self, "_preserves_rng", True)
             self._preserves_rng = False
             if type((data or self.data).data) not in (list, tuple):  # loaders draw, too
-                self._draws = None
                 self.preserve_rng()
             self.model.follow()
             current: list[Batch] = []
@@ -224,13 +222,11 @@ class EmpiricalRisk:
     def preserve_rng(self) -> None:
         """Restore the random number generators at the end of the current pass.
 
-        Called before each evaluation of the model. Passes that only use kept graphs draw nothing,
-        nor do further passes of a model that has drawn nothing.
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
         """
-        if not self._preserves_rng and self._draws is not False:
-            untouched = self._pass.enter_context(preserved_rng())
-            self._pass.callback(lambda: setattr(self, "_draws", not untouched()))
-        self._preserves_rng = True
+        if not self._preserves_rng:
+            self._pass.enter_context(preserved_rng())
+            self._preserves_rng = True
 
     def _iterate(
         self, description: str, data: Batches, current: list[Batch]

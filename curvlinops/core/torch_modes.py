@@ -37,11 +37,11 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def _unlocked() -> Iterator[None]:
-    _LOCK.release()
+    state = _LOCK._release_save()  # however often this thread has acquired it
     try:
         yield
     finally:
-        _LOCK.acquire()
+        _LOCK._acquire_restore(state)
 
 
 def fetched(data: Iterable) -> Iterator:
