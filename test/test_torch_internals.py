@@ -140,3 +140,12 @@ def test_modes():
     assert not torch_internals.current_dispatch_modes()
     with Counter() as counter:
         assert torch_internals.current_function_modes() == [counter]
+
+
+def test_uncached_parametrizations():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with nn.utils.parametrize.cached():
+        first = layer.weight
+        with torch_internals.uncached_parametrizations():
+            assert layer.weight is not first
+        assert layer.weight is first
