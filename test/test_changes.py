@@ -420,7 +420,7 @@ class Differentiating(nn.Module):
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LayerNorm(4), nn.LayerNorm(4, bias=False)],
+    [nn.GELU(), nn.GELU("tanh"), nn.SiLU()],
     ids=str,
 )
 def test_third_derivatives(layer: nn.Module):

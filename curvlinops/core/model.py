@@ -1,6 +1,5 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -102,10 +101,6 @@ class Model(ABC):
             return leaves
         return {name: leaf.detach() for name, leaf in leaves.items()}
 
-    def in_double(self, values: Mapping[str, Tensor]) -> "Model":
-        """Return a copy in float64, at other parameter values."""
-        raise NotImplementedError("a closure cannot be copied.")
-
     def dependencies(self) -> list:
         """Return everything that the output depends on, apart from the input."""
         return [self.params, self.source]
@@ -162,13 +157,6 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
-    def in_double(self, values: Mapping[str, Tensor]) -> "ModuleModel":
-        """Return a copy in float64, at other parameter values."""
-        twin = copy.deepcopy(self, {id(self._given): None})
-        twin.module.double()
-        twin.params = dict(values)
-        return twin
-
     def to(self, device: torch.device | str) -> None:
         """Move the module, whose parameters stay the same objects, and values of its own."""
         self.follow(moves=True)
@@ -204,10 +192,6 @@ class FunctionalModel(Model):
         """Evaluate the function."""
         own = self.params
         return self.source({n: with_attributes(x, own[n]) for n, x in values.items()}, X)
-
-    def in_double(self, values: Mapping[str, Tensor]) -> "FunctionalModel":
-        """Return the same function at other parameter values."""
-        return FunctionalModel(self.source, values)
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters."""

@@ -128,16 +128,6 @@ def _has_to(part: Any) -> bool:
     return hasattr(type(part), "to")  # attributes of an object may be its items
 
 
-def to_double(tree: Any) -> Any:
-    """Turn all floating-point tensors in nested containers into float64."""
-
-    def double(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if is_float else leaf
-
-    return map_leaves(tree, double)
-
-
 # --- samples
 
 

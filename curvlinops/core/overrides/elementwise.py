@@ -91,6 +91,13 @@ def _silu_second(x: Tensor) -> Tensor:
     return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
+def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (g.requires_grad or x.requires_grad):
+        s = torch.sigmoid(x)  # PyTorch's kernel cannot be differentiated
+        return g * s * (1 + x * (1 - s))
+    return _aten.silu_backward(g, x)
+
+
 def _is_plain(x: Tensor) -> bool:
     """Return whether x is in single or double precision, outside of any transform.
 
@@ -113,7 +120,7 @@ def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
 def _silu(input: Tensor, inplace: bool = False) -> Tensor:
     if inplace or not _is_plain(input):
         return F.silu(input, inplace)
-    return Activation.apply(input, F.silu, _aten.silu_backward, _silu_second)
+    return Activation.apply(input, F.silu, _silu_backward, _silu_second)
 
 
 ELEMENTWISE: dict[Callable, Callable] = {F.gelu: _gelu, F.silu: _silu}
