@@ -31,8 +31,8 @@ from curvlinops.algorithms.spectrum import (
     lanczos_approximate_spectrum,
 )
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.space import ParameterSpace
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.empirical_fisher import EFLinearOperator
 from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator

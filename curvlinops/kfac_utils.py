@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
 from curvlinops.operators.kronecker.options import FisherType, KFACType
+from curvlinops.support.torch_modes import in_default_modes
 
 __all__ = [
     "FisherType",

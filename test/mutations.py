@@ -24,15 +24,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: files, or tests of a file that has long ones.
 TESTS = {
-    "core": """
-        arguments operator matrix pytree norms contract::test_modes_agree
-        contract::test_linear_and_adjoint contract::test_blocks contract::test_kinds_of_vectors
-        errors changes rebinding modules_in_code evaluations first_batch
-        default_device float16 robustness complex_and_sparse costs threads
-        untouched::test_after_success untouched::test_attributes_of_parameters_and_buffers
-        vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms
-        keeping::test_changes_are_noticed""",
-    "core/overrides": "overrides convolution constants",
+    "support": """
+        arguments norms pytree changes modules_in_code keeping::test_changes_are_noticed
+        structured saving robustness""",
+    "linear_operator": """
+        operator matrix contract::test_kinds_of_vectors contract::test_linear_and_adjoint
+        vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms""",
+    "autodiff": """
+        contract::test_modes_agree contract::test_linear_and_adjoint errors rebinding
+        modules_in_code float16 default_device costs threads untouched::test_after_success
+        untouched::test_attributes_of_parameters_and_buffers""",
+    "autodiff/overrides": "overrides convolution constants",
+    "risk": """
+        contract::test_blocks errors robustness complex_and_sparse costs threads evaluations
+        first_batch keeping::test_changes_are_noticed""",
     "losses": """
         losses errors contract::test_mean_is_scaled_sum contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops.core import graph_cache
+from curvlinops.risk import graph_cache
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda:0")
 _LABELS: dict[int, tuple[StorageWeakRef, torch.device]] = {}

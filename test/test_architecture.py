@@ -11,14 +11,21 @@ import curvlinops
 
 ROOT = Path(curvlinops.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-#: What a room may import. `losses`, `layers` and `algorithms` do not know each other.
+_BASE = {"support", "linear_operator"}
+#: What a folder may import. `losses`, `layers` and `algorithms` do not know each other.
 ALLOWED = {
-    "core": {"core"},
-    "losses": {"losses", "core"},
-    "layers": {"layers", "core"},
-    "structured": {"structured", "core"},
-    "algorithms": {"algorithms", "core"},
-    "operators": {"operators", "structured", "algorithms", "layers", "losses", "core"},
+    "support": {"support"},
+    "linear_operator": _BASE,
+    "structured": {"structured", *_BASE},
+    "algorithms": {"algorithms", *_BASE},
+    "autodiff": {"autodiff", *_BASE},
+    "losses": {"losses", "autodiff", *_BASE},
+    "risk": {"risk", "autodiff", *_BASE},
+    "layers": {"layers", "risk", "autodiff", *_BASE},
+    "operators": {
+        *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
+        *_BASE,
+    },
 }
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import curvlinops as c
-from curvlinops.core.arguments import check_choice, check_count, check_number
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kronecker.options import FisherType
+from curvlinops.support.arguments import check_choice, check_count, check_number
 
 A = torch.diag(torch.arange(1.0, 11.0))
 

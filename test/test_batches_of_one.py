@@ -23,7 +23,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core.pytree import duplicate_sample
+from curvlinops.support.pytree import duplicate_sample
 
 pytestmark = pytest.mark.extensive
 

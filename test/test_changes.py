@@ -23,7 +23,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core.fingerprint import Fingerprint, is_installed
+from curvlinops.support.fingerprint import Fingerprint, is_installed
 
 SCALE = 1.0
 SETTINGS = types.ModuleType("settings")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvlinops
-from curvlinops.core import columns
-from curvlinops.core.choice import NoDerivativeError
+from curvlinops.autodiff.mode_selection import NoDerivativeError
+from curvlinops.linear_operator import columns
 
 pytestmark = pytest.mark.extensive
 

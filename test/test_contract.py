@@ -15,7 +15,7 @@ from contract import ALL, CASES, EXACT, RANDOM, dense, error, errors, matrix, ve
 from torch import Tensor, nn
 
 from curvlinops import CGInverseLinearOperator, IdentityLinearOperator, TorchLinearOperator
-from curvlinops.core import columns
+from curvlinops.linear_operator import columns
 from curvlinops.losses import Loss
 
 # one problem per kind of thing that could go wrong

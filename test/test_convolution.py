@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvlinops.core.overrides.convolution import CONVOLUTIONS
+from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
 
 CASES = {
     "plain": (torch.conv2d, (2, 4, 5, 5), (3, 4, 3, 3), {}),

@@ -21,7 +21,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core import first_batch
+from curvlinops.risk import first_batch
 
 pytestmark = pytest.mark.extensive
 

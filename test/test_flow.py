@@ -14,9 +14,9 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.core.graph import graph_nodes
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.flow import samples_by_edge
+from curvlinops.support.autograd_graph import graph_nodes
 
 pytestmark = pytest.mark.extensive
 

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
-from curvlinops.core.fingerprint import Fingerprint, same_numbers
-from curvlinops.core.graph import footprint
+from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.fingerprint import Fingerprint, same_numbers
 
 AWKWARD = [
     "mlp-ce-all-mean",

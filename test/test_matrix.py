@@ -18,7 +18,7 @@ from curvlinops import (
     xdiag,
 )
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.seeds import read_generator
+from curvlinops.support.rng import read_generator
 
 DENSE = np.random.default_rng(0).standard_normal((5, 7))
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import curvlinops
-from curvlinops.core import modes
+from curvlinops.autodiff import modes
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import Outer
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops import HessianLinearOperator
-from curvlinops.core.fingerprint import Fingerprint
-from curvlinops.core.used_modules import find_modules
+from curvlinops.autodiff.used_modules import find_modules
+from curvlinops.support.fingerprint import Fingerprint
 
 pytestmark = pytest.mark.extensive
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops.algorithms.products import norms
-from curvlinops.core.norms import PART, double_dot, double_norm
+from curvlinops.support.norms import PART, double_dot, double_norm
 
 CASES = {
     "vector": ((3 * PART + 5,), 0),

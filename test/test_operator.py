@@ -16,7 +16,7 @@ from curvlinops import (
     SubmatrixLinearOperator,
     TorchLinearOperator,
 )
-from curvlinops.core import operator as operator_module
+from curvlinops.linear_operator import operator as operator_module
 
 SHAPES = {"weight": (2, 3), "bias": (2,), "scale": ()}
 DOUBLE = torch.float64

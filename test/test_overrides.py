@@ -10,8 +10,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlinops import HessianLinearOperator
-from curvlinops.core import overrides
-from curvlinops.core.overrides import TWICE
+from curvlinops.autodiff import overrides
+from curvlinops.autodiff.overrides import TWICE
 from curvlinops.layers.recurrent import RECURRENT
 
 pytestmark = pytest.mark.extensive

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvlinops
-from curvlinops.core.pytree import leaves, map_leaves, move, select_samples
+from curvlinops.support.pytree import leaves, map_leaves, move, select_samples
 
 transformers = pytest.importorskip("transformers")
 ModelOutput, BatchEncoding = transformers.utils.ModelOutput, transformers.BatchEncoding

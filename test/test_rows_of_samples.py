@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
-from curvlinops.core.graph import graph_nodes, least_precise
 from curvlinops.layers.detection import TOLERANCES, Detection, digits, proofs
+from curvlinops.support.autograd_graph import graph_nodes, least_precise
 
 pytestmark = pytest.mark.extensive
 

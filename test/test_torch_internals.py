@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core import torch_internals
+from curvlinops.support import torch_internals
 
 #: What is private in PyTorch and read at import, and what a product does without it.
 HANDLES = {

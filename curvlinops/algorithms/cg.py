@@ -17,11 +17,11 @@ from curvlinops.algorithms.inverse import (
 )
 from curvlinops.algorithms.matrix import AnyMatrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
-from curvlinops.core.arguments import without_graph
-from curvlinops.core.border import Vectors, read
-from curvlinops.core.linear import Array
-from curvlinops.core.progress import show_residuals, solver
-from curvlinops.core.torch_modes import default_modes
+from curvlinops.linear_operator.linear import Array
+from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.support.arguments import without_graph
+from curvlinops.support.progress import show_residuals, solver
+from curvlinops.support.torch_modes import default_modes
 
 #: How other libraries call the options.
 _NAMES = {

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from curvlinops.core.arguments import check_choice
-from curvlinops.core.warn import warn
+from curvlinops.support.arguments import check_choice
+from curvlinops.support.warnings import warn
 
 
 class ConvergenceWarning(UserWarning):

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Average, Probes
 from curvlinops.algorithms.quadrature import Lanczos, Quadrature, check_ncv
-from curvlinops.core.arguments import check_count
+from curvlinops.support.arguments import check_count
 
 #: Smallest and largest eigenvalue, as far as they are known.
 Boundaries = tuple[float | None, float | None] | None

@@ -3,9 +3,9 @@
 import torch
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.core.arguments import check_count
-from curvlinops.core.seeds import read_generator
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.support.arguments import check_count
+from curvlinops.support.rng import read_generator
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @in_default_modes

@@ -11,11 +11,11 @@ from curvlinops.algorithms.convergence import check_on_failure
 from curvlinops.algorithms.krylov import KrylovSpace
 from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.core.arguments import check_choice, check_count
-from curvlinops.core.border import Vectors
-from curvlinops.core.progress import solves
-from curvlinops.core.seeds import read_generator
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.vectors import Vectors
+from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.progress import solves
+from curvlinops.support.rng import read_generator
+from curvlinops.support.torch_modes import in_default_modes
 
 #: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
 _BASIS_BYTES = 2**30

@@ -27,7 +27,7 @@ from curvlinops.algorithms.probes import (
     rescale,
     vector_estimator,
 )
-from curvlinops.core.progress import solves
+from curvlinops.support.progress import solves
 
 
 @number_estimator

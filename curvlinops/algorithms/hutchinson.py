@@ -19,8 +19,8 @@ from curvlinops.algorithms.probes import (
     sum_over_unit_vectors,
     vector_estimator,
 )
-from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solves
+from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import solves
 
 
 @number_estimator

@@ -12,13 +12,13 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import NegativeCurvatureError, check_on_failure, fail
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
-from curvlinops.core.arguments import check_count, check_number, without_graph
-from curvlinops.core.border import Vectors, read
-from curvlinops.core.linear import Array
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.progress import solver
-from curvlinops.core.space import Columns
-from curvlinops.core.torch_modes import default_modes
+from curvlinops.linear_operator.linear import Array
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.support.arguments import check_count, check_number, without_graph
+from curvlinops.support.progress import solver
+from curvlinops.support.torch_modes import default_modes
 
 #: The kind of the right-hand sides.
 Kind = TypeVar("Kind")

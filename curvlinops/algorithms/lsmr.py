@@ -13,13 +13,13 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Kind, Systems
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
-from curvlinops.core.arguments import check_count, check_number, without_graph
-from curvlinops.core.border import Vectors, read
-from curvlinops.core.linear import Array
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.progress import show_residuals, solver
-from curvlinops.core.space import Columns
-from curvlinops.core.torch_modes import default_modes
+from curvlinops.linear_operator.linear import Array
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.support.arguments import check_count, check_number, without_graph
+from curvlinops.support.progress import show_residuals, solver
+from curvlinops.support.torch_modes import default_modes
 
 
 class LSMRSolution(NamedTuple, Generic[Kind]):

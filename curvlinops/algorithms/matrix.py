@@ -10,12 +10,12 @@ from scipy.sparse import issparse, sparray, spmatrix
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.core.arguments import without_graph
-from curvlinops.core.border import Vectors, is_ours, read
-from curvlinops.core.columns import not_finite
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.progress import count_products
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.linear_operator.columns import not_finite
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.vectors import Vectors, is_ours, read
+from curvlinops.support.arguments import without_graph
+from curvlinops.support.progress import count_products
 
 #: Multiplies several vectors ``[D, K]``.
 Product = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.inverse import KrylovInverseLinearOperator, Systems, check_positive
 from curvlinops.algorithms.products import Products, dots, norms, scaled
-from curvlinops.core.progress import show_residuals
+from curvlinops.support.progress import show_residuals
 
 #: What may turn out to be no curvature at all, relative to the matrix's norm.
 _LITTLE = 1e-3

@@ -14,10 +14,10 @@ from curvlinops.algorithms.matrix import (
     read_preconditioner,
 )
 from curvlinops.algorithms.products import norms
-from curvlinops.core.arguments import check_count, check_number
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.progress import show_residuals, solver
-from curvlinops.core.space import Columns
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
+from curvlinops.support.arguments import check_count, check_number
+from curvlinops.support.progress import show_residuals, solver
 
 
 class NeumannInverseLinearOperator(TorchLinearOperator):

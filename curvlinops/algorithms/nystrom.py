@@ -16,8 +16,8 @@ from curvlinops.algorithms.probes import (
     quadratic_forms,
     rescale,
 )
-from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solves
+from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import solves
 
 #: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
 _FEW_DIMENSIONS = 32

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.core.arguments import check_choice, check_count
-from curvlinops.core.norms import double_norm
-from curvlinops.core.seeds import read_generator
-from curvlinops.core.torch_modes import in_default_modes
-from curvlinops.core.warn import warn
+from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.norms import double_norm
+from curvlinops.support.rng import read_generator
+from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.support.warnings import warn
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
 _BLOCK = 64 * 2**20

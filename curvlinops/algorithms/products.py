@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import Matrix
-from curvlinops.core.norms import double_norm
+from curvlinops.support.norms import double_norm
 
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
 ASYMMETRY = 1e-3

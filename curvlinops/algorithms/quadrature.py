@@ -10,9 +10,9 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Estimate, Goal, Probes, average, number_estimator
-from curvlinops.core.arguments import check_count
-from curvlinops.core.norms import double_norm
-from curvlinops.core.progress import solves
+from curvlinops.support.arguments import check_count
+from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import solves
 
 #: Products for each random vector in ``lanczos_logdet``.
 _DEFAULT_NCV = 50

@@ -12,9 +12,9 @@ from torch import Tensor
 from curvlinops.algorithms.density import NEGLIGIBLE, Axis, Boundaries, KeptRuns, densities
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.algorithms.probes import Average, P, Value
-from curvlinops.core.arguments import check_count
-from curvlinops.core.progress import solves
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.support.arguments import check_count
+from curvlinops.support.progress import solves
+from curvlinops.support.torch_modes import in_default_modes
 
 
 class SpectralDensity(NamedTuple, Generic[Value]):

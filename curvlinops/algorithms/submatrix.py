@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, as_operator
-from curvlinops.core.arguments import as_integer
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.space import Columns, ParameterSpace
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.support.arguments import as_integer
 
 #: Rows or columns: integers, a slice of them, or names of parameters.
 Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray

@@ -5,16 +5,16 @@ import logging
 import torch
 from torch import Tensor
 
-from curvlinops.core import autodiff
-from curvlinops.core.columns import add
-from curvlinops.core.data import Batch
-from curvlinops.core.memory import lacks_memory
-from curvlinops.core.pytree import select_samples
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns
+from curvlinops.autodiff import backward
 from curvlinops.layers.detection import TOLERANCES
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
+from curvlinops.linear_operator.columns import add
+from curvlinops.linear_operator.space import Columns
+from curvlinops.risk.data import Batch
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.pytree import select_samples
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -42,7 +42,7 @@ class SamplesAlone:
     def group(self, bound: BatchRisk) -> Group:
         """Return the gradients of a batch's samples, computed when they are asked for."""
         self._say(bound)
-        num_samples = len(autodiff.evaluate(bound))
+        num_samples = len(backward.evaluate(bound))
         if num_samples > 1 and not self._checked:
             _check_sum(bound, num_samples)
             self._checked = True
@@ -92,7 +92,7 @@ def _gradient_alone(bound: BatchRisk, n: int, num_samples: int) -> tuple[Tensor,
         return alone.loss_sum(output)
 
     try:
-        value, gradient, _ = autodiff.gradient(alone, loss)
+        value, gradient, _ = backward.gradient(alone, loss)
     except Exception as error:  # whatever model and loss raise
         if lacks_memory(error):
             raise
@@ -110,7 +110,7 @@ def _check_sum(bound: BatchRisk, num_samples: int) -> None:
         ValueError: If they do not add up.
     """
     space = bound.space
-    total, gradient, _ = autodiff.gradient(bound, bound.loss_sum)
+    total, gradient, _ = backward.gradient(bound, bound.loss_sum)
     rest, size = space.join(gradient).clone(), 0.0
     value, largest = total.double(), 0.0
     for n in range(num_samples):

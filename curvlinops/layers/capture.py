@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.core.graph_checks import DIFFERENTIATING
-from curvlinops.core.pytree import leaves
-from curvlinops.core.torch_internals import in_transform
+from curvlinops.autodiff.graph_checks import DIFFERENTIATING
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
+from curvlinops.support.pytree import leaves
+from curvlinops.support.torch_internals import in_transform
 
 #: A function, and how often it was called before with something tracked.
 Call = tuple[Callable, int]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, pull
-from curvlinops.core.norms import double_norm
+from curvlinops.autodiff.backward import BoundModel, pull
 from curvlinops.layers.detection import NOISE, is_nonlinear, rounding_of, unrelated
 from curvlinops.layers.layout import by_samples
+from curvlinops.support.norms import double_norm
 
 Tensors = Mapping[str, Tensor]
 

@@ -7,7 +7,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.layers import filters
 from curvlinops.layers.covariance import input_covariance
 from curvlinops.layers.forms import Form
@@ -16,6 +15,7 @@ from curvlinops.layers.outer import Outer
 from curvlinops.layers.patches import make_patches, patch_sums
 from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
 from curvlinops.layers.window import Lengths, Padding, Window, lengths
+from curvlinops.support.norms import wide
 
 
 def _convolution(

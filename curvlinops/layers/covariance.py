@@ -5,11 +5,11 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.layers.patches import pad, view_patches
 from curvlinops.layers.shifts import ShiftedProducts
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
 from curvlinops.layers.window import Window
+from curvlinops.support.norms import wide
 
 #: How many numbers are copied at once: patches, and shifted inputs.
 _UNFOLDED, _SHIFTED = 2**20, 2**22

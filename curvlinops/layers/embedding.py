@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.layers.forms import Form
 from curvlinops.layers.products import BYTES, GradientMaps, in_parts
 from curvlinops.layers.uses import Sort, Use, handles
+from curvlinops.support.norms import wide
 
 
 @handles(torch.embedding)

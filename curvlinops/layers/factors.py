@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.core.records import recorded
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.inputs import Shortcut
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
 from curvlinops.layers.symmetric import second_moment
+from curvlinops.support.records import recorded
 
 
 @recorded

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.torch_internals import input_metadata
 from curvlinops.layers.detection import unrelated
 from curvlinops.layers.layout import Along, regular
 from curvlinops.layers.moves import Move, operation, source_axis
 from curvlinops.layers.uses import Use
+from curvlinops.support.torch_internals import input_metadata
 
 #: Operations that only change the shape.
 _RESHAPES = frozenset({"Alias", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"})

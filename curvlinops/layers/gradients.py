@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, transposed_jacobian
+from curvlinops.autodiff.backward import BoundModel, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Group

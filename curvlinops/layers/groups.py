@@ -6,9 +6,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.columns import add
-from curvlinops.core.space import Columns, ParameterSpace, flat
 from curvlinops.layers.forms import Direct, Form
+from curvlinops.linear_operator.columns import add
+from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
 #: there are several.

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel
+from curvlinops.autodiff.backward import BoundModel
 
 
 class Layout(Protocol):

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from curvlinops.core.autodiff import pull_columns
-from curvlinops.core.columns import in_chunks
-from curvlinops.core.graph import graph_nodes, leaf_variables
+from curvlinops.autodiff.backward import pull_columns
 from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
 from curvlinops.layers.place import Place
 from curvlinops.layers.views import view_of
+from curvlinops.linear_operator.columns import in_chunks
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 
 #: Those who ask know how many vectors the memory allows.
 ANY_NUMBER = 2**31

@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.records import recorded
 from curvlinops.layers.forms import Form, Total, squared_sum
 from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of, side_by_side
 from curvlinops.layers.products import GradientMaps, in_parts
+from curvlinops.support.records import recorded
 
 
 @recorded

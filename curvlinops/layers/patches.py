@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.layers.window import Lengths, Padding, Window
+from curvlinops.support.norms import wide
 
 #: Axes of images up to this many positions are summed over at once: one product with a matrix
 #: that has a column for each position of the kernel is faster than one product for each axis

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.core.records import recorded
+from curvlinops.support.records import recorded
 
 
 @recorded

@@ -5,11 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel
-from curvlinops.core.independence import check_first_sample
-from curvlinops.core.memory import lacks_memory
-from curvlinops.core.seeds import GeneratorStates
-from curvlinops.core.warn import first_line
+from curvlinops.autodiff.backward import BoundModel
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, explained, rounding
@@ -18,6 +14,10 @@ from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key
 from curvlinops.layers.shares import WAYS
 from curvlinops.layers.twice import blind, sample_twice
+from curvlinops.risk.sample_coupling import check_first_sample
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import double_norm
 from curvlinops.layers.check import weighted
 from curvlinops.layers.detection import (
     Detection,
@@ -19,6 +18,7 @@ from curvlinops.layers.detection import (
 from curvlinops.layers.layout import Layout, Scattered
 from curvlinops.layers.parts import Key
 from curvlinops.layers.uses import Use
+from curvlinops.support.norms import double_norm
 
 
 class Search:

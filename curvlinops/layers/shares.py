@@ -11,17 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import BoundModel, pull_columns
-from curvlinops.core.data import Batch
-from curvlinops.core.graph import mean_size
-from curvlinops.core.independence import differs
-from curvlinops.core.memory import lacks_memory
-from curvlinops.core.pytree import has_length, leaves, map_leaves, select_samples
-from curvlinops.core.space import Columns
+from curvlinops.autodiff.backward import BoundModel, pull_columns
 from curvlinops.layers.check import disagreeing, shares
 from curvlinops.layers.detection import tolerance_of
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
+from curvlinops.linear_operator.space import Columns
+from curvlinops.risk.data import Batch
+from curvlinops.risk.sample_coupling import differs
+from curvlinops.support.autograd_graph import mean_size
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 
 _LOGGER = logging.getLogger("curvlinops")
 

@@ -7,12 +7,12 @@ from collections import Counter
 
 import torch
 
-from curvlinops.core.data import Batch
-from curvlinops.core.independence import differs
-from curvlinops.core.pytree import duplicate_sample
-from curvlinops.core.risk import BatchRisk
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.parts import Key
+from curvlinops.risk.data import Batch
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.sample_coupling import differs
+from curvlinops.support.pytree import duplicate_sample
 
 
 def sample_twice(bound: BatchRisk) -> BatchRisk:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.layers.forms import Direct, Form
 from curvlinops.layers.outer import Arrangement, Outer
+from curvlinops.support.norms import wide
 
 #: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
 Sort = Callable[[Tensor], Tensor]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.torch_internals import input_metadata
+from curvlinops.support.torch_internals import input_metadata
 
 #: Nodes of graphs whose results have the same entries in the same places,
 _COPIES = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0"}

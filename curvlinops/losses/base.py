@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.fingerprint import PLAIN
-from curvlinops.core.norms import wide
+from curvlinops.support.fingerprint import PLAIN
+from curvlinops.support.norms import wide
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.autodiff import pull
-from curvlinops.core.evaluation import IsolatedModules
-from curvlinops.core.memory import lacks_memory
-from curvlinops.core.norms import wide
-from curvlinops.core.pytree import copy_containers, possibly_shared, select_samples
-from curvlinops.core.used_modules import find_modules
-from curvlinops.core.warn import first_line, warn
+from curvlinops.autodiff.backward import pull
+from curvlinops.autodiff.evaluation import IsolatedModules
+from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import Loss
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.norms import wide
+from curvlinops.support.pytree import copy_containers, possibly_shared, select_samples
+from curvlinops.support.warnings import first_line, warn
 
 _LOGGER = logging.getLogger("curvlinops")
 

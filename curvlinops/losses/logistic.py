@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.losses.base import LastAxisLoss, constant
+from curvlinops.support.norms import wide
 
 
 class BinaryCrossEntropy(LastAxisLoss):

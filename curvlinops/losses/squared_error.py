@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import wide
 from curvlinops.losses.base import LastAxisLoss
+from curvlinops.support.norms import wide
 
 
 class SquaredError(LastAxisLoss):

@@ -8,24 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.arguments import as_device, check_choice, check_count
-from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode, NothingToTest, adjoint_of_jacobian, allowed_modes, choose
-from curvlinops.core.columns import not_finite
-from curvlinops.core.data import Batches
-from curvlinops.core.distributed import Ranks
-from curvlinops.core.graph_cache import GraphCache, check_cache
-from curvlinops.core.model import train_flags, wrap_model
-from curvlinops.core.modes import Reverse
-from curvlinops.core.operator import TorchLinearOperator
-from curvlinops.core.outputs import OVERFLOW, report_batch_statistics
-from curvlinops.core.parameters import split_blocks
-from curvlinops.core.repeatability import check_repeatable
-from curvlinops.core.risk import BatchRisk, EmpiricalRisk
-from curvlinops.core.seeds import preserved_rng
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import exclusive, in_default_modes
+from curvlinops.autodiff.backward import Apply
+from curvlinops.autodiff.mode_selection import (
+    Mode,
+    NothingToTest,
+    adjoint_of_jacobian,
+    allowed_modes,
+    choose,
+)
+from curvlinops.autodiff.model import train_flags, wrap_model
+from curvlinops.autodiff.modes import Reverse
+from curvlinops.autodiff.parameters import split_blocks
+from curvlinops.linear_operator.columns import not_finite
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.losses import Loss, wrap_loss
+from curvlinops.risk.data import Batches
+from curvlinops.risk.determinism import check_repeatable
+from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.empirical_risk import BatchRisk, EmpiricalRisk
+from curvlinops.risk.graph_cache import GraphCache, check_cache
+from curvlinops.risk.output_checks import OVERFLOW, report_batch_statistics
+from curvlinops.support.arguments import as_device, check_choice, check_count
+from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_modes import exclusive, in_default_modes
 
 
 @dataclass(eq=False, repr=False)

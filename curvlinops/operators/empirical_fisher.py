@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_choice
-from curvlinops.core.autodiff import Apply, evaluate
-from curvlinops.core.choice import Mode, NoDerivativeError
-from curvlinops.core.norms import wide
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.seeds import preserved_rng
-from curvlinops.core.space import Columns, flat
+from curvlinops.autodiff.backward import Apply, evaluate
+from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, written
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.arguments import check_choice
+from curvlinops.support.norms import wide
+from curvlinops.support.rng import preserved_rng
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.warn import warn
+from curvlinops.autodiff.backward import Apply
+from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, would_be_gradients
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.warnings import warn
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.core.columns import add, mark_last
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.columns import add, mark_last
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

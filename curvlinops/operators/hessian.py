@@ -1,10 +1,10 @@
 """The Hessian of the empirical risk."""
 
-from curvlinops.core.autodiff import Apply
-from curvlinops.core.choice import Mode, NothingToTest, choose, symmetry_of_hessian
-from curvlinops.core.custom_functions import check_custom_functions
-from curvlinops.core.risk import BatchRisk
+from curvlinops.autodiff.backward import Apply
+from curvlinops.autodiff.mode_selection import Mode, NothingToTest, choose, symmetry_of_hessian
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.custom_functions import check_custom_functions
+from curvlinops.risk.empirical_risk import BatchRisk
 
 
 class HessianLinearOperator(DataLinearOperator):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.groups import Group
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.torch_modes import in_default_modes
 
 
 class OutputsLinearOperator(RowsLinearOperator):

@@ -7,19 +7,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_choice
-from curvlinops.core.choice import NoDerivativeError
-from curvlinops.core.columns import add
-from curvlinops.core.modes import Push
-from curvlinops.core.norms import wide
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.space import Columns, ParameterSpace, flat
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.autodiff.mode_selection import NoDerivativeError
+from curvlinops.autodiff.modes import Push
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.columns import add
+from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
 from curvlinops.operators.rows import AddRows, RowMaps, RowPlaces, RowsLinearOperator, row_indices
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.arguments import check_choice
+from curvlinops.support.norms import wide
+from curvlinops.support.torch_modes import in_default_modes
 
 #: Takes gradients of some samples, and their places among the rows.
 Visit = Callable[[list[Group], Tensor], None]

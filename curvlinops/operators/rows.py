@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core import autodiff
-from curvlinops.core.choice import Mode
-from curvlinops.core.modes import Push
-from curvlinops.core.operator import Product
-from curvlinops.core.pytree import leaves
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.seeds import preserved_rng
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import exclusive
+from curvlinops.autodiff import backward
+from curvlinops.autodiff.mode_selection import Mode
+from curvlinops.autodiff.modes import Push
 from curvlinops.layers.gram import gram
 from curvlinops.layers.groups import Group
+from curvlinops.linear_operator.operator import Product
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_modes import exclusive
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
 #: and back.
@@ -69,7 +69,7 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
         """Do all on a batch for transposed products that does not depend on the vectors."""
-        apply, output = autodiff.transposed_jacobian(bound, self.chunk_size)
+        apply, output = backward.transposed_jacobian(bound, self.chunk_size)
         up = self._row_maps(bound, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(output)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_count
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.seeds import seeded
 from curvlinops.losses import Loss
+from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.support.arguments import check_count
+from curvlinops.support.rng import seeded
 
 
 def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tuple[int, int]:

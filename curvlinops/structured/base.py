@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import as_device, check_count, check_number
-from curvlinops.core.operator import Multiple, PowerLinearOperator, TorchLinearOperator
-from curvlinops.core.seeds import read_generator
-from curvlinops.core.space import ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.structured.saving import Saveable
+from curvlinops.support.arguments import as_device, check_count, check_number
+from curvlinops.support.rng import read_generator
+from curvlinops.support.torch_modes import in_default_modes
 
 
 class StructuredLinearOperator(Saveable, TorchLinearOperator):
@@ -175,7 +175,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         device = as_device(device)
         return self if device == self.device else self._to(device, self.torch_dtype)
 
-    # --- algebra: what core/operator.py asks
+    # --- algebra: what linear_operator/operator.py asks
 
     _has_structure = True
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import double_norm
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import decompose
+from curvlinops.support.norms import double_norm
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded

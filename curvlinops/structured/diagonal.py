@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import double_norm
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.identity import IdentityLinearOperator
 from curvlinops.structured.linalg import power, real
+from curvlinops.support.norms import double_norm
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded

@@ -6,8 +6,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import double_dot, double_norm
-from curvlinops.core.records import recorded
 from curvlinops.structured.linalg import (
     batches,
     check_finite,
@@ -21,6 +19,8 @@ from curvlinops.structured.linalg import (
     tolerance,
     without_rounding,
 )
+from curvlinops.support.norms import double_dot, double_norm
+from curvlinops.support.records import recorded
 
 
 @recorded

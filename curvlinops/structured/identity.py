@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import as_device, as_integer, without_graph
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.linalg import power
 from curvlinops.structured.rearranged import InOrder, RearrangedLinearOperator
+from curvlinops.support.arguments import as_device, as_integer, without_graph
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded

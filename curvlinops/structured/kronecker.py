@@ -7,10 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.norms import double_norm
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns, ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
@@ -35,6 +32,9 @@ from curvlinops.structured.linalg import (
     without_rounding,
 )
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.support.norms import double_norm
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 #: Sums of Kronecker products with so many rows are always written as a matrix for their inverse: it
 #: takes no time, and a matrix can do more.

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import without_graph
-from curvlinops.core.columns import not_finite
+from curvlinops.linear_operator.columns import not_finite
+from curvlinops.support.arguments import without_graph
 
 #: Matrices with fewer numbers than this are copied into batches. Larger ones gain nothing.
 _BATCH = 2**20

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import as_device
-from curvlinops.core.records import metadata_of, read, read_state
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.saving import FORMAT
+from curvlinops.support.arguments import as_device
+from curvlinops.support.records import metadata_of, read, read_state
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @in_default_modes

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from curvlinops.core.records import write, write_state
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.support.records import write, write_state
+from curvlinops.support.torch_modes import in_default_modes
 
 #: Of what is saved. It changes when older files cannot be read any more.
 FORMAT = "structured operator 2"

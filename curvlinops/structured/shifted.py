@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded

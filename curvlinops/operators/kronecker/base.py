@@ -10,10 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops.core.arguments import check_call, check_choice, check_count
-from curvlinops.core.data import Batches
-from curvlinops.core.records import read_state, write_state
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, normalized
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
@@ -38,7 +34,11 @@ from curvlinops.operators.kronecker.report import (
 )
 from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
 from curvlinops.operators.kronecker.sums import Sums
+from curvlinops.risk.data import Batches
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.support.arguments import check_call, check_choice, check_count
+from curvlinops.support.records import read_state, write_state
+from curvlinops.support.torch_modes import in_default_modes
 
 P = ParamSpec("P")
 Operator = TypeVar("Operator")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.symmetric import mirror
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block

@@ -7,7 +7,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.distributed import Ranks
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, squared_sum
@@ -16,6 +15,7 @@ from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.storage import take, take_squares
+from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, unit
 
 

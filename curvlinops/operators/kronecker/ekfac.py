@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.columns import mark_last
-from curvlinops.core.data import Batches
-from curvlinops.core.risk import BatchRisk
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
+from curvlinops.linear_operator.columns import mark_last
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases, unpacked
@@ -24,10 +21,13 @@ from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.storage import check_kind
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.risk.data import Batches
+from curvlinops.risk.empirical_risk import BatchRisk
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Dense, unit
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.support.torch_modes import in_default_modes
 
 _NOT_PRESENT = (
     "The factors are not those of the operator's data, and of what was merged, at the present "

@@ -8,10 +8,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.core.records import recorded
-from curvlinops.core.space import Columns
 from curvlinops.layers.place import Place
+from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.kronecker.plan import Block
+from curvlinops.support.records import recorded
 
 
 @recorded

@@ -5,14 +5,14 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.core.columns import mark_last
-from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, innermost
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
+from curvlinops.linear_operator.columns import mark_last
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block, plan
 from curvlinops.operators.kronecker.sums import Factors, Sums

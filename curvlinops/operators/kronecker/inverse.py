@@ -7,10 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from curvlinops.core.arguments import check_number, without_graph
-from curvlinops.core.records import recorded
-from curvlinops.core.space import ParameterSpace
-from curvlinops.core.torch_modes import in_default_modes
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
     Blocks,
@@ -24,6 +21,9 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, invert
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
+from curvlinops.support.arguments import check_number, without_graph
+from curvlinops.support.records import recorded
+from curvlinops.support.torch_modes import in_default_modes
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from curvlinops.core.arguments import check_choice
 from curvlinops.losses import Loss
+from curvlinops.support.arguments import check_choice
 
 
 class FisherType(StrEnum):

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.core.data import Batch, Batches
-from curvlinops.core.risk import BatchRisk, EmpiricalRisk
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker.estimate import Estimator
@@ -17,6 +15,8 @@ from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import NO_USES, ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
+from curvlinops.risk.data import Batch, Batches
+from curvlinops.risk.empirical_risk import BatchRisk, EmpiricalRisk
 
 #: Passes over the operator's data, or over other data: see ``EmpiricalRisk.batches``.
 Pass = Callable[[str, Batches | None], AbstractContextManager[Iterable[BatchRisk]]]

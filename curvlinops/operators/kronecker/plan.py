@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from curvlinops.core.records import recorded
-from curvlinops.core.space import ParameterSpace
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.place import Place, are_disjoint
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 from curvlinops.operators.kronecker.usage import Usage, Uses
+from curvlinops.support.records import recorded
 
 #: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096

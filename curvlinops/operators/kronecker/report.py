@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from curvlinops.core.torch_modes import in_default_modes
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.factor import Diagonal, Factor, tensor_of
+from curvlinops.support.torch_modes import in_default_modes
 
 HOW_TO_DAMP = "Damp with inverse(damping=...), or with damped(delta)."
 

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from curvlinops.core.records import metadata_of, read, write
-from curvlinops.core.space import ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.estimate import stays_whole
@@ -22,6 +21,7 @@ from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import plan
 from curvlinops.operators.kronecker.sums import Factors, Sums
 from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.support.records import metadata_of, read, write
 
 #: Of what is saved. It is raised when older files cannot be read any more.
 FORMAT = 4

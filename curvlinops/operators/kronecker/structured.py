@@ -5,8 +5,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from curvlinops.core.operator import Multiple, TorchLinearOperator
-from curvlinops.core.space import Columns
+from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.core.distributed import Ranks
 from curvlinops.layers.factors import Kind
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.risk.distributed import Ranks
 
 NO_USES = Uses({}, {})
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from curvlinops.core.records import recorded
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.forms import innermost
 from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place
+from curvlinops.support.records import recorded
 
 
 @recorded

@@ -1,0 +1,1 @@
+"""Derivatives of one evaluation of a model."""

@@ -1,0 +1,216 @@
+"""Backward passes over a model bound to a batch."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvlinops.autodiff.evaluation import Evaluation
+from curvlinops.linear_operator.columns import add, in_chunks
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.support.torch_internals import run_backward, without_torch_function
+
+#: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
+#: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
+#: are wanted), in place. Returns the batch's share of the normalization.
+Apply = Callable[[Columns, Columns], Tensor]
+
+#: A function of the model's output that also returns the batch's share of the normalization.
+Head = Callable[[Tensor], tuple[Any, Tensor]]
+
+#: Where a backward pass starts: a tensor and its cotangent, ``None`` for one.
+Seed = tuple[Tensor, Tensor | None]
+
+Tensors = Mapping[str, Tensor]
+
+#: What an input of a graph goes by.
+Name = TypeVar("Name")
+
+
+class Recording(NamedTuple):
+    """A forward pass that was recorded.
+
+    Attributes:
+        scope: The scope of forward and backward passes.
+        leaves: What replaced the parameters, and requires gradients.
+        output: The output, with its graph.
+    """
+
+    scope: Evaluation
+    leaves: dict[str, Tensor]
+    output: Tensor
+
+
+class LossLike(Protocol):
+    """What the risk needs to know of a loss (see ``curvlinops.losses.base``)."""
+
+    reduction: str
+    needs_graph: bool
+    is_function_of_values: bool
+
+    def to(self, device: torch.device | str) -> None: ...
+    def check(self, output: Tensor, target: Any) -> None: ...
+    def check_values(self, output: Tensor, target: Any) -> None: ...
+    def sum(self, output: Tensor, target: Any) -> Tensor: ...
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor: ...
+    def denominator(self, output: Tensor, target: Any) -> Tensor: ...
+    def term_size(self, output: Tensor) -> int | None: ...
+
+
+class BoundModel(Protocol):
+    """A model on one batch, as a function of its parameters (see ``BatchRisk``)."""
+
+    space: ParameterSpace
+    batch: Any
+    num_samples: int
+    can_substitute: bool
+    is_first: bool
+    facts: Any
+    loss: LossLike | None
+
+    def on(self, batch: Any) -> "BoundModel": ...
+    def leaves(self) -> dict[str, Tensor]: ...
+    def constants(self) -> dict[str, Tensor]: ...
+    def scope(self, values: Tensors, differentiation: str) -> Evaluation: ...
+    def output(self, scope: Evaluation) -> Tensor: ...
+    def check(self, output: Tensor) -> None: ...
+    def recording(self, differentiation: str) -> AbstractContextManager[Recording]: ...
+
+
+def evaluate(bound: BoundModel) -> Tensor:
+    """Return the output, without its graph."""
+    if bound.is_first:
+        with bound.recording("once") as evaluation:
+            return evaluation.output.detach()
+    scope = bound.scope(bound.constants(), "once")
+    with scope.active():
+        return bound.output(scope).detach()
+
+
+def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
+    """Return a scalar function of the output, its gradient (one column), and the terms."""
+    with bound.recording("once") as (_, leaves, output):
+        loss, terms = head(output)
+        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.can_substitute)
+    out = bound.space.zeros(1)
+    add(out, 0, grads)
+    return loss.detach(), out, terms
+
+
+def transposed_jacobian(
+    bound: BoundModel, chunk_size: int | None = None
+) -> tuple[Callable, Tensor]:
+    """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
+
+    U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
+
+    Args:
+        bound: The model on a batch.
+        chunk_size: How many columns a backward pass carries at once.
+    """
+    with bound.recording("once") as evaluation:
+        scope, leaves, output = evaluation
+
+    def product(u: Columns, inputs: Tensors) -> Columns:
+        return pull_columns({"": output}, u, inputs)
+
+    chunks = in_chunks(product, chunk_size)
+
+    def apply(U: Tensor, out: Columns) -> None:
+        inputs = {name: leaves[name] for name in out}
+        cotangents = {"": U.reshape(U.shape[0], *output.shape)}
+        with scope.active():
+            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+                add(out, rows, part)
+
+    return apply, output.detach()
+
+
+def pull(
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Mapping[str, Tensor | None],
+    inputs: Mapping[Name, Tensor | GradientEdge],
+    create_graph: bool = False,
+    retain: bool = True,
+) -> dict[Name, Tensor | None]:
+    """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
+    with without_torch_function():  # a scope watches what the model calls
+        names = [
+            name
+            for name in cotangents
+            # an output that does not depend on anything has derivative zero
+            if outputs[name] is not None and outputs[name].requires_grad
+        ]
+        if not names or not inputs:
+            return dict.fromkeys(inputs)
+        weights = {
+            name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
+            for name in names
+        }
+        weights = {name: weight.to(outputs[name].dtype) for name, weight in weights.items()}
+    # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
+    grads = run_backward(
+        tuple(outputs[name] for name in names),
+        tuple(weights.values()),
+        retain or create_graph,
+        create_graph,
+        tuple(inputs.values()),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return dict(zip(inputs, grads, strict=True))
+
+
+def pull_several(
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Columns,
+    inputs: Mapping[Name, Tensor | GradientEdge],
+    retain: bool = True,
+) -> dict[Name, Tensor | None]:
+    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
+
+    Args:
+        outputs: Each has a cotangent; see ``pull``.
+        cotangents: ``[K, *output]``.
+        inputs: Tensors of the graph, or places in it.
+        retain: Whether the graph is used again.
+
+    Returns:
+        ``[K, *input]`` for each input; ``None`` where no output depends on it.
+    """
+    if len(next(iter(cotangents.values()))) == 1:
+        columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
+        grads = pull(outputs, columns, inputs, retain=retain)
+        with without_torch_function():  # a scope watches what the model calls
+            return {
+                name: None if grad is None else grad.detach().unsqueeze(0)
+                for name, grad in grads.items()
+            }
+
+    def product(columns: Tensors) -> dict[Name, Tensor]:
+        grads = pull(outputs, columns, inputs, retain=retain)
+        return {name: grad.detach() for name, grad in grads.items() if grad is not None}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        found = torch.func.vmap(product)(cotangents)
+    return {name: found.get(name) for name in inputs}
+
+
+def pull_columns(
+    outputs: Mapping[str, Tensor | None],
+    cotangents: Columns,
+    inputs: Tensors,
+    retain: bool = True,
+) -> Columns:
+    """Multiply like ``pull_several``; zeros where no output depends on an input."""
+    num_columns = len(next(iter(cotangents.values())))
+    found = pull_several(outputs, cotangents, inputs, retain)
+    return {
+        name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
+        for name, grad in found.items()
+    }

@@ -1,0 +1,165 @@
+"""The one context in which every forward pass and every backward pass runs."""
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import filterfalse
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops.autodiff import overrides
+from curvlinops.autodiff.model import Model, modules_of
+from curvlinops.autodiff.parameters import with_attributes
+from curvlinops.support.pytree import copy_containers
+from curvlinops.support.torch_internals import uncached_parametrizations
+
+#: The types of containers whose contents are restored.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
+
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+_ONE_ARGUMENT = (
+    "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
+    "arguments, as the models of Hugging Face do, wrap it in a Module whose forward(self, X) "
+    "returns self.inner(**X).logits."
+)
+
+#: A container, and the objects in it.
+Contents = tuple[Collection, Collection]
+
+
+class Evaluation:
+    """Evaluates a model at given parameter values. The context can be entered again.
+
+    The backward pass of a graph that was recorded in the context runs in the same context:
+    activation checkpointing recomputes the forward pass there, which must meet the same
+    parameters, buffers and kernels.
+
+    Args:
+        model: The model.
+        values: Its parameters' values.
+        differentiation: ``"once"`` for an ordinary backward pass; ``"twice"`` for a backward pass
+            that is differentiated again; ``"forward"`` for forward mode. The last two take the
+            math kernel of attention, since the fused kernels lack derivatives. Its memory is
+            quadratic in the sequence length.
+    """
+
+    def __init__(self, model: Model, values: Mapping[str, Tensor], differentiation: str):
+        self._model, self._values = model, values
+        self._differentiation = differentiation
+        self._modules: IsolatedModules | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Enter the context.
+
+        Raises:
+            ValueError: If parameters of the model were replaced since the operator was built.
+        """
+        model = self._model
+        if self._modules is None:
+            self._modules = IsolatedModules(model.roots, model.replacements(self._values))
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(model.requiring_gradients())
+            stack.enter_context(self._modules.active())
+            stack.enter_context(uncached_parametrizations())
+            if "torch._dynamo" in sys.modules:  # as it is once anything was compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(overrides.active(self._differentiation))
+            yield
+
+    def output(self, X: Any) -> Any:
+        """Evaluate the model; inside ``active()`` only."""
+        try:
+            return self._model(self._values, copy_containers(X))
+        except Exception as error:
+            if isinstance(X, Mapping):
+                error.add_note(_ONE_ARGUMENT.format(type(X).__name__))
+            raise
+
+
+class IsolatedModules:
+    """Modules that compute with other tensors in a context, which undoes all that they write.
+
+    This concerns parameters, buffers, submodules, hooks and all other attributes, and the contents
+    of lists, dictionaries and sets that are attributes. Buffers are copies, and backward hooks,
+    which observe the user's own backward passes, are gone. What was written in the first context
+    is there again in each later one, since the backward pass may recompute the forward pass.
+
+    Args:
+        roots: The modules; their children are included.
+        replacements: From the id of a parameter to the tensor that replaces it.
+        keep_graphs: Whether buffers that require gradients, such as what the model computed in
+            this very pass, are used themselves, not as copies without a graph.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        replacements: Mapping[int, Tensor] | None = None,
+        keep_graphs: bool = False,
+    ):
+        self._containers: list[Collection] = []  # the dictionaries of attributes among them
+        self._inside: list[Contents] = []
+        self._is_new = True
+        tensors = dict(replacements or {})
+        for module in modules_of(roots):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            attributes = vars(module)
+            self._containers.append(attributes)
+            self._containers += [x for x in attributes.values() if type(x) in _CONTAINERS]
+            for buffer in module._buffers.values():
+                is_constant = buffer is not None and not (keep_graphs and buffer.requires_grad)
+                if is_constant and id(buffer) not in tensors:
+                    tensors[id(buffer)] = with_attributes(buffer.detach().clone(), buffer)
+            for own in filter(None, (module._parameters, module._buffers)):
+                self._inside.append((own, {n: tensors.get(id(x), x) for n, x in own.items()}))
+            hooks = map(attributes.__getitem__, _BACKWARD_HOOKS)
+            self._inside += [(own, {}) for own in filter(None, hooks)]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Enter the context."""
+        found = [(x, _copy(x)) for x in filter(None, self._containers)]
+        empty = [*filterfalse(None, self._containers)]
+        try:
+            _write(self._inside)
+            yield
+        finally:
+            changed = [contents for contents in found if _differ(*contents)]
+            changed += [(x, ()) for x in filter(None, empty)]
+            if self._is_new:
+                self._inside, self._is_new = [(x, _copy(x)) for x, _ in changed], False
+            _write(changed)
+
+
+def _write(contents: Iterable[Contents]) -> None:
+    """Put the given objects into containers; where a dictionary has them, nothing is written."""
+    for container, values in contents:
+        if isinstance(container, dict):
+            for name in [name for name in container if name not in values]:
+                del container[name]  # other threads may read what stays
+            for name, value in dict(values).items():
+                if container.get(name, container) is not value:
+                    container[name] = value
+            if list(container) == list(values):
+                continue
+        container.clear()
+        (container.update if isinstance(container, dict | set) else container.extend)(values)
+
+
+def _copy(container: Collection) -> dict | list:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _differ(container: Collection, contents: Collection) -> bool:
+    """Return whether a container has other objects, or in another order, than it had."""
+    if len(container) != len(contents) or any(map(is_not, container, contents)):
+        return True
+    return isinstance(container, dict) and any(map(is_not, container.values(), contents.values()))

@@ -1,0 +1,192 @@
+"""Which mode of differentiation serves a model? The first that passes a dot-test."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from curvlinops.autodiff.backward import BoundModel, Head, Seed, transposed_jacobian
+from curvlinops.autodiff.graph_checks import GraphError
+from curvlinops.autodiff.model import Model
+from curvlinops.autodiff.modes import Forward, Reverse
+from curvlinops.linear_operator.columns import dot, norm
+from curvlinops.linear_operator.space import Columns
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.rng import preserved_rng
+from curvlinops.support.warnings import first_line
+
+Mode = Reverse | Forward
+
+#: Allowed discrepancy of a dot-test, relative to the products' norms, for parameters of a dtype.
+#: Models may compute in less than that: Llama's norms in float32, under autocast in bfloat16.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+#: Tests a mode on a batch with random vectors, and returns its discrepancy.
+DotTest = Callable[[Mode, BoundModel, Head], float]
+
+
+class NoDerivativeError(RuntimeError):
+    """PyTorch lacks a derivative of the model, in all modes."""
+
+
+class NothingToTest(Exception):
+    """A dot-test says nothing of a batch: all derivatives vanish, or do not exist.
+
+    Attributes:
+        mode: The first mode that runs.
+    """
+
+    def __init__(self, mode: Mode):
+        super().__init__()
+        self.mode = mode
+
+
+def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
+    """Return the modes that may be used, reverse mode first."""
+    if autodiff == "reverse" or (autodiff == "auto" and not model.substitutable):
+        return [reverse]
+    if not model.substitutable:
+        raise ValueError(
+            "autodiff='forward' needs a Module or a function (params, X) -> output; the "
+            "parameters of a closure cannot carry tangents."
+        )
+    return [Forward()] if autodiff == "forward" else [reverse, Forward()]
+
+
+def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) -> Mode:
+    """Return the first mode that runs and passes the test.
+
+    Args:
+        modes: What to choose from.
+        dot_test: The test.
+        bound: The model on a batch.
+        head: A function of the output, for the test.
+
+    Raises:
+        NoDerivativeError: If there is none, with the reasons and what to do.
+        NothingToTest: If one runs, but all derivatives vanish, or do not exist.
+    """
+    dtypes = {leaf.dtype for leaf in bound.leaves().values()}
+    if bound.facts.dtypes - {torch.float64}:  # float64 for parts of the model only
+        dtypes.add(torch.float32)
+    tolerance = max(_TOLERANCES[dtype] for dtype in dtypes)
+    failures, undefined, cause = [], [], None
+    for mode in modes:
+        name = type(mode).__name__.lower()
+        try:
+            discrepancy = dot_test(mode, bound, head)
+        except (NothingToTest, GraphError):
+            raise
+        except Exception as error:  # also of models that look at what a mode does
+            if lacks_memory(error) or (mode is modes[-1] and not isinstance(error, RuntimeError)):
+                raise
+            failures.append(f"{name} mode: {first_line(error)}")
+            cause = cause or error
+            continue
+        if discrepancy <= tolerance:
+            return mode
+        if math.isnan(discrepancy):
+            undefined.append(mode)
+        failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
+    if len(undefined) == len(modes):
+        raise NothingToTest(undefined[0])  # the product's own check says where
+    raise NoDerivativeError(_explain(failures, modes)) from cause
+
+
+def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
+    """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
+
+    Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
+    """
+    u, v = _random(bound, 0), _random(bound, 1)
+    seeds: list[Tensor] = []
+
+    def recording(output: Tensor) -> tuple[Seed, Tensor]:
+        (start, cotangent), terms = head(output)
+        seeds.append((start if cotangent is None else cotangent).detach())
+        return (start, cotangent), terms
+
+    apply = mode.hessian(bound, recording)
+    Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
+    apply(u, Hu)
+    apply(v, Hv)
+    found = norm(Hv) + norm(Hu)
+    if found == 0.0:
+        return adjoint_of_jacobian(mode, bound, lambda output: (None, output.new_zeros(())))
+    return abs(dot(u, Hv) - dot(v, Hu)) / (found + _noise(seeds[0]))
+
+
+def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
+    """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
+
+    Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
+    forward mode ``J v`` is also compared with that of a pass without a graph, where models and
+    kernels may take other paths. Where all vanish, so must an ordinary backward pass.
+    """
+    v, Jw, noted, outputs = _random(bound, 0), bound.space.zeros(1), [], []
+
+    def probe(output: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        generator = torch.Generator(output.device).manual_seed(1)
+        w = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+
+        def note(tangent: Tensor) -> Tensor:
+            noted.extend([w, tangent[0]])
+            return w.unsqueeze(0)
+
+        outputs.append(output)
+        return note, head(output)[1]
+
+    with preserved_rng():  # the same Dropout in both
+        mode.gauss_newton(bound, probe)(v, Jw)
+    w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
+    found, noise = float(Jv.norm()) + norm(Jw), _noise(outputs[0])
+    if found == 0.0:
+        apply, _ = transposed_jacobian(bound)
+        apply(noted[0].unsqueeze(0), Jw)
+        if norm(Jw) == 0.0:
+            raise NothingToTest(mode)
+        return norm(Jw) / (norm(Jw) + noise)
+    scale = found + noise
+    discrepancy = abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
+    if not isinstance(mode, Forward):
+        return discrepancy
+    alone = mode.jacobian(bound, lambda output: lambda tangent: tangent)(v)[0]
+    return discrepancy + float((alone.to(bound.space.dtype) - Jv).norm()) / scale
+
+
+def _random(bound: BoundModel, seed: int) -> Columns:
+    generator = torch.Generator(bound.space.device).manual_seed(seed)
+    return bound.space.randn(1, generator)
+
+
+def _noise(value: Tensor) -> float:
+    """Return a size below which derivatives may be rounding errors, and then are not tested."""
+    info = torch.finfo(value.dtype)
+    return info.eps**0.5 * float(value.double().norm()) + info.tiny
+
+
+def _explain(failures: list[str], modes: list[Mode]) -> str:
+    reasons = " ".join(failures)
+    hints = []
+    if all(isinstance(mode, Forward) for mode in modes):
+        hints.append("choose autodiff='auto', which also tries reverse mode")
+    if "attention" in reasons:
+        hints.append(
+            "call torch.nn.functional.scaled_dot_product_attention (whose math kernel is then "
+            "used) instead of a fused attention kernel; in transformers, load the model with "
+            "attn_implementation='eager' or 'sdpa'"
+        )
+    if "once_differentiable" in reasons or "custom" in reasons or "dot-test" in reasons:
+        hints.append(
+            "make the backward of each custom autograd.Function, and each hook that changes "
+            "gradients, differentiable, or build the function from PyTorch operations"
+        )
+    hints.append("replace the operation by one composed of differentiable operations")
+    return (
+        "PyTorch lacks a derivative of this model that the product needs. "
+        + "; ".join(failures)
+        + ". What helps: "
+        + ", or ".join(hints)
+        + "."
+    )

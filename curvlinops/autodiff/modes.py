@@ -1,0 +1,268 @@
+"""Products with derivatives of a model, in forward and in reverse mode.
+
+Both modes offer the same functions. Each takes a model bound to a batch and returns an
+``Apply`` (for the Jacobian a ``Push``); what does not depend on the vectors is done before, once.
+They are built on two idioms only, each compared with finite differences through every layer of the
+test suite:
+
+- ``Reverse`` differentiates the graph of a backward pass. It serves closures, checkpoints and
+  custom autograd functions, and the graph serves many products.
+- ``Forward`` attaches tangents to the parameters (``torch.autograd.forward_ad``) and runs the
+  ordinary forward and backward passes. It is the faster one for a single product with a
+  Jacobian. ``torch.func`` is not used: it is slower on all our benchmarks, refuses data-dependent
+  models, and its compositions ``jvp(jacrev)`` and ``grad(jvp)`` are wrong through normalization
+  layers (PyTorch 2.13).
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from curvlinops.autodiff.backward import (
+    Apply,
+    BoundModel,
+    Head,
+    Tensors,
+    pull,
+    pull_columns,
+)
+from curvlinops.autodiff.evaluation import Evaluation
+from curvlinops.autodiff.graph_checks import check_memory
+from curvlinops.linear_operator.columns import add, in_chunks, room_for, single_columns
+from curvlinops.linear_operator.space import Columns
+from curvlinops.support.rng import preserved_rng
+
+with warnings.catch_warnings(), suppress(ImportError):
+    # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
+
+#: ``push(V) -> J V``, ``[K, M]``, for columns of the parameters.
+Push = Callable[[Columns], Tensor]
+
+#: Returns a linear function ``[K, *output] -> [K, M]`` at a given output.
+OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Backward passes through the graph of a backward pass.
+
+    Attributes:
+        chunk_size: How many columns a backward pass carries at once; see ``in_chunks``.
+        once: Whether products are for one column, once: the graph is freed meanwhile.
+    """
+
+    chunk_size: int | None = None
+    once: bool = False
+
+    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the Hessian of a scalar function of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns the ``Seed`` of the function's backward pass, differentiable, and the
+                terms.
+        """
+        with bound.recording("twice") as (scope, leaves, output):
+            (start, cotangent), terms = head(output)
+            grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
+
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            return pull_columns(grads, v, inputs, not self.once)
+
+        return self._by_columns(product, bound, scope, leaves, terms)
+
+    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+        """Prepare products with the Jacobian of a linear function of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
+        """
+        with bound.recording("twice") as (scope, leaves, output):
+            down = head(output.detach())
+            push = _double_vjp(output, leaves)
+
+        chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
+        dtypes = _dtypes(bound)
+
+        def apply(V: Columns) -> Tensor:
+            with scope.active():
+                return torch.cat([part[""] for _, part in chunks(V, dtypes)])
+
+        return apply
+
+    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with ``J^T B J``, J the Jacobian of the output.
+
+        Args:
+            bound: The model on a batch.
+            head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at
+                the given output, and the terms.
+        """
+        with bound.recording("twice") as (scope, leaves, output):
+            curvature, terms = head(output.detach())
+            push = _double_vjp(output, leaves)
+
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            u = curvature(push(v))
+            return pull_columns({"": output}, {"": u}, inputs, not self.once)
+
+        return self._by_columns(product, bound, scope, leaves, terms)
+
+    def _by_columns(
+        self,
+        product: Callable,
+        bound: BoundModel,
+        scope: Evaluation,
+        leaves: Tensors,
+        terms: Tensor,
+    ) -> Apply:
+        chunks = in_chunks(product, self.chunk_size)
+        dtypes = _dtypes(bound)
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            inputs = {name: leaves[name] for name in out}
+            with scope.active():
+                for rows, part in chunks(V, dtypes, inputs):
+                    add(out, rows, part)
+            return terms
+
+        return apply
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Tangents that travel along the ordinary forward and backward pass."""
+
+    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with the Hessian of a scalar function of the output; see ``Reverse``."""
+
+        def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
+            with forward_ad.dual_level():
+                scope, duals, leaves = _dual_scope(bound, v)
+                with scope.active():
+                    output = bound.output(scope)
+                    check_memory(output, leaves)
+                    (start, cotangent), terms = head(output)
+                    inputs = {name: duals[name] for name in names}
+                    grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
+                    return {name: _tangent(grad) for name, grad in grads.items()}, terms
+
+        return _apply_each(bound, product)
+
+    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+        """Prepare products with the Jacobian of a function of the output; see ``Reverse``."""
+
+        def apply(V: Columns) -> Tensor:
+            products = []
+            for v in single_columns(V, _dtypes(bound)):
+                products.append(
+                    _push_forward(bound, v, lambda z, tangent: head(z)(tangent.unsqueeze(0)))
+                )
+            return torch.cat(products)
+
+        return apply
+
+    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+        """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``Reverse``.
+
+        ``J v`` and the graph for ``J^T`` come from one forward pass while that graph is small. But
+        autograd records the tangents, too, and needs two to four times the memory. A larger graph
+        is therefore built in a pass of its own, after one for the tangents alone.
+        """
+        together = room_for(2, bound.facts.graph_bytes, bound.space.device)
+        linearize = _record_with_tangent if together else _record_after_tangent
+
+        def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
+            scope, leaves, output, tangent = linearize(bound, v)
+            with scope.active():
+                curvature, terms = head(output.detach())
+                u = curvature(tangent.unsqueeze(0)).squeeze(0)
+                inputs = {name: leaves[name] for name in names}
+                return pull({"": output}, {"": u}, inputs, retain=False), terms
+
+        return _apply_each(bound, product)
+
+
+#: A scope, the leaves and the output of the graph that was built in it, and the output's tangent.
+_Recorded = tuple[Evaluation, Tensors, Tensor, Tensor]
+
+
+def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+    """Compute output and tangent in one pass."""
+    with forward_ad.dual_level():
+        scope, duals, leaves = _dual_scope(bound, v)
+        with scope.active():
+            dual = bound.output(scope)
+            check_memory(dual, leaves)
+            tangent = _tangent(dual, like=dual).detach()
+            output = forward_ad.unpack_dual(dual).primal
+    # the exit of the level clears tangents: they would be carried backward
+    return scope, duals, output, tangent
+
+
+def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+    """Compute the tangent first, without a graph, then the output again, with a graph."""
+    with preserved_rng():  # the same Dropout in both
+        tangent = _push_forward(bound, v, lambda _, tangent: tangent)
+    with bound.recording("once") as evaluation:
+        return *evaluation, tangent
+
+
+def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
+    with forward_ad.dual_level():
+        scope, _, leaves = _dual_scope(bound, v, requires_grad=False)
+        with scope.active():
+            dual = bound.output(scope)
+            check_memory(dual, leaves)
+            tangent = _tangent(dual, like=dual).detach()
+            return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
+
+
+def _apply_each(bound: BoundModel, product: Callable) -> Apply:
+    """Apply a product of one vector to each column."""
+
+    def apply(V: Columns, out: Columns) -> Tensor:
+        for index, v in enumerate(single_columns(V, _dtypes(bound))):
+            part, terms = product(v, list(out))
+            add(out, index, part)
+        return terms
+
+    return apply
+
+
+def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
+    return {name: leaf.dtype for name, leaf in bound.leaves().items()}
+
+
+def _dual_scope(
+    bound: BoundModel, v: Tensors, requires_grad: bool = True
+) -> tuple[Evaluation, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a scope in which the parameters carry the tangents ``v``; these; and their primals."""
+    leaves = bound.leaves() if requires_grad else bound.constants()
+    duals = {
+        name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
+        for name, leaf in leaves.items()
+    }
+    return bound.scope(duals, "forward"), duals, leaves
+
+
+def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:
+    """Return a dual tensor's tangent. If it has none, return zeros like ``like`` or ``None``."""
+    tangent = None if dual is None else forward_ad.unpack_dual(dual).tangent
+    return torch.zeros_like(like) if tangent is None and like is not None else tangent
+
+
+def _double_vjp(output: Tensor, leaves: Tensors) -> Callable[[Columns], Tensor]:
+    """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
+    w = torch.zeros_like(output, requires_grad=True)
+    pulled = pull({"": output}, {"": w}, leaves, create_graph=True)
+    return lambda v: pull_columns(pulled, v, {"": w})[""]

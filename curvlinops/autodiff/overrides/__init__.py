@@ -1,0 +1,85 @@
+"""Calls of the model that are replaced, because of what PyTorch's own derivatives lack.
+
+Some are wrong, some are missing, some are slow. The replacements are active in every forward pass
+and in every backward pass, which recomputes checkpointed parts of the forward. To change how a call
+is differentiated, add a line to ``OVERRIDES``; to refuse a call, raise an error in its replacement.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
+from curvlinops.autodiff.overrides.distance import cdist
+from curvlinops.autodiff.overrides.elementwise import ELEMENTWISE, hardsigmoid
+from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
+from curvlinops.autodiff.overrides.recurrent import RECURRENT
+from curvlinops.autodiff.overrides.tangents import TangentSwitch
+from curvlinops.autodiff.overrides.weight_norm import weight_norm
+from curvlinops.support import torch_internals
+
+#: How a model is differentiated: by an ordinary backward pass; by a backward pass through the graph
+#: of a backward pass; in forward mode.
+Differentiation = Literal["once", "twice", "forward"]
+
+#: In every pass.
+OVERRIDES: dict[Callable, Callable] = {
+    F.embedding: embedding,
+    torch.embedding: torch_embedding,
+    F.embedding_bag: embedding_bag,
+    F.hardsigmoid: hardsigmoid,
+    torch.cdist: cdist,
+    **RECURRENT,
+}
+if torch_internals.weight_norm is not None:
+    OVERRIDES[torch_internals.weight_norm] = weight_norm
+
+#: In addition, where the graph of the backward pass is differentiated.
+TWICE = OVERRIDES | CONVOLUTIONS | ELEMENTWISE
+
+
+class Overrides(TorchFunctionMode):
+    """Replaces calls while it is active.
+
+    Args:
+        table: The replacements.
+    """
+
+    def __init__(self, table: dict[Callable, Callable]):
+        super().__init__()
+        self._table = table
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call the replacement of ``func``, or ``func`` itself."""
+        return self._table.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def active(differentiation: Differentiation) -> Iterator[None]:
+    """Replace calls, and select attention kernels with the derivatives that are needed.
+
+    Args:
+        differentiation: What is done with the model. Unless it is ``"once"``, the math kernel of
+            attention is selected, since the fused ones lack derivatives; it takes memory quadratic
+            in the sequence length.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
+    switch = TangentSwitch()
+    table = TWICE if differentiation == "twice" else OVERRIDES
+    if differentiation == "forward":
+        table = table | switch.table
+    torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
+    try:
+        with kernels, Overrides(table):
+            yield
+    finally:
+        switch.restore()
+        torch.backends.mha.set_fastpath_enabled(fast)

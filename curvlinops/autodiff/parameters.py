@@ -1,0 +1,211 @@
+"""The user's parameters: their names, and what they must be."""
+
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Set
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from curvlinops.support.arguments import as_integer
+
+_COMPLEX = (
+    " Let the model have its real and imaginary parts as a real parameter with a last axis of "
+    "length 2, and call torch.view_as_complex in its forward pass."
+)
+
+
+def is_named(params: Any) -> bool:
+    """Return whether parameters are given as a dictionary."""
+    return isinstance(params, Mapping | nn.ParameterDict)
+
+
+def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
+    """Return the user's dictionary itself, or a list, after checking what it contains."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(
+            "params must be a list of tensors or a dictionary from names to tensors, got "
+            f"{type(params).__name__}."
+        )
+    if isinstance(params, Set):
+        raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")
+    params = params if is_named(params) else list(params)
+    if not len(params):
+        raise ValueError(
+            "params is empty. If it was a generator such as model.parameters(), it was already "
+            "used up; pass a list."
+        )
+    for key, param in params.items() if is_named(params) else enumerate(params):
+        if not isinstance(param, Tensor):
+            raise TypeError(f"Entry {key!r} of params is a {type(param).__name__}, not a tensor.")
+    return params
+
+
+def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
+    """Return a module's parameters by every name they have, and the module without wrappers."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
+            module = module._orig_mod
+        else:
+            break
+        names |= dict(module.named_parameters(remove_duplicate=False))
+    return names, module
+
+
+class Given:
+    """The user's dictionary of parameters, whose entries may be other tensors later.
+
+    Args:
+        params: The dictionary.
+        own: What each name stands for, such as a parameter of the module.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], own: Mapping[str, Hashable]):
+        self._params, self._own = params, own
+        self._met = dict(params)
+
+    def update(self, params: dict[str, Tensor], moves: bool = False) -> None:
+        """Replace entries of ``params``, which are without ties, by those that are new.
+
+        Args:
+            params: The parameters in use.
+            moves: Whether they may be on another device.
+
+        Raises:
+            ValueError: If a new one is of another kind than the one in use.
+        """
+        now = {n: self._params.get(n, p) for n, p in self._met.items()}
+        if all(map(is_, now.values(), self._met.values())):
+            return
+        for name, param in now.items():
+            if not isinstance(param, Tensor):
+                raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
+        new = {n: p for n, p in without_ties(now, self._own).items() if p is not self._met[n]}
+        for name, param in new.items():
+            if (found := _kind(param, moves)) != (known := _kind(params[name], moves)):
+                raise ValueError(
+                    f"Parameter '{name}' is now {' '.join(found)}; it was {' '.join(known)} "
+                    "before. Build a new operator."
+                )
+        params |= new
+        self._met = now
+
+
+def _kind(param: Tensor, moves: bool) -> list[str]:
+    kind = [f"of shape {list(param.shape)},", str(param.dtype)]
+    return kind if moves else [*kind, f"on {param.device}"]
+
+
+def without_ties(params: Mapping[str, Tensor], own: Mapping[str, Hashable]) -> dict[str, Tensor]:
+    """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
+    first: dict[int, str] = {}
+    kept = {}
+    for name, param in params.items():
+        other = first.setdefault(id(own[name]), name)
+        if other == name:
+            kept[name] = param
+        elif not torch.equal(param, params[other]):
+            raise ValueError(
+                f"'{other}' and '{name}' in params are one tied parameter of the model, but have "
+                "different values."
+            )
+    return kept
+
+
+def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
+    """Refuse a parameter that occurs twice, by the name that its id has."""
+    seen = set()
+    for param in params:
+        if id(param) in seen:
+            raise ValueError(f"Parameter '{names[id(param)]}' occurs twice in params.")
+        seen.add(id(param))
+
+
+def check_params(params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that have no values yet, are not real, or not on one device."""
+    check_complete(params)
+    for name, param in params.items():
+        if not param.is_floating_point() or param.dtype.itemsize == 1:  # those of eight bits
+            raise TypeError(
+                f"Parameter '{name}' has dtype {param.dtype}; only real floating-point parameters "
+                "of at least 16 bits can be differentiated."
+                f"{_COMPLEX if param.is_complex() else ''}"
+            )
+        if param.dtype == torch.float16:
+            raise TypeError(
+                f"Parameter '{name}' is in float16, whose range is too narrow for products with "
+                "arbitrary vectors. Convert what is in params to bfloat16, which has the range of "
+                "float32, or to float32; frozen parameters that are not in params may stay float16."
+            )
+    devices = {str(param.device) for param in params.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
+        )
+    if devices == {"meta"}:
+        raise ValueError(
+            f"Parameter '{next(iter(params))}' is on the meta device, which has no values. Load "
+            "the model's weights first, or call model.to_empty(device=...) and initialize it."
+        )
+
+
+def check_complete(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse parameters and buffers that have no values yet, or not all of them here."""
+    names = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if names:
+        raise ValueError(
+            f"{names} are not initialized: lazy modules, such as LazyLinear, get shapes from their "
+            "first input. Run the model once before, on any batch."
+        )
+    library = sys.modules.get("torch.distributed.tensor")  # imported by whoever spreads a tensor
+    spread = () if library is None else library.DTensor
+    names = [name for name, tensor in tensors.items() if isinstance(tensor, spread)]
+    if names:
+        raise spread_error(f"{names} are DTensors")
+
+
+def spread_error(found: str) -> TypeError:
+    """Return the error that parameters are spread over processes."""
+    return TypeError(
+        f"{found}: each process has only a part of the parameters. Give each a model with all of "
+        "them, with values as by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+        "full_state_dict=True. What can be spread is the data, see process_group."
+    )
+
+
+def alias(param: Tensor) -> Tensor:
+    """Return the same values without history (a copy where autograd refuses the tensor)."""
+    values = param.detach().clone() if param.is_inference() else param.detach()
+    return with_attributes(values, param)
+
+
+def with_attributes(values: Tensor, param: Tensor) -> Tensor:
+    """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
+    vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
+    if isinstance(param, nn.Parameter):
+        values._is_param = True  # which lets isinstance say so
+    return values
+
+
+def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
+    """Return the names in each diagonal block, given how many there are.
+
+    Raises:
+        ValueError: If the sizes do not add up.
+    """
+    if sizes is None:
+        return [names]
+    found = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
+    if None in found or min(found, default=0) < 1 or sum(found) != len(names):
+        raise ValueError(
+            f"block_sizes must be positive integers that add up to the number of parameters, "
+            f"{len(names)}; got {sizes}."
+        )
+    rest = iter(names)
+    return [[next(rest) for _ in range(size)] for size in found]

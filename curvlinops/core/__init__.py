@@ -1,1 +1,0 @@
-"""What all operators share. Knows no loss and no layer."""

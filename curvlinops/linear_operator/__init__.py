@@ -1,0 +1,1 @@
+"""Matrices as objects, for NumPy and PyTorch alike."""

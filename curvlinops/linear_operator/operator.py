@@ -1,0 +1,493 @@
+"""The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, Protocol, TypeVar, overload
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from curvlinops.linear_operator.columns import multiple, total
+from curvlinops.linear_operator.linear import Array, LinearMap
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import cast, check_shapes, is_ours, is_scalar
+from curvlinops.support.arguments import changed, check_count, check_number, without_graph
+from curvlinops.support.frozen import frozen
+from curvlinops.support.torch_modes import in_default_modes
+
+#: The largest matrix that ``to_dense`` writes, in bytes.
+_LARGEST_DENSE = 4 * 2**30
+#: Bytes of vectors that ``to_dense`` multiplies at once.
+_DENSE_BLOCK = 64 * 2**20
+
+
+def _needs_structure(name: str, remedy: str) -> Any:
+    """Return a property in place of a method that only operators with structure have.
+
+    It raises an AttributeError, so that ``hasattr`` is false.
+
+    Args:
+        name: Of the method.
+        remedy: What to call instead.
+    """
+
+    def refuse(self: "TorchLinearOperator") -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name}(), which only operators with structure have, "
+            f"such as KFACLinearOperator. {remedy}"
+        )
+
+    return property(refuse)
+
+
+#: What an operator makes of a dictionary of tensors.
+Named = TypeVar("Named", covariant=True)
+#: An operator that keeps its structure.
+Operator = TypeVar("Operator", bound="TorchLinearOperator", covariant=True)
+
+
+class Product(Protocol[Named]):
+    """The type of a product with an operator, or with vectors, which keep their kind."""
+
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+    @overload
+    def __call__(self, x: Array, /) -> Array: ...
+    @overload
+    def __call__(self, x: Sequence[Tensor], /) -> list[Tensor]: ...
+    @overload
+    def __call__(self, x: Mapping[str, Tensor], /) -> Named: ...
+
+
+class Multiple(Protocol[Operator]):
+    """The type of a product with a number, or with another operator by ``*``."""
+
+    @overload
+    def __call__(self, x: float, /) -> Operator: ...
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+
+
+class Sum(Protocol):
+    """The type of a sum of operators."""
+
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+    @overload
+    def __call__(self, x: LinearOperator, /) -> LinearOperator: ...
+
+
+def _product(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor]]:
+    """Give a method the type of a product."""
+    return method
+
+
+class TorchLinearOperator(LinearMap):
+    """A real linear operator whose products run in PyTorch.
+
+    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
+    the kind that came in; tensors never leave the operator's device. Sums, multiples,
+    products, powers and adjoints of such operators are such operators again. With any other
+    scipy operator they are scipy operators.
+
+    Products with tensors that require gradients can be differentiated with respect to these, not
+    with respect to what the operator is made of. That takes an adjoint.
+
+    A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint.
+
+    Args:
+        domain: The space of the vectors that the operator takes.
+        codomain: The space of the vectors that it returns. Default: ``domain``.
+        self_adjoint: Whether the operator equals its adjoint.
+    """
+
+    T: "TorchLinearOperator"
+    H: "TorchLinearOperator"
+    trace: Any = _needs_structure("trace", "Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
+    diagonal: Any = _needs_structure(
+        "diagonal",
+        "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator computes "
+        "that of the GGN.",
+    )
+    frobenius_norm: Any = _needs_structure(
+        "frobenius_norm", "Estimate its square by hutchinson_squared_fro(A, n)."
+    )
+    logdet: Any = _needs_structure("logdet", "Estimate it by lanczos_logdet(A).")
+    det: Any = _needs_structure("det", "Estimate its logarithm by lanczos_logdet(A).")
+    eigh: Any = _needs_structure(
+        "eigh", "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
+    )
+    inverse: Any = _needs_structure(
+        "inverse", "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
+    )
+
+    def to_scipy(self, dtype: Any = None) -> LinearOperator:
+        """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts.
+
+        If that is complex, it also multiplies complex vectors.
+        """
+        return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
+
+    @in_default_modes
+    def to_dense(self) -> Tensor:
+        """Return the matrix, ``[M, D]``, from products with the unit vectors.
+
+        Matrices with fewer rows than columns are computed row by row, with their adjoint.
+
+        Raises:
+            ValueError: If the matrix needs more than 4 GiB.
+        """
+        rows, columns = self.shape
+        size = rows * columns * self.torch_dtype.itemsize
+        if size > _LARGEST_DENSE:
+            raise ValueError(
+                f"The matrix of shape [{rows}, {columns}] needs {size / 2**30:.1f} GiB of memory, "
+                f"to_dense() writes at most {_LARGEST_DENSE / 2**30:.0f} GiB. Take a part of it "
+                "with SubmatrixLinearOperator, multiply a few vectors with A @ X, or use eigsh, "
+                "hutchinson_trace or hutchinson_diag, which need no matrix."
+            )
+        by_rows = rows < columns
+        num, length = (rows, columns) if by_rows else (columns, rows)
+        out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
+        chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
+        with frozen(self):
+            for start in range(0, num, chunk):
+                part = out[start : start + chunk]
+                units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
+                units.diagonal(start).fill_(1.0)
+                part.copy_(self._product(units.T, adjoint=by_rows).T)
+        return out if by_rows else out.T.contiguous()
+
+    def __repr__(self) -> str:
+        dtype = str(self.torch_dtype).removeprefix("torch.")
+        size = " x ".join(map(str, self.shape))
+        parts = [*self._description(), size, dtype, str(self.device)]
+        return f"{type(self).__name__}({', '.join(parts + changed(type(self), self._arguments()))})"
+
+    def _description(self) -> list[str]:
+        """Return what ``repr`` says of the operator beside its size and its arguments."""
+        formula = self._formula()
+        return [] if formula == self._short_name else [formula]
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return arguments by name, of which ``repr`` shows those that are not the default."""
+        return {n: value for n, value in vars(self).items() if isinstance(value, int | float | str)}
+
+    def _formula(self) -> str:
+        """Return how ``repr`` writes the operator as a part of others."""
+        return self._short_name
+
+    @property
+    def _short_name(self) -> str:
+        return type(self).__name__.removesuffix("LinearOperator")
+
+    def _beside(self, other: Any) -> LinearOperator:
+        """Return what SciPy can combine with something else: complex, if that is an operator so."""
+        if not isinstance(other, LinearOperator) or not np.iscomplexobj(other):
+            return self
+        return self.to_scipy(np.result_type(self.dtype, other.dtype))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
+        raise TypeError(
+            f"NumPy cannot convert a {type(self).__name__} to an array. Use A @ x for products, "
+            "A.to_dense() for the matrix as a tensor, and scipy's aslinearoperator(x) to combine "
+            "an array x with an operator."
+        )
+
+    @_product
+    def dot(self, x: Any) -> Any:
+        """Multiply a vector, several vectors, an operator, or a scalar."""
+        if is_scalar(x):
+            return self._scaled(_factor(x))
+        if isinstance(x, TorchLinearOperator):
+            product = self._times(x)
+            return ProductLinearOperator(self, x) if product is None else product
+        return self._product(x) if is_ours(x) else LinearOperator.dot(self._beside(x), x)
+
+    def _rdot(self, x: Any) -> Any:
+        if is_scalar(x):
+            return self._scaled(_factor(x))
+        if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
+            return self._product(x.T, adjoint=True).T
+        return self._product(x, adjoint=True) if is_ours(x) else super()._rdot(x)
+
+    __mul__: Multiple["TorchLinearOperator"] = dot
+    __rmul__: Multiple["TorchLinearOperator"] = _rdot
+    __matmul__: Product[dict[str, Tensor]] = LinearOperator.__matmul__
+    __rmatmul__: Product[dict[str, Tensor]] = LinearOperator.__rmatmul__
+
+    # --- algebra
+
+    def _add(self, other: Any) -> LinearOperator:
+        if isinstance(other, TorchLinearOperator):
+            found = self._plus(other)
+            return SumLinearOperator(self, other) if found is None else found
+        if is_scalar(other) and other == 0:  # Python's sum() starts with it
+            return self
+        if isinstance(other, np.ndarray | Tensor) or is_scalar(other):
+            raise TypeError(
+                "Operators can only be added to operators: use scipy's aslinearoperator for a "
+                "matrix, and A.damped(c) to add a multiple of the identity."
+            )
+        return LinearOperator.__add__(self._beside(other), other)
+
+    __add__: Sum = _add
+    __sub__: Sum
+
+    def __radd__(self, other: int) -> "TorchLinearOperator":
+        return self._add(other)
+
+    def damped(self, delta: float) -> "TorchLinearOperator":
+        """Return ``A + delta I``, with structure if A has structure.
+
+        Args:
+            delta: What is added to the diagonal.
+
+        Raises:
+            ValueError: If A is not square, or ``delta`` no finite number.
+        """
+        delta = check_number("delta", delta)
+        if not isfinite(delta):
+            raise ValueError(f"delta must be a finite number, got {delta}.")
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
+        return self._shifted(delta)
+
+    def __neg__(self) -> "TorchLinearOperator":
+        return self._scaled(-1.0)
+
+    def __truediv__(self, scalar: float) -> "TorchLinearOperator":
+        if not is_scalar(scalar):
+            raise ValueError("A linear operator can only be divided by a scalar.")
+        return self._scaled(1.0 / _factor(scalar))
+
+    def __pow__(self, exponent: float) -> "TorchLinearOperator":
+        return self._raised(exponent)
+
+    # --- what an operator with structure overrides to keep it
+
+    _has_structure = False
+
+    def _structured(self) -> "TorchLinearOperator":
+        """Return the same matrix with its structure, if it has one."""
+        return self
+
+    def _plus(self, other: "TorchLinearOperator") -> "TorchLinearOperator | None":
+        """Return the sum with another operator, or None if it has no structure to keep."""
+        return None
+
+    def _times(self, other: "TorchLinearOperator") -> "TorchLinearOperator | None":
+        """Return the product with another operator, or None if it has no structure to keep."""
+        return None
+
+    def _scaled(self, scalar: float) -> "TorchLinearOperator":
+        return ScaledLinearOperator(self, scalar)
+
+    def _shifted(self, scalar: float) -> "TorchLinearOperator":
+        """Return ``A + scalar I``."""
+        return self + scalar * PowerLinearOperator(self, 0)
+
+    def _raised(self, exponent: Any) -> "TorchLinearOperator":
+        return PowerLinearOperator(self, exponent)
+
+    def _adjoint(self) -> "TorchLinearOperator":
+        return self if self.self_adjoint else self._transposed()
+
+    def _transposed(self) -> "TorchLinearOperator":
+        """Return the adjoint; asked only if the operator is not self-adjoint."""
+        return AdjointLinearOperator(self)
+
+    def _transpose(self) -> "TorchLinearOperator":
+        return self._adjoint()
+
+
+class SumLinearOperator(TorchLinearOperator):
+    """The sum of two operators."""
+
+    def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
+        check_shapes(first.shape == second.shape, first.shape, second.shape, "added")
+        first.domain.check_compatible(second.domain)
+        first.codomain.check_compatible(second.codomain)
+        # of two spaces that agree, keep the one that has parameter structure
+        domain = second.domain if first.domain.is_flat else first.domain
+        codomain = second.codomain if first.codomain.is_flat else first.codomain
+        dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
+        self.terms = (first._widened(dtype), second._widened(dtype))
+        symmetric = first.self_adjoint and second.self_adjoint
+        super().__init__(domain.widened(dtype), codomain.widened(dtype), symmetric)
+
+    def _apply(self, columns: Columns) -> Columns:
+        outs = [
+            self.codomain.convert(
+                term._apply(term.domain.convert(columns, self.domain)), term.codomain
+            )
+            for term in self.terms
+        ]
+        return total(*outs)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        outs = [
+            self.domain.convert(
+                term._apply_adjoint(term.codomain.convert(columns, self.codomain)), term.domain
+            )
+            for term in self.terms
+        ]
+        return total(*outs)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return total(*(_restricted(term, self, columns, names) for term in self.terms))
+
+    def _formula(self) -> str:
+        return " + ".join(term._formula() for term in self.terms).replace(" + -", " - ")
+
+    def _transposed(self) -> TorchLinearOperator:
+        return SumLinearOperator(*(term.T for term in self.terms))
+
+
+class ScaledLinearOperator(TorchLinearOperator):
+    """A multiple of an operator."""
+
+    def __init__(self, operator: TorchLinearOperator, scalar: float):
+        self.operator, self.scalar = operator, scalar
+        super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return multiple(self.operator._apply(columns), self.scalar)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return multiple(self.operator._apply_adjoint(columns), self.scalar)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return multiple(self.operator._apply_restricted(columns, names), self.scalar)
+
+    def _formula(self) -> str:
+        factor = "-" if self.scalar == -1 else f"{self.scalar:g} * "
+        return f"{factor}{_factor_formula(self.operator)}"
+
+    def _transposed(self) -> TorchLinearOperator:
+        return ScaledLinearOperator(self.operator.T, self.scalar)
+
+
+class ProductLinearOperator(TorchLinearOperator):
+    """The product of two operators; the second is applied first."""
+
+    def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
+        check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
+        left.domain.check_compatible(right.codomain)
+        dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
+        self.left, self.right = left._widened(dtype), right._widened(dtype)
+        super().__init__(right.domain.widened(dtype), left.codomain.widened(dtype))
+
+    def _apply(self, columns: Columns) -> Columns:
+        columns = self.right._apply(self.right.domain.convert(columns, self.domain))
+        columns = self.left._apply(self.left.domain.convert(columns, self.right.codomain))
+        return self.codomain.convert(columns, self.left.codomain)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        columns = self.left._apply_adjoint(self.left.codomain.convert(columns, self.codomain))
+        columns = self.right._apply_adjoint(self.right.codomain.convert(columns, self.left.domain))
+        return self.domain.convert(columns, self.right.domain)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        left, right, dtype = self.left, self.right, self.torch_dtype
+        columns = {name: column.to(right.torch_dtype) for name, column in columns.items()}
+        columns = right._apply_restricted(columns, right.codomain.names)
+        columns = left.domain.convert(columns, right.codomain)
+        out = left._apply_restricted(columns, names)
+        return {name: column.to(dtype) for name, column in out.items()}
+
+    def _formula(self) -> str:
+        return f"{_factor_formula(self.left)} @ {_factor_formula(self.right)}"
+
+    def _transposed(self) -> TorchLinearOperator:
+        return ProductLinearOperator(self.right.T, self.left.T)
+
+
+class PowerLinearOperator(TorchLinearOperator):
+    """A non-negative integer power of a square operator."""
+
+    def __init__(self, operator: TorchLinearOperator, exponent: int):
+        if operator.shape[0] != operator.shape[1]:
+            raise ValueError(f"Powers need a square operator, got shape {operator.shape}.")
+        operator.domain.check_compatible(operator.codomain)
+        self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
+        super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
+
+    def _apply(self, columns: Columns) -> Columns:
+        columns = self.codomain.convert(columns, self.domain)
+        for _ in range(self.exponent):
+            columns = self.operator._apply(self.domain.convert(columns, self.codomain))
+        return columns
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        columns = self.domain.convert(columns, self.codomain)
+        for _ in range(self.exponent):
+            columns = self.operator._apply_adjoint(self.codomain.convert(columns, self.domain))
+        return columns
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        if self.exponent == 0:
+            return super()._apply_restricted(columns, names)
+        for _ in range(self.exponent - 1):
+            columns = self.operator._apply_restricted(columns, self.codomain.names)
+            columns = self.domain.convert(columns, self.codomain)
+        return self.operator._apply_restricted(columns, names)
+
+    def _formula(self) -> str:
+        if self.exponent == 0:
+            return "Identity"
+        return f"{_factor_formula(self.operator)}**{self.exponent}"
+
+    def _transposed(self) -> TorchLinearOperator:
+        return PowerLinearOperator(self.operator.T, self.exponent)
+
+
+class AdjointLinearOperator(TorchLinearOperator):
+    """The adjoint of an operator."""
+
+    def __init__(self, operator: TorchLinearOperator):
+        self.operator = operator
+        super().__init__(operator.codomain, operator.domain)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return self.operator._apply_adjoint(columns)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self.operator._apply(columns)
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        return self.operator._apply_adjoint_restricted(columns, names)
+
+    def _formula(self) -> str:
+        return f"{_factor_formula(self.operator)}.T"
+
+    def _transposed(self) -> TorchLinearOperator:
+        return self.operator
+
+
+def _factor_formula(operator: TorchLinearOperator) -> str:
+    formula = operator._formula()
+    return f"({formula})" if " " in formula else formula
+
+
+def _factor(scalar: Any) -> float:
+    return float(without_graph(scalar, "The factor"))
+
+
+def _restricted(
+    term: TorchLinearOperator, whole: TorchLinearOperator, columns: Columns, names: list[str]
+) -> Columns:
+    """Let a term of a sum multiply some tensors of the sum's vectors, for others of the product."""
+    spaces = [(term.domain, whole.domain), (term.codomain, whole.codomain)]
+    if any(list(a.shapes.values()) != list(b.shapes.values()) for a, b in spaces):
+        # plain vectors have no tensors to choose from
+        columns = term.domain.convert(whole.domain.fill(columns), whole.domain)
+        out = whole.codomain.convert(term._apply(columns), term.codomain)
+        return {name: out[name] for name in names}
+    inward, outward = (dict(zip(b.names, a.names, strict=True)) for a, b in spaces)
+    columns = {inward[name]: column.to(term.torch_dtype) for name, column in columns.items()}
+    out = term._apply_restricted(columns, [outward[name] for name in names])
+    return {name: out[outward[name]].to(whole.torch_dtype) for name in names}

@@ -1,0 +1,69 @@
+"""Products that autograd differentiates with respect to the vectors."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.vectors import adopt, by_name
+from curvlinops.support.arguments import MAPPINGS
+
+
+class Multiplies(Protocol):
+    """What autograd needs to know of an operator."""
+
+    domain: ParameterSpace
+    codomain: ParameterSpace
+
+    def _product(self, x: Any, adjoint: bool) -> Any: ...
+
+
+def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
+    """Multiply a tensor, or a list or dictionary of tensors, of which some require gradients."""
+    domain, codomain = operator.domain, operator.codomain
+    if adjoint:
+        domain, codomain = codomain, domain
+    if isinstance(x, Tensor):
+        return _Product.apply(operator, adjoint, False, adopt(x, domain))
+    values = by_name(x, domain).values()
+    # casts are recorded, so that gradients return in the vectors' own dtype
+    out = list(_Product.apply(operator, adjoint, True, *(adopt(value, domain) for value in values)))
+    if not isinstance(x, MAPPINGS):
+        return out
+    if not codomain.is_flat:
+        return dict(zip(codomain.names, out, strict=True))
+    (shape,) = codomain.shapes.values()
+    return out[0].reshape(codomain.dim, *out[0].shape[len(shape) :])
+
+
+class _Product(torch.autograd.Function):
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``.
+
+    Vectors are tensors of an operator's structure, or one tensor, not ``structured``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Multiplies, adjoint: bool, structured: bool, *vectors: Tensor
+    ) -> Any:
+        ctx.operator, ctx.adjoint, ctx.structured = operator, adjoint, structured
+        if not structured:
+            return _own(operator._product(*vectors, adjoint))
+        return tuple(_own(out) for out in operator._product(list(vectors), adjoint))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        x = list(gradients) if ctx.structured else gradients[0]
+        try:
+            out = ctx.operator._product(x, not ctx.adjoint)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"The gradient of a product is a product with the adjoint. {error}"
+            ) from error
+        return None, None, None, *(out if ctx.structured else (out,))
+
+
+def _own(out: Tensor) -> Tensor:
+    """Return a tensor that may be changed in place, which autograd refuses for views."""
+    return out.clone() if out._is_view() else out

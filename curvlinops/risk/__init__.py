@@ -1,0 +1,1 @@
+"""Model, loss and data, and what is known of them."""

@@ -1,0 +1,212 @@
+"""Batches: what they may look like, how many samples they have, how they reach the device."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from curvlinops.support.arguments import check_count
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
+from curvlinops.support.pytree import leaves, map_leaves, move
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the data.
+
+    Attributes:
+        index: Its place in the pass over the data, from 0.
+        X: The model's one argument, any nesting of tensors.
+        y: The loss's second argument, any nesting of tensors, or ``None``.
+    """
+
+    index: int
+    X: Any
+    y: Any
+
+    def name_in(self, error: Exception) -> None:
+        """Add to an error in which batch it was raised."""
+        tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
+        about = "; ".join(tensors) or type(self.X).__name__
+        note = f"(in batch {self.index} of the data, X of {about})"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+class Batches:
+    """The user's data, re-iterable, on the model's device.
+
+    Args:
+        data: An iterable over pairs ``(X, y)`` that starts anew at each ``iter``.
+        batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
+            on which all tensors in ``X`` must agree.
+        num_data: Number of samples, checked in each pass if given.
+
+    Raises:
+        ValueError: If ``data`` can be iterated only once.
+        TypeError: If ``data`` is not iterable, or ``batch_size_fn`` not callable.
+    """
+
+    def __init__(
+        self,
+        data: Iterable,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        num_data: int | None = None,
+    ):
+        if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
+            raise TypeError(
+                f"data must be an iterable over pairs (X, y), got {type(data).__name__}. For one "
+                "batch, pass [(X, y)]."
+            )
+        if isinstance(data, Iterator):
+            raise ValueError(
+                f"data is a one-shot iterator ({type(data).__name__}), exhausted after one pass "
+                "over it; products need many. Pass a DataLoader or a list of batches."
+            )
+        if batch_size_fn is not None and not callable(batch_size_fn):
+            raise TypeError(
+                "batch_size_fn must be a function from X to the number of samples, got "
+                f"{type(batch_size_fn).__name__}."
+            )
+        self.data = data
+        self.batch_size_fn = batch_size_fn
+        self.num_data = num_data
+        self._had_batches = False
+        self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
+
+    def iterate(
+        self,
+        device: torch.device,
+        wrap: Callable[[Iterable], Iterable],
+        own: Collection[int] = (),
+    ) -> Iterator:
+        """Yield one ``Batch`` after the other.
+
+        Args:
+            device: Where its tensors shall be.
+            wrap: Applied to the data (a progress bar).
+            own: The ids of the model's own parameters.
+
+        Yields:
+            The batches, their tensors moved to ``device``.
+
+        Raises:
+            ValueError: If a batch is not a pair, if there is none, or if the number of samples is
+                not the one given.
+        """
+        index, num_data = -1, 0.0
+        must_count = self.num_data is not None or self.batch_size_fn is not None
+        for index, pair in enumerate(wrap(self.data)):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                kind = type(pair).__name__
+                size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
+                raise ValueError(
+                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). Let "
+                    "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
+                    "y may be None."
+                )
+            batch = Batch(index, *_constant(move(tuple(pair), device), own))
+            try:
+                num_data += self.size(batch)
+            except ValueError:  # it is not evident
+                if must_count:
+                    raise
+                num_data = nan
+            yield batch
+            self._had_batches = True
+        if index == -1 and self._had_batches:
+            raise ValueError(
+                f"data ({type(self.data).__name__}) yields no batch any more, though it did "
+                "before, as streams do that are exhausted after one pass. Each iteration must "
+                "start anew."
+            )
+        if index == -1:
+            raise ValueError("data is empty: it did not yield a single batch.")
+        if self.num_data is not None and num_data != self.num_data:
+            raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
+        self._counts = index + 1, num_data
+
+    def describe(self) -> str:
+        """Return how many samples and batches the last pass has met, for ``repr``."""
+        if self._counts is None:
+            return "data not read yet"
+        batches, samples = self._counts
+        number = f"{samples:.0f}" if isfinite(samples) else "unknown number of"
+        return f"{number} samples in {batches} batch{'' if batches == 1 else 'es'}"
+
+    def size(self, batch: Batch) -> int:
+        """Return the number of samples in a batch.
+
+        Raises:
+            ValueError: If it is not evident and ``batch_size_fn`` is not given, or returns no
+                number of samples.
+        """
+        if self.batch_size_fn is not None:
+            return check_count("batch_size_fn(X)", self.batch_size_fn(batch.X), at_least=0)
+        if isinstance(batch.X, PackedSequence):
+            return int(batch.X.batch_sizes[0])
+        sizes = _first_axes(batch.X)
+        if len(sizes) != 1:
+            found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
+            raise ValueError(
+                f"The number of samples in batch {batch.index} is not evident: its X has {found}. "
+                "Pass batch_size_fn, a function from X to the number of samples."
+            )
+        return sizes.pop()
+
+    def check_rows(self, batch: Batch, num_rows: int) -> None:
+        """Refuse an output with fewer rows than targets, such as the mean over all samples.
+
+        Args:
+            batch: The batch. Nothing is said if its targets disagree on their number, or if it has
+                as many samples as the output has rows.
+            num_rows: The length of the output's first axis.
+
+        Raises:
+            ValueError: If there are fewer.
+        """
+        sizes = _first_axes(batch.y)
+        if len(sizes) != 1 or num_rows >= min(sizes):
+            return
+        with suppress(ValueError):
+            if self.size(batch) == num_rows:
+                return
+        raise ValueError(
+            f"the model's output has a first axis of length {num_rows}, its target one of length "
+            f"{sizes.pop()}. Let the model return a row for each sample, such as its logits, and "
+            "not its loss or another mean. If the batch has only as many samples as the output has "
+            "rows, say so with batch_size_fn."
+        )
+
+
+def _constant(tree: Any, own: Collection[int]) -> Any:
+    """Detach tensors that were computed from others, unless these are in the same batch.
+
+    In that case the model or the loss may differentiate one with respect to the other. Tensors that
+    were computed from the model's own parameters are detached in any case.
+    """
+    tensors = leaves(tree)
+    computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
+    connected, variables = False, set()
+    for leaf in computed:
+        nodes = set(graph_nodes(leaf))
+        variables |= {id(variable) for variable in leaf_variables(nodes)}
+        connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
+    connected |= not variables.isdisjoint(map(id, tensors))
+    if not computed or (connected and variables.isdisjoint(own)):
+        return tree
+
+    def detached(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        return leaf.detach().requires_grad_() if has_graph else leaf
+
+    return map_leaves(tree, detached)
+
+
+def _first_axes(tree: Any) -> set[int]:
+    return {int(leaf.shape[0]) for leaf in leaves(tree) if leaf.ndim > 0}

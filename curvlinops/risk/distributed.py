@@ -1,0 +1,282 @@
+"""Sums over the data of several processes: the only place that knows of ranks.
+
+All ranks do the same in the same order, and meet where ``Ranks`` says so. What is between two
+meetings is up to each of them: modes, graphs that are kept, whether something is computed again.
+An error waits there until all have met, so that no rank waits for one that does not come.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from curvlinops.linear_operator.space import Columns, flat
+from curvlinops.support.norms import double_norm
+from curvlinops.support.torch_internals import saved_buffers
+
+
+class Ranks:
+    """The processes that have a part of the data each.
+
+    Args:
+        group: A ``torch.distributed.ProcessGroup``; ``None`` for a process that is alone, for which
+            all methods return what they are given.
+
+    Attributes:
+        size: How many processes there are.
+        rank: The number of this one among them.
+
+    Raises:
+        TypeError: If it is no group, or this process does not belong to it.
+    """
+
+    def __init__(self, group: Any = None):
+        is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
+        if group is not None and not is_group:
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup to which this process "
+                f"belongs, such as torch.distributed.group.WORLD, got {group!r}."
+            )
+        self.group = group
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+
+    def __deepcopy__(self, memo: dict) -> "Ranks":
+        return self  # the processes stay the same
+
+    def __getstate__(self) -> dict:
+        if self.group is not None:
+            raise TypeError(
+                "An operator with a process_group cannot be pickled: other processes have parts of "
+                "its data. To save Kronecker factors, use save() or state_dict()."
+            )
+        return vars(self)
+
+    def number(self, index: int) -> int:
+        """Return the number of a batch among those of all ranks, which take turns."""
+        return index * self.size + self.rank
+
+    # --- synchronization
+
+    @contextmanager
+    def synchronized(
+        self, risk: Any, task: str, columns: Columns | None = None, **details: Any
+    ) -> Iterator[Columns | None]:
+        """Let all ranks pass over their data; raise an error on all if there is one on any.
+
+        Args:
+            risk: The ``EmpiricalRisk``. Its parameters must be the same on all ranks.
+            task: What is computed.
+            columns: What is multiplied.
+            **details: What else must be the same, as far as ``repr`` shows it.
+
+        Yields:
+            The first rank's columns.
+
+        Raises:
+            ValueError: If the ranks do different things, or parameters or vectors differ.
+            RuntimeError: If there is an error on another rank.
+        """
+        if self.size == 1:
+            yield columns
+            return
+        self._compare(_description(risk, task, columns) | details)
+        shared = None if columns is None else self._first_columns(columns)
+        with self.raise_on_all_ranks(risk):
+            if columns is not None:
+                _check_same(columns, shared)
+            yield shared
+
+    @contextmanager
+    def raise_on_all_ranks(self, risk: Any = None) -> Iterator[None]:
+        """Raise an error on all ranks if there is one on any.
+
+        Args:
+            risk: If given, the lengths of its terms must agree.
+
+        Raises:
+            ValueError: If they do not.
+            RuntimeError: If there is an error on another rank.
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self.gather_objects((f"{type(error).__name__}: {error}", None))
+            raise
+        reports = self.gather_objects((None, getattr(risk, "term_size", None)))
+        messages, sizes = zip(*reports, strict=True)
+        if any(messages):
+            raise RuntimeError(f"There was an error on another rank. {self._listed(messages)}")
+        if len({*sizes} - {None}) > 1:
+            raise ValueError(
+                "Outputs have last axes of different lengths, so that their mean is not defined. "
+                f"Use reduction='sum', or data that agree. {self._listed(sizes)}"
+            )
+
+    def _compare(self, description: Mapping[str, Any]) -> None:
+        """Refuse to begin unless all ranks have the same description, see ``_description``."""
+        own = {key: repr(value) for key, value in description.items()}
+        if len({*self.gather_objects(sha256(repr(sorted(own.items())).encode()).digest())}) == 1:
+            return
+        every = self.gather_objects(own)
+        keys = dict.fromkeys(key for other in every for key in other)
+        different = [key for key in keys if len({other.get(key) for other in every}) > 1]
+        tasks = [key for key in different if not key.startswith(_VALUES)]
+        if tasks:
+            raise ValueError(
+                f"All ranks must do the same, but they differ in {tasks[0]}. "
+                f"{self._listed(other.get(tasks[0]) for other in every)}"
+            )
+        names = ", ".join(key.removeprefix(_VALUES) for key in different)
+        raise ValueError(
+            f"Ranks have different values of {names}. Give all the same, e.g. with "
+            "torch.distributed.broadcast, or as DistributedDataParallel does."
+        )
+
+    def _listed(self, values: Iterable[Any]) -> str:
+        """Return what ranks say for themselves, by the numbers that users know."""
+        names = distributed.get_process_group_ranks(self.group)
+        pairs = zip(names, values, strict=True)
+        return "; ".join(f"Rank {name}: {value}" for name, value in pairs if value is not None)
+
+    # --- collectives
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return a small object of each rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def total(self, number: Tensor | float) -> Tensor | float:
+        """Return the sum of a number on each rank, summed in float64."""
+        if self.size == 1:
+            return number
+        total = fsum(self.gather_objects(float(number)))
+        if isinstance(number, Tensor):
+            return torch.tensor(total, dtype=torch.float64, device=number.device)
+        return total
+
+    def largest(self, number: int) -> int:
+        """Return the largest of a number on each rank."""
+        return max(self.gather_objects(number))
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Add all ranks' tensors to each other, in place if they are contiguous; return them."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def add_all(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+        """Return the sums of tensors by name, which some ranks may lack."""
+        if self.size == 1:
+            return dict(tensors)
+        kinds: dict[Any, tuple] = {}
+        for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
+            kinds = kinds | {key: kind for key, kind in other.items() if key not in kinds}
+        sums = {}
+        for key, (shape, dtype) in kinds.items():
+            tensor = tensors.get(key)
+            if tensor is None:
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
+            sums[key] = self.add(tensor)
+        return sums
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the first rank's tensor."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        distributed.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    def _first_columns(self, columns: Columns) -> Columns:
+        """Return the first rank's columns, which it sends in one tensor."""
+        whole = self.first(torch.cat([column.flatten() for column in columns.values()]))
+        parts = whole.split([column.numel() for column in columns.values()])
+        return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
+
+
+def _check_same(own: Columns, shared: Columns) -> None:
+    """Refuse vectors that are others than those of the first rank, but for rounding."""
+
+    def squares(columns: Iterable[Tensor]) -> Tensor:
+        return torch.stack([double_norm(flat(x), dim=1) for x in columns]).square().sum(0)
+
+    eps = torch.finfo(next(iter(own.values())).dtype).eps
+    if bool((squares(own[n] - shared[n] for n in own) > eps * squares(shared.values())).any()):
+        raise ValueError(
+            "The vectors are not those of the first rank, which all multiply. Give solvers and "
+            "estimators the same start on all ranks, by v0, seed or rng."
+        )
+
+
+# --- what must be the same on all ranks
+
+_VALUES = "values of "
+
+
+def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any]:
+    """Return what must be the same on all ranks: what they do, and with which tensors."""
+    params, vectors = risk.model.params, columns or {}
+    tensors = [*params.items(), *_other_tensors(risk)]
+    checksums = [checksum(tensor).to(risk.space.device) for _, tensor in tensors]
+    values = zip([name for name, _ in tensors], torch.stack(checksums).tolist(), strict=True)
+    return {
+        "operation": f"{risk.name}.{task}",
+        "loss": None if risk.loss is None else risk.loss.description,
+        **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in params.items()},
+        **{f"vectors for '{n}'": tuple(x.shape) for n, x in vectors.items()},
+        "the order of parameters": list(params),
+        **{f"{_VALUES}{name}": value for name, value in values},
+    }
+
+
+def _other_tensors(risk: Any) -> list[tuple[str, Tensor]]:
+    """Return frozen parameters and buffers of modules, but not those that ``params`` replace."""
+    params, tensors = risk.model.params, dict[int, tuple[str, Tensor]]()
+    for root in [*risk.model.roots, getattr(risk.loss, "module", None)]:
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            own = dict(module.named_parameters(recurse=False))
+            buffers = saved_buffers(module)
+            # running statistics do not matter while batches are normalized by their own
+            if not ("running_mean" in buffers and module.training):
+                own |= buffers
+            for name, x in own.items():
+                tensors.setdefault(id(x), (f"{path}.{name}" if path else name, x))
+    replaced = {id(param) for param in params.values()}
+    return [
+        (f"{name} (frozen parameter or buffer)", x)
+        for key, (name, x) in tensors.items()
+        if key not in replaced and name not in params
+        if x.is_floating_point() and not x.is_sparse
+    ]
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a weighted sum of a tensor's bits, modulo 2^64: the same on all devices, exactly."""
+    words = tensor.detach().reshape(-1)
+    words = words.view({1: torch.uint8, 2: torch.int16}.get(words.itemsize, torch.int32))
+    at_once = 2**15 if words.is_cpu else 2**21
+    weights = _weights(at_once, words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part in words.split(at_once):
+        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
+    return total
+
+
+@cache
+def _weights(num: int, device: torch.device) -> Tensor:
+    """Return random odd numbers of 64 bits, the same in all processes."""
+    generator = torch.Generator().manual_seed(0)
+    kind = {"dtype": torch.int64, "device": "cpu", "generator": generator}
+    return (torch.randint(-(2**63), 2**63 - 1, (num,), **kind) | 1).to(device)

@@ -1,0 +1,346 @@
+"""The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.autodiff import backward
+from curvlinops.autodiff.backward import LossLike, Recording, Seed
+from curvlinops.autodiff.evaluation import Evaluation
+from curvlinops.autodiff.graph_checks import check_graph, needs_graph, own_ids
+from curvlinops.autodiff.model import Model, train_flags
+from curvlinops.linear_operator.columns import add
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.risk.data import Batch, Batches
+from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.first_batch import BatchFacts, Look, learned
+from curvlinops.risk.output_checks import check_finite, check_kind, check_numbers
+from curvlinops.support.progress import shown
+from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_modes import exclusive, fetched
+
+
+class BatchRisk:
+    """The risk's share on one batch: what the modes (``modes.py``) differentiate."""
+
+    def __init__(self, risk: "EmpiricalRisk", batch: Batch):
+        self._risk = risk
+        self.batch = batch
+        self.number = risk.ranks.number(batch.index)  # seeds what is random on it
+        self.space = risk.space
+        self.model, self.loss = risk.model, risk.loss
+        self.leaves, self.constants = risk.model.leaves, risk.model.constants
+
+    @property
+    def facts(self) -> BatchFacts:
+        """What the graph of the first batch has shown of the model."""
+        if self.is_first:
+            with preserved_rng(), self.recording("once"):
+                pass
+        return self._risk.facts
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model was not evaluated before, so that nothing is known of it."""
+        return self._risk.facts is None
+
+    @property
+    def can_substitute(self) -> bool:
+        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
+        return self.model.substitutable
+
+    @property
+    def loss_needs_graph(self) -> bool:
+        """Whether the loss depends on parameters not only through the values of the output."""
+        known = self.loss is None or self.loss.is_function_of_values
+        return not known and self.facts.loss_needs_graph
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the batch."""
+        return self._risk.data.size(self.batch)
+
+    def known(self, make: Callable, *args: Hashable) -> Any:
+        """Return ``make(*args)``, an object that learns about the model, made for all batches.
+
+        Other operators on the same model share it, as long as all is alike but for numbers.
+        """
+        return self._risk.known(self, make, *args)
+
+    def scope(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
+        """Return the scope in which the parameters have the given values."""
+        self._risk.preserve_rng()
+        return Evaluation(self.model, values, differentiation)
+
+    def on(self, batch: Batch) -> "BatchRisk":
+        """Return the same on another batch."""
+        return self if batch is self.batch else BatchRisk(self._risk, batch)
+
+    def output(self, scope: Evaluation) -> Tensor:
+        """Evaluate the model in an active scope."""
+        output = scope.output(self.batch.X)
+        check_kind(self.batch, output)
+        return output
+
+    @contextmanager
+    def recording(self, differentiation: str) -> Iterator[Recording]:
+        """Evaluate the model; the context of its evaluation is active inside.
+
+        Raises:
+            ValueError: If the graph cannot be differentiated with respect to the parameters.
+        """
+        leaves = self.leaves()
+        scope = self.scope(leaves, differentiation)
+        look = Look(self, leaves) if self.is_first else None
+        with scope.active():
+            if look is not None:
+                output = self._first_output(scope, leaves, look)
+            else:
+                output = self.output(scope)
+                self._risk.look_at_loss(self.batch, output, leaves)
+                if not self.loss_needs_graph:
+                    check_graph(output, self.model, leaves)
+            yield Recording(scope, leaves, output)
+
+    def _first_output(self, scope: Evaluation, leaves: dict[str, Tensor], look: Look) -> Tensor:
+        """Evaluate the model for the first time, and look at its graph."""
+        with look.watch:
+            output = self.output(scope)
+            facts = look.facts(output)
+            value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
+        check_graph(value, self.model, leaves)
+        self._risk.facts = facts
+        self.model.differentiates |= facts.model_differentiates
+        return output
+
+    def terms(self, output: Tensor) -> Tensor:
+        """Return the batch's share of the normalization, after checking that all fits."""
+        return self._risk.terms(output, self.batch)
+
+    def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over the batch's terms, and its share of the normalization."""
+        terms = self.terms(output)
+        return self.loss.sum(output, self.batch.y), terms
+
+    def loss_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
+        """Return where the backward pass of ``loss_sum`` starts, differentiable, and the terms."""
+        terms = self.terms(output)
+        if self.loss.needs_graph:
+            return (self.loss.sum(output, self.batch.y), None), terms
+        return (output, self.loss.differentiable_gradient(output, self.batch.y)), terms
+
+    def check(self, output: Tensor) -> None:
+        """Raise an error that names the batch if it does not fit, or has no finite loss."""
+        self.terms(output)
+        seen = output if self.loss is not None and self.loss.needs_graph else output.detach()
+        if self.loss is None or (self.loss.needs_graph and not output.requires_grad):
+            check_numbers(self.batch, output)
+        else:
+            check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
+
+
+class EmpiricalRisk:
+    """``L = c * sum_t l_t`` over all terms of all batches.
+
+    It owns all about the data, so that nothing else does: iteration, normalization, progress.
+
+    Args:
+        model: The model and its parameters.
+        loss: The loss, or ``None`` where only outputs matter.
+        batches: The data.
+        progressbar: Whether to show a progress bar during passes over the data.
+        name: Names the operator in progress bars.
+        ranks: The processes that have other data of the same risk.
+
+    Attributes:
+        values_checked: Whether what the loss assumes of its values is known to hold.
+        facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: LossLike | None,
+        batches: Batches,
+        progressbar: bool = False,
+        name: str = "",
+        ranks: Ranks | None = None,
+    ):
+        self.model, self.data = model, batches
+        self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
+        self.space = ParameterSpace.of(model.params)
+        self._pass, self._preserves_rng = ExitStack(), True  # no pass yet
+        self.reconsider(loss)
+
+    def reconsider(self, loss: LossLike | None) -> None:
+        """Use a loss from now on, and forget all that is known of loss and model."""
+        self.loss, self.values_checked, self.term_size = loss, loss is None, None
+        self.facts: BatchFacts | None = None
+        self._known: dict[Hashable, Any] = {}
+        self._shared: dict[Hashable, Any] | None = None
+        self._looked_at: set[int] = set()  # batches
+
+    @contextmanager
+    def batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchRisk]]:
+        """Pass over the data, in a loop inside of a context. There are no other passes over data.
+
+        Inside the context, no other thread evaluates models, PyTorch has its default modes, and
+        the global random number generators are restored at the end.
+
+        Args:
+            description: The purpose of the pass, for the progress bar.
+            data: Other data than the risk's own.
+
+        Raises:
+            Exception: Any error inside, with a note that names the batch.
+        """
+        with exclusive(), ExitStack() as self._pass:
+            self._pass.callback(setattr, self, "_preserves_rng", True)
+            self._preserves_rng = False
+            if type((data or self.data).data) not in (list, tuple):  # loaders draw, too
+                self.preserve_rng()
+            self.model.follow()
+            current: list[Batch] = []
+            try:
+                yield self._iterate(description, data or self.data, current)
+            except Exception as error:
+                # what was learned from numbers that are not finite, say, may be wrong
+                for key in self._known:
+                    self._shared.pop(key, None)
+                self._known = {}
+                if current:
+                    current[-1].name_in(error)
+                raise
+
+    def preserve_rng(self) -> None:
+        """Restore the random number generators at the end of the current pass.
+
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
+        """
+        if not self._preserves_rng:
+            self._pass.enter_context(preserved_rng())
+            self._preserves_rng = True
+
+    def _iterate(
+        self, description: str, data: Batches, current: list[Batch]
+    ) -> Iterator[BatchRisk]:
+        device = self.space.device
+        label = f"{self.name}.{description} on {device}"
+
+        def wrap(items: Iterable) -> Iterable:
+            shown_items = shown(items, label) if self.progressbar else items
+            return shown_items if type(items) in (list, tuple) else fetched(shown_items)
+
+        for batch in data.iterate(device, wrap, own_ids(self.model)):
+            current[:] = [batch]
+            yield BatchRisk(self, batch)
+            current.clear()
+
+    def known(self, bound: BatchRisk, make: Callable, *args: Hashable) -> Any:
+        """See ``BatchRisk.known``."""
+        key = (make, *args)
+        if key not in self._known:
+            found = self.shared(bound).setdefault(key, make(*args))
+            self._known[key] = found if found.is_complete else make(*args)
+        return self._known[key]
+
+    def shared(self, bound: BatchRisk) -> dict[Hashable, Any]:
+        """Return what all operators know of this model with such batches and such a loss.
+
+        Args:
+            bound: The first batch that is met.
+        """
+        if self._shared is None:
+            flags = train_flags(self.model.roots)
+            tensors = [*self.model.params.values(), *leaves((bound.batch.X, bound.batch.y))]
+            kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
+            loss = None if self.loss is None else repr(self.loss.description)
+            key = (bound.facts.signature, flags, kinds, tuple(self.model.params), loss)
+            self._shared = learned(self.model.source, key)
+        return self._shared
+
+    def look_at_loss(self, batch: Batch, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Find out, once for each batch, whether a user's loss needs the graph of the output.
+
+        A PINN's loss may need it on some batches only.
+        """
+        loss = self.loss
+        if loss is None or loss.is_function_of_values or batch.index in self._looked_at:
+            return
+        self._looked_at.add(batch.index)
+        if not loss.needs_graph:
+            loss.needs_graph = needs_graph(loss, output, batch.y, leaves, self.model.params)
+            self.facts = replace(self.facts, loss_needs_graph=loss.needs_graph)
+
+    def terms(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return a batch's share of the normalization.
+
+        Raises:
+            ValueError: If output and target do not fit, or not to those of other batches.
+        """
+        if self.loss is None:
+            return torch.zeros((), device=output.device)
+        try:
+            self.loss.check(output, batch.y)
+            self.data.check_rows(batch, len(output))
+            if not self.values_checked:
+                self.loss.check_values(output, batch.y)
+                self.values_checked = True
+        except ValueError as error:
+            raise ValueError(f"Batch {batch.index}: {error}") from error
+        size = self.loss.term_size(output)
+        self.term_size = size if self.term_size is None else self.term_size
+        if size != self.term_size:
+            raise ValueError(
+                f"Batch {batch.index} has outputs with a last axis of length {size}, others "
+                f"{self.term_size}; their mean is not defined. Use reduction='sum', or batches "
+                "that agree."
+            )
+        return self.loss.denominator(output, batch.y)
+
+    def scale(self, total: Tensor | float) -> float:
+        """Return ``c``, given the sum of the batches' terms.
+
+        Raises:
+            ValueError: If there is no term.
+        """
+        if self.loss is None:
+            return 1.0
+        if float(total) == 0.0:
+            raise ValueError(
+                "The data has no term: all targets are ignored, or all weights are zero. The "
+                "empirical risk is not defined."
+            )
+        return 1.0 if self.loss.reduction == "sum" else 1.0 / float(total)
+
+    def gradient_and_loss(self) -> tuple[Columns, Tensor]:
+        """Return gradient (one column) and value of ``L`` over all data.
+
+        Raises:
+            ValueError: If either is not finite, naming batch or parameter.
+        """
+        gradient, loss, total = self.space.zeros(1), 0.0, 0.0
+        task = "gradient_and_loss"
+        with self.ranks.synchronized(self, task), self.batches(task) as batches:
+            for bound in batches:
+                value, columns, terms = backward.gradient(bound, bound.loss_sum)
+                check_finite(bound.batch, value, columns)
+                loss, total = loss + value, total + terms
+                add(gradient, slice(None), columns)
+        self.ranks.add(self.space.join(gradient))
+        loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(total))
+        return {name: column * scale for name, column in gradient.items()}, loss * scale
+
+    def to(self, device: torch.device | str) -> None:
+        """Move model, parameters and loss to another device."""
+        self.model.to(device)
+        if self.loss is not None:
+            self.loss.to(device)
+        self.space = ParameterSpace.of(self.model.params)

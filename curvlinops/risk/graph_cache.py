@@ -1,0 +1,270 @@
+"""Keeps graphs of batches from one product to the next, as long as nothing changes."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_modules
+
+from curvlinops.risk.data import Batch
+from curvlinops.support.arguments import as_integer
+from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.fingerprint import PLAIN, Fingerprint, same_numbers
+from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import GeneratorStates
+
+_LOGGER = logging.getLogger("curvlinops")
+
+
+@dataclass
+class _Entry:
+    """What was built for a batch, the copy of the batch that it refers to, and their size."""
+
+    built: Any
+    batch: Batch
+    num_bytes: int
+
+
+class GraphCache:
+    """Keeps what products build for each batch, within a budget.
+
+    Args:
+        cache: ``"none"``; ``"graph"`` for all batches; a number of bytes; or ``"auto"``, which
+            begins at the second product in a row without a change, or inside ``frozen``, and keeps
+            at most a quarter of the free memory (on the CPU not more than 4 GiB).
+        name: Names the operator in log messages.
+
+    Attributes:
+        keeps: Whether anything is ever kept, so that changes have to be noticed.
+        active: Whether the current product keeps what it builds.
+    """
+
+    def __init__(self, cache: str | int, name: str):
+        self.cache, self.name = cache, name
+        self.keeps = cache not in ("none", 0)
+        self._num_freezes, self._is_checked = 0, False
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all memory, and forget the state of model and loss."""
+        self._fingerprint: Fingerprint | None = None
+        self._entries: dict[Any, _Entry] = {}
+        self._rejected: set[Any] = set()  # what is too large, or cannot be kept
+        self._used, self._limit = 0, None
+        self.active = self._is_checked = False
+
+    def check(self, watched: Iterable[Any], device: torch.device) -> bool:
+        """Begin a product: free the memory if anything has changed since the last one.
+
+        Args:
+            watched: All that products depend on, except for the data.
+            device: Where products are computed.
+
+        Returns:
+            Whether anything but numbers in tensors has changed.
+        """
+        if self._num_freezes and self._is_checked:
+            self.active = self.keeps
+            return False
+        watched, known = (*watched, *_settings(device)), self._fingerprint
+        restructured = known is not None and not _holds(known.has_structure, watched)
+        unchanged = known is not None and not restructured and _holds(known.has_numbers)
+        if not unchanged:
+            self.clear()
+            try:
+                self._fingerprint = Fingerprint(watched)
+            except Exception as error:  # users' objects may raise anything
+                _LOGGER.info("%s: no graph is ever kept, %s", self.name, error)
+                self.keeps = False
+        self._device, self._is_checked = device, True
+        early = self.cache != "auto" or self._num_freezes > 0
+        self.active = self.keeps and (unchanged or early)
+        return restructured
+
+    def freeze(self) -> None:
+        """Take model and loss as constant until ``unfreeze``, after one more comparison."""
+        self._is_checked = self._is_checked and self._num_freezes > 0
+        self._num_freezes += 1
+
+    def unfreeze(self) -> None:
+        """Compare model and loss at each product again."""
+        self._num_freezes -= 1
+
+    def wants(self, key: Any) -> bool:
+        """Return whether something is kept, or would be unless it turns out to be too large."""
+        return self.active and key not in self._rejected
+
+    def has_room(self, key: Any, num_bytes: int) -> bool:
+        """Return whether something is kept, or is known to fit."""
+        limit = self._automatic_limit() if self.cache == "graph" else self._budget()
+        return key in self._entries or self._used + num_bytes <= limit
+
+    def get_or_build(self, key: Any, batch: Batch, build: Callable[[Batch], Any]) -> Any:
+        """Return what ``build`` makes of a batch, or what it has made of the same batch before.
+
+        Args:
+            key: Identifies the batch and what is built.
+            batch: The batch.
+            build: Called with the batch or with a copy. Nothing is kept of a model that draws
+                random numbers.
+        """
+        if not self.wants(key):
+            return build(batch)
+        entry = self._entries.get(key)
+        if entry is not None:
+            if _same_batch(batch, entry.batch):
+                return entry.built
+            self._used -= entry.num_bytes
+            del self._entries[key], entry  # before the new one needs memory
+        try:
+            own = _copied(batch)  # the batch's memory is the user's, and may change
+            if not self._entries:
+                self._used = self._fingerprint.keep_numbers()
+        except Exception as error:  # users' objects may raise anything
+            _LOGGER.info("%s: batch %d cannot be kept: %s", self.name, batch.index, error)
+            self._rejected.add(key)
+            return build(batch)
+        states = GeneratorStates()
+        built = build(own)
+        if not states.are_current():
+            _LOGGER.info("%s: batch %d is not kept: the model is random", self.name, batch.index)
+            return built
+        num_bytes = footprint(built)
+        fits = self._used + num_bytes <= self._budget()
+        if fits:
+            self._entries[key] = _Entry(built, own, num_bytes)
+            self._used += num_bytes
+        else:
+            self._rejected.add(key)
+        _LOGGER.info(
+            "%s: batch %d takes %.1f MiB and is %s; %d batches with %.1f MiB are kept%s",
+            self.name,
+            batch.index,
+            num_bytes / 2**20,
+            "kept" if fits else "not kept",
+            len(self._entries),
+            self._used / 2**20,
+            "" if self.cache == "graph" else f" of at most {self._budget() / 2**20:.1f} MiB",
+        )
+        return built
+
+    def _budget(self) -> float:
+        if self.cache == "auto":
+            return self._automatic_limit()
+        return inf if self.cache == "graph" else self.cache
+
+    def _automatic_limit(self) -> int:
+        if self._limit is None:  # measured once, while nothing is kept
+            self._limit = _quarter_of_free_memory(self._device)
+        return self._limit
+
+    def __getstate__(self) -> dict:
+        """Return the state of an empty cache: graphs cannot be copied or pickled."""
+        return {"cache": self.cache, "name": self.name}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+
+def _holds(condition: Callable[..., bool], *args: Any) -> bool:
+    try:
+        return condition(*args)
+    except Exception:  # users' objects may raise anything when they are compared
+        return False
+
+
+def check_cache(cache: Any, autodiff: str) -> str | int:
+    """Return ``cache`` if it is one of the choices, and ``autodiff`` can serve it."""
+    num_bytes = as_integer(cache)
+    if num_bytes is not None and num_bytes >= 0:
+        return num_bytes
+    if not isinstance(cache, str) or cache not in ("auto", "graph", "none"):
+        raise ValueError(
+            f"cache must be 'auto', 'graph', 'none', or a number of bytes, got {cache!r}."
+        )
+    if cache == "graph" and autodiff == "forward":
+        raise ValueError(
+            "cache='graph' needs autodiff='auto' or 'reverse': forward mode has no graph."
+        )
+    return cache
+
+
+def _copied(batch: Batch) -> Batch:
+    """Return a copy of a batch that shares no memory with it; one of a view is as small as it."""
+    tensors = leaves((batch.X, batch.y))
+    if any(tensor.grad_fn is not None for tensor in tensors):
+        raise ValueError("its tensors were computed from each other.")
+    copies = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
+    own = copy.deepcopy(batch, copies)
+    for tensor in tensors:  # what users attach to tensors
+        vars(copies[id(tensor)]).update(copy.deepcopy(vars(tensor), copies))
+    return own
+
+
+def _same_batch(batch: Batch, own: Batch) -> bool:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    try:
+        same = _same_structure((batch.X, batch.y), (own.X, own.y), pairs)
+        return same and same_numbers(pairs)
+    except Exception:  # users' objects may raise anything
+        return False
+
+
+def _same_structure(now: Any, known: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether two batches are alike but for numbers in tensors, which are gathered."""
+    if type(now) is not type(known):
+        return False
+    if isinstance(now, Tensor):
+        pairs.append((now, known))
+        return _same_structure(vars(now), vars(known), pairs)
+    if isinstance(now, PLAIN):
+        return now == known
+    if isinstance(now, np.ndarray):
+        return not now.dtype.hasobject and _array(now) == _array(known)
+    if isinstance(now, Mapping):
+        if list(now) != list(known):
+            return False
+        now, known = list(now.values()), list(known.values())
+    elif not isinstance(now, list | tuple):
+        if callable(now) or not hasattr(now, "__dict__"):
+            return False
+        now, known = ([*vars(x), *vars(x).values()] for x in (now, known))
+    if len(now) != len(known):
+        return False
+    return all(_same_structure(x, y, pairs) for x, y in zip(now, known, strict=True))
+
+
+def _array(array: np.ndarray) -> tuple:
+    return array.dtype, array.shape, array.tobytes()
+
+
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
+    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
+    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
+)
+
+
+def _settings(device: torch.device) -> list:
+    """Return PyTorch's own settings that a forward pass depends on."""
+    return [
+        *(getattr(torch_modules, name) for name in _GLOBAL_HOOKS),
+        torch.get_autocast_dtype(device.type),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    ]
+
+
+def _quarter_of_free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (torch.cuda.mem_get_info(device)[0] + reserved) // 4
+    # a container may have less than the machine
+    return min(psutil.virtual_memory().available // 4, 4 * 2**30)

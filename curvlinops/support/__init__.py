@@ -1,0 +1,1 @@
+"""Arguments, random numbers, files, warnings, and private functions of PyTorch."""

@@ -1,0 +1,136 @@
+"""What autograd graphs are made of."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from curvlinops.support.pytree import strided_tensors
+from curvlinops.support.torch_internals import (
+    function_of,
+    input_metadata,
+    plain_values,
+    saved_values,
+)
+
+
+def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
+    """Yield all nodes of the graph that computed some tensors."""
+    stack, seen = [output.grad_fn for output in outputs], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack += [following for following, _ in node.next_functions]
+
+
+def signature(output: Tensor) -> int:
+    """Return a hash of a graph: operations, their plain arguments, and how they are connected."""
+    numbers: dict[Any, int] = {None: -1}
+    nodes = list(graph_nodes(output))
+    numbers |= {node: number for number, node in enumerate(nodes)}
+    return hash(
+        tuple(
+            (
+                node.name(),
+                repr(plain_values(node)),
+                *((numbers[following], index) for following, index in node.next_functions),
+            )
+            for node in nodes
+        )
+    )
+
+
+def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
+    """Return the real dtypes in which gradients pass a graph.
+
+    Args:
+        nodes: All nodes of the graph.
+        output: What it computed.
+    """
+    edges = (edge for node in nodes for edge in node.next_functions)
+    found = {input_metadata(node, index).dtype for node, index in edges if node is not None}
+    return frozenset(dtype.to_real() for dtype in found | {output.dtype})
+
+
+def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
+    """Return the least precise of ``precisions``."""
+    return max(precisions(nodes, output), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def custom_functions(nodes: Iterable[Any]) -> set[str]:
+    """Return the names of the user's own autograd functions in a graph."""
+    own = __name__.partition(".")[0]
+    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return {
+        node.name().removesuffix("Backward")
+        for node in custom
+        if function_of(node).__module__.partition(".")[0] != own
+    }
+
+
+def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors at which a graph with these nodes begins, such as parameters."""
+    found = (getattr(node, "variable", None) for node in nodes)
+    return (variable for variable in found if isinstance(variable, Tensor))
+
+
+def footprint(part: Any) -> int:
+    """Return an estimate in bytes of the memory that tensors and their graphs keep alive.
+
+    Args:
+        part: Tensors in nested functions (their closures), dictionaries, lists and tuples. Leaves
+            of graphs, which are parameters, do not count.
+    """
+    tensors = list(_tensors(part))
+    nodes = list(graph_nodes(*tensors))
+    leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes |= _storages(tensor)
+    for node in nodes:
+        for saved in saved_values(node):
+            # what checkpoints and other hooks saved in another form is not in memory
+            held = getattr(saved, "data", None)
+            if isinstance(held, Tensor):
+                sizes |= _storages(held)
+    for variable in (*leaves, *leaf_variables(nodes)):
+        for address in _storages(variable):
+            sizes.pop(address, None)
+    return sum(sizes.values())
+
+
+def _storages(tensor: Tensor) -> dict[int, int]:
+    """Return how many bytes the memory of a tensor has, by address."""
+    with suppress(RuntimeError):  # a wrapper that does not show what it wraps
+        storages = [part.untyped_storage() for part in strided_tensors(tensor)]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {}
+
+
+def mean_size(part: Any) -> float:
+    """Return an estimate in bytes of the memory of one node of a graph, see ``footprint``."""
+    nodes = sum(1 for _ in graph_nodes(*_tensors(part)))
+    return footprint(part) / max(nodes, 1)
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    stack, seen = [part], set()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, FunctionType):
+            stack += [cell.cell_contents for cell in part.__closure__ or ()]
+        elif isinstance(part, dict):
+            stack += part.values()
+        elif isinstance(part, list | tuple):
+            stack += part

@@ -1,0 +1,95 @@
+"""One progress bar for each call of a solver, and passing ones for passes over data."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from curvlinops.support.frozen import frozen
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Seconds after which a pass over data has a bar of its own beside that of a solver.
+_LONG = 2.0
+
+
+class _Solver(threading.local):
+    """The outermost solver that runs in a thread, if there is one."""
+
+    def __init__(self):
+        self.depth = 0
+        self.name = ""
+        self.bar: tqdm | None = None
+
+
+_SOLVER = _Solver()
+
+
+@contextmanager
+def solver(name: str, *operators: Any) -> Iterator[None]:
+    """Take operators as constant, and show one bar for all products of a solver.
+
+    The bar begins with the first pass over data that shows one. Solvers inside of solvers have
+    none.
+
+    Args:
+        name: Of the solver.
+        *operators: What it multiplies with.
+    """
+    if _SOLVER.depth == 0:
+        _SOLVER.name, _SOLVER.bar = name, None
+    _SOLVER.depth += 1
+    try:
+        with frozen(*operators):
+            yield
+    finally:
+        _SOLVER.depth -= 1
+        if _SOLVER.depth == 0 and _SOLVER.bar is not None:
+            _SOLVER.bar.close()
+            _SOLVER.bar = None
+
+
+def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that runs a function as a solver with the operators that it takes."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with solver(name, *args, *kwargs.values()):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def shown(data: Iterable, name: str) -> Iterable:
+    """Return data with a bar for a pass over it, which vanishes at the end of the pass."""
+    if _SOLVER.depth and _SOLVER.bar is None:
+        _SOLVER.bar = tqdm(desc=_SOLVER.name, unit=" products")
+    return tqdm(data, desc=name, leave=False, delay=_LONG if _SOLVER.depth else 0)
+
+
+def count_products(number: int) -> None:
+    """Count products on the bar of the solver that has computed them."""
+    if _SOLVER.depth == 1 and _SOLVER.bar is not None:
+        _SOLVER.bar.update(number)
+
+
+def show_residuals(*measures: tuple[Tensor, Tensor]) -> None:
+    """Show how many times as large as allowed the worst residual is on the bar of its solver.
+
+    Args:
+        *measures: Residuals of all systems, ``[K]``, and what they may be. A system is solved
+            if one of its residuals is that small.
+    """
+    if _SOLVER.depth == 1 and _SOLVER.bar is not None and measures[0][0].numel():
+        ratios = torch.stack([residuals / goals for residuals, goals in measures])
+        ratio = float(ratios.amin(0).max())
+        _SOLVER.bar.set_postfix_str(f"residual/tolerance={ratio:.1e}", refresh=False)

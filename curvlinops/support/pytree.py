@@ -1,0 +1,219 @@
+"""Nested batches: their tensors, and what is done to all of them or to some samples."""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from curvlinops.support.torch_internals import pytree
+
+#: Types without tensors, which are most frequent among the arguments of functions.
+_PLAIN = {type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device}
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return all tensors in nested containers, see ``map_leaves``."""
+    tensors: list[Tensor] = []
+    _collect(tree if type(tree) in (tuple, list) else (tree,), tensors)
+    return tensors
+
+
+def _collect(parts: Iterable[Any], tensors: list[Tensor]) -> None:
+    # PyTorch's function takes five times as long, at each call of a model that is recorded
+    for part in parts:
+        kind = type(part)
+        if kind in _PLAIN:
+            continue
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        elif kind is tuple or kind is list:
+            _collect(part, tensors)
+        elif kind is dict or isinstance(part, Mapping):
+            _collect(part.values(), tensors)
+        elif _is_dataclass(part):
+            _collect(_values(part).values(), tensors)
+        elif not pytree.tree_is_leaf(part):
+            _collect(pytree.tree_leaves(part), tensors)
+
+
+def map_leaves(
+    tree: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda part: False
+) -> Any:
+    """Apply a function to everything in nested containers that is no container itself.
+
+    Containers are those of PyTorch (lists, tuples, dictionaries, and classes that are registered,
+    such as the outputs of Hugging Face), other mappings, and dataclasses. Those of the result have
+    the same types. A tensor that occurs twice is one tensor in the result, too. Packed sequences
+    are leaves.
+
+    Args:
+        tree: Nested containers.
+        function: Applied to each leaf.
+        is_leaf: Says which containers are leaves.
+    """
+    return _map(tree, function, is_leaf, {})
+
+
+def _map(tree: Any, function: Callable, is_leaf: Callable, mapped: dict[int, Any]) -> Any:
+    # no closure that refers to itself: it would keep the batch in memory
+    parts, structure = pytree.tree_flatten(
+        tree, is_leaf=lambda part: isinstance(part, PackedSequence) or is_leaf(part)
+    )
+    parts = [_map_part(part, function, is_leaf, mapped) for part in parts]
+    return pytree.tree_unflatten(parts, structure)
+
+
+def _map_part(part: Any, function: Callable, is_leaf: Callable, mapped: dict[int, Any]) -> Any:
+    if isinstance(part, Tensor):
+        if id(part) not in mapped:
+            mapped[id(part)] = function(part)
+        return mapped[id(part)]
+    is_mapping = isinstance(part, Mapping)
+    if not (is_mapping or _is_dataclass(part)) or is_leaf(part):
+        return function(part)
+    old = dict(part) if is_mapping else _values(part)
+    new = {key: _map(value, function, is_leaf, mapped) for key, value in old.items()}
+    if is_mapping and not isinstance(part, dict | UserDict):
+        return type(part)(new)
+    twin = copy.copy(part)
+    for key, value in new.items():
+        # a dataclass may be frozen
+        twin.__setitem__(key, value) if is_mapping else object.__setattr__(twin, key, value)
+    return twin
+
+
+def _is_dataclass(part: Any) -> bool:
+    return is_dataclass(part) and not isinstance(part, type)
+
+
+def _values(part: Any) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def copy_containers(tree: Any) -> Any:
+    """Return a batch for one call of a function, which may take things out of its containers."""
+    return tree if isinstance(tree, Tensor) else map_leaves(tree, lambda leaf: leaf)
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """Move all that can be moved in nested containers to a device.
+
+    Raises:
+        ValueError: If a tensor has no values.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise ValueError(
+                f"The data has a tensor of shape {list(leaf.shape)} on the meta device, which has "
+                "no values. Create it on the CPU or a GPU."
+            )
+        if _has_to(leaf):
+            # some containers move in place: not the user's own
+            leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
+        # autograd refuses tensors that were made in inference mode
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return map_leaves(tree, moved, _has_to)
+
+
+def _has_to(part: Any) -> bool:
+    """Return whether something moves itself, such as a tensor, or a batch of Hugging Face."""
+    return hasattr(type(part), "to")  # attributes of an object may be its items
+
+
+# --- samples
+
+
+def has_length(leaf: Any, length: int) -> bool:
+    """Return whether something is a tensor or array whose first axis has this length."""
+    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0 and leaf.shape[0] == length
+
+
+def select_samples(
+    tree: Any, samples: slice, num_samples: int, shared: Tensor | None = None
+) -> Any:
+    """Return some samples of a batch.
+
+    Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
+    that are no such tensors; everything else stays.
+
+    Args:
+        tree: X, y, or both.
+        samples: Which samples.
+        num_samples: How many the batch has.
+        shared: A tensor that belongs to all samples, and stays.
+    """
+
+    def select(part: Any) -> Any:
+        # no view: it would keep all samples in memory
+        return part[samples].clone() if isinstance(part, Tensor) else part[samples]
+
+    return _map_samples(tree, select, num_samples, shared)
+
+
+def duplicate_sample(tree: Any) -> Any:
+    """Return a batch of one sample with this sample twice, see ``select_samples``."""
+    return _map_samples(tree, lambda part: _at(part, [0, 0]), 1)
+
+
+def tile_samples(tree: Any, few: int, num_samples: int) -> Any:
+    """Return as many samples, which are copies of the first few, see ``select_samples``."""
+    indices = [i % few for i in range(num_samples)]
+    return _map_samples(tree, lambda part: _at(part, indices), num_samples)
+
+
+def _at(part: Any, indices: list[int]) -> Any:
+    is_list = isinstance(part, list | tuple)
+    return type(part)(part[i] for i in indices) if is_list else part[indices]
+
+
+def possibly_shared(tree: Any, num_samples: int) -> list[Tensor]:
+    """Return the tensors with an entry for each sample if one may belong to all samples instead."""
+    tensors = {id(leaf): leaf for leaf in leaves(tree) if has_length(leaf, num_samples)}
+    return list(tensors.values()) if len(tensors) > 1 else []
+
+
+def _map_samples(
+    tree: Any, function: Callable[[Any], Any], num_samples: int, shared: Tensor | None = None
+) -> Any:
+    """Apply a function to all that has one entry for each sample, but not to ``shared``."""
+
+    def lists_samples(part: Any) -> bool:
+        """Return whether a list has one thing for each sample."""
+        if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
+            return False
+        if len(part) != num_samples or any(isinstance(x, Tensor) for x in part):
+            return False
+        inner = [*leaves(part), *(x for x in part if isinstance(x, np.ndarray))]
+        # of as many containers, each may have all samples
+        return not inner or not all(has_length(x, num_samples) for x in inner)
+
+    def applied(part: Any) -> Any:
+        if part is shared:
+            return part
+        if isinstance(part, Tensor) and has_length(part, num_samples):
+            return function(part.detach()).requires_grad_(part.requires_grad)
+        return function(part) if lists_samples(part) or has_length(part, num_samples) else part
+
+    return map_leaves(tree, applied, lists_samples)
+
+
+def strided_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [] if tensor._is_zerotensor() else [tensor]

@@ -1,0 +1,120 @@
+"""Generators of random numbers: seeded ones, and the global ones, which are lent out."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from curvlinops.support.arguments import check_count
+
+
+def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
+    """Return a generator for a device, seeded by non-negative integers.
+
+    Args:
+        device: The generator's device.
+        *seeds: What the generator is to depend on, in this order.
+    """
+    # neighboring seeds make correlated generators: mix them
+    mixed = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(mixed[0]) >> 1)
+
+
+def read_generator(
+    device: torch.device, seed: int | None, generator: torch.Generator | None
+) -> torch.Generator:
+    """Return the generator that the arguments ``seed`` and ``generator`` describe.
+
+    Args:
+        device: Where random numbers are needed.
+        seed: A non-negative integer. The same seed makes the same numbers.
+        generator: A generator to draw from, which is advanced. One of another device seeds a
+            generator of ``device``.
+
+    Returns:
+        A generator on ``device``. With neither argument it is seeded by PyTorch's global generator,
+        so that ``torch.manual_seed`` makes the numbers repeatable.
+
+    Raises:
+        ValueError: If both are given, or the seed is not such an integer.
+        TypeError: If the generator is none.
+    """
+    if seed is not None and generator is not None:
+        raise ValueError("Pass either seed or generator, not both.")
+    if seed is not None:
+        return seeded(device, check_count("seed", seed, at_least=0))
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got a {type(generator).__name__}. Integers are "
+            "passed as seed."
+        )
+    if generator is not None and generator.device == device:
+        return generator
+    source = torch.device("cpu") if generator is None else generator.device
+    drawn = torch.randint(2**62, (), generator=generator, device=source)
+    return seeded(device, int(drawn))
+
+
+class GeneratorStates:
+    """The states of all global random number generators, when this was made."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = [(own, own.get_state()) for own in _global_generators()]
+
+    def are_current(self) -> bool:
+        """Return whether nothing was drawn since."""
+        _, words, *position = self._numpy
+        _, new_words, *new_position = np.random.get_state()
+        return (
+            self._python == random.getstate()
+            and position == new_position
+            and np.array_equal(words, new_words)
+            and all(torch.equal(state, own.get_state()) for own, state in self._torch)
+        )
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for own, state in self._torch:
+            own.set_state(state)
+
+
+#: The states that contexts of all threads will restore, in the order in which these began.
+_PRESERVED: list[GeneratorStates] = []
+
+
+@contextmanager
+def preserved_rng() -> Iterator[Callable[[], bool]]:
+    """Restore all global random number generators on exit (loaders draw from them, too).
+
+    What it yields tells whether nothing has been drawn from them so far.
+    """
+    states = GeneratorStates()
+    _PRESERVED.append(states)
+    try:
+        yield states.are_current
+    finally:
+        states.restore()
+        # other threads began meanwhile, and end later
+        for later in _PRESERVED[_PRESERVED.index(states) + 1 :]:
+            vars(later).update(vars(states))
+        _PRESERVED.remove(states)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all global random number generators; inside ``preserved_rng`` only."""
+    # torch.manual_seed would also seed those of devices that nobody has used yet, for good
+    for generator in _global_generators():
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _global_generators() -> list[torch.Generator]:
+    """Return PyTorch's own generators on all devices in use: a model may be on several."""
+    accelerators = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
+    return [torch.default_generator, *(g for a in accelerators for g in a.default_generators)]

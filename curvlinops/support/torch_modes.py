@@ -1,0 +1,108 @@
+"""PyTorch's modes, compilation and other threads, on which no result of this package depends."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from curvlinops.support.torch_internals import in_transform
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Held while a model is evaluated: all threads share its modules and the random number generators.
+_LOCK = threading.RLock()
+
+#: The types of devices that have an autocast of their own.
+_KINDS = ("cpu", "cuda", "mps", "xpu")
+
+
+def _autocasting() -> list[str]:
+    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the package's lock and enter PyTorch's default modes.
+
+    The lock is released while ``fetched`` waits for data.
+    """
+    with _LOCK, default_modes():
+        yield
+
+
+@contextmanager
+def _unlocked() -> Iterator[None]:
+    state = _LOCK._release_save()  # however often this thread has acquired it
+    try:
+        yield
+    finally:
+        _LOCK._acquire_restore(state)
+
+
+def fetched(data: Iterable) -> Iterator:
+    """Yield the items of a user's iterable, which may wait for another thread's product."""
+    with _unlocked():
+        items = iter(data)
+    while True:
+        with _unlocked():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Leave inference mode, whose tensors autograd refuses, and autocast; record gradients.
+
+    Raises:
+        RuntimeError: In a transform of ``torch.func``, which would differentiate wrongly.
+    """
+    if in_transform():
+        raise RuntimeError(
+            "Operators do not work inside of functions that torch.func transforms (vmap, grad, "
+            "jvp, jacrev). A @ X multiplies all columns of X at once, and torch.autograd.grad "
+            "differentiates products with respect to the vectors."
+        )
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for kind in _autocasting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that computes: it runs outside of inference mode and autocast.
+
+    Whether gradients are recorded stays; in inference mode they are not.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled() and not _autocasting():
+            return function(*args, **kwargs)
+        recording = torch.is_grad_enabled()
+        with default_modes(), torch.set_grad_enabled(recording):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that ``torch.compile`` calls as it is, where compiled functions call it.
+
+    This is ``torch.compiler.disable`` without the import of the compiler, which takes a second.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return run
