@@ -183,7 +183,6 @@ class EmpiricalRisk:
         self.facts: BatchFacts | None = None
         self._known: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
-        self._looked_at: set[int] = set()  # batches
 
     @contextmanager
     def batches(
@@ -267,17 +266,16 @@ class EmpiricalRisk:
         return self._shared
 
     def look_at_loss(self, batch: Batch, output: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Find out, once for each batch, whether a user's loss needs the graph of the output.
+        """Find out whether a user's loss needs the graph of the output now.
 
-        A PINN's loss may need it on some batches only.
+        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
         loss = self.loss
-        if loss is None or loss.is_function_of_values or batch.index in self._looked_at:
+        if loss is None or loss.is_function_of_values or loss.needs_graph:
             return
-        self._looked_at.add(batch.index)
-        if not loss.needs_graph:
-            loss.needs_graph = needs_graph(loss, output, batch.y, leaves, self.model.params)
-            self.facts = replace(self.facts, loss_needs_graph=loss.needs_graph)
+        if needs_graph(loss, output, batch.y, leaves, self.model.params):
+            loss.needs_graph = True
+            self.facts = replace(self.facts, loss_needs_graph=True)
 
     def terms(self, output: Tensor, batch: Batch) -> Tensor:
         """Return a batch's share of the normalization.
