@@ -216,6 +216,7 @@ class DataLinearOperator(TorchLinearOperator):
                 yield batches
 
     def _follow_changes(self) -> None:
+        self.risk.model.follow()
         try:
             restructured = self._cache.check(self._dependencies(), self.device)
             if restructured or self._flags != train_flags(self.risk.model.roots):
