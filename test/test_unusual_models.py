@@ -337,14 +337,6 @@ def _inner_steps(s: Model, x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-@torch.enable_grad()
-def _on_a_later_batch(s: Model, x: Tensor) -> Tensor:
-    if len(x) > 3:
-        return s.a(x) @ s.w[:2] / 2
-    step = torch.autograd.grad(s.w.square().sum() / 4, s.w, create_graph=True)[0]
-    return s.a(x) @ (s.w - step)[:2]
-
-
 def _looks_at_its_graph(s: Model, x: Tensor) -> Tensor:
     y = s.a(x)
     if y.requires_grad:
@@ -378,7 +370,6 @@ FALLBACKS: dict[str, Callable] = {
     "vmap": _vmapped,
     "inner gradient": _inner_gradient,
     "inner steps": _inner_steps,
-    "inner step on a later batch": _on_a_later_batch,
     "looks at its graph": _looks_at_its_graph,
     "spectrum": _spectrum,
     "parts of an output": _parts_of_an_output,
