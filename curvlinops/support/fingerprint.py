@@ -246,14 +246,17 @@ def used_globals(function: FunctionType) -> Iterator[Any]:
     found = [scope[name] if name in scope else sys.modules.get(name) for name in names]
     # `import a.b as c` in a function takes c from the module a
     found += [sys.modules.get(_package(name)) for name in names if "." in name]
+    seen: set[int] = set()
     while found:
         value = found.pop()
+        if id(value) in seen:  # modules may refer to each other
+            continue
+        seen.add(id(value))
         if not isinstance(value, ModuleType):
             yield value
         elif not is_installed(value.__name__):
             yield id(value)  # not all that the module has
-            inner = (vars(value)[name] for name in names if name in vars(value))
-            found += [x for x in inner if x is not value]
+            found += [vars(value)[name] for name in names if name in vars(value)]
 
 
 @functools.cache
