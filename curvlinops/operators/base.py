@@ -71,9 +71,8 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
             as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
         autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
-            and passes a dot-test on the first batch, or its first samples. What that finds serves
-            later operators, too, if only numbers differ, on which nothing in the model depends (not
-            with ``cache="none"``).
+            and passes a dot-test on the first batch. Later operators on the same model take the
+            same mode, if only numbers differ.
         process_group: A ``torch.distributed.ProcessGroup``, whose processes have different data of
             one risk; all of them multiply together. Default: all data is here.
 
