@@ -261,9 +261,10 @@ class DataLinearOperator(TorchLinearOperator):
         return self.risk.ranks.synchronized(self.risk, task, columns, options=options, **details)
 
     def clear_cache(self) -> None:
-        """Free the memory of the graphs that are kept."""
+        """Free the memory of the graphs that are kept, and look at model and loss again."""
         with exclusive():
             self._cache.clear()
+            self._flags = None
 
     def _description(self) -> list[str]:
         loss = self.risk.loss

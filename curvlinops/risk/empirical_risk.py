@@ -26,7 +26,7 @@ from curvlinops.support.torch_modes import exclusive, fetched
 
 
 class BatchRisk:
-    """The risk's share on one batch: what the modes (``modes.py``) differentiate."""
+    """The risk's share on one batch, which the modes in ``autodiff/modes.py`` differentiate."""
 
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
         self._risk = risk
