@@ -1,4 +1,4 @@
-"""Backward passes over a model bound to a batch."""
+"""Backward passes over a model problem to a batch."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -35,12 +35,12 @@ class Recording(NamedTuple):
     """A forward pass that was recorded.
 
     Attributes:
-        scope: The scope of forward and backward passes.
+        evaluation: The evaluation of forward and backward passes.
         leaves: What replaced the parameters, and requires gradients.
         output: The output, with its graph.
     """
 
-    scope: Evaluation
+    evaluation: Evaluation
     leaves: dict[str, Tensor]
     output: Tensor
 
@@ -61,8 +61,8 @@ class LossLike(Protocol):
     def term_size(self, output: Tensor) -> int | None: ...
 
 
-class BoundModel(Protocol):
-    """A model on one batch, as a function of its parameters (see ``BatchRisk``)."""
+class Problem(Protocol):
+    """A model on one batch, as a function of its parameters (see ``BatchProblem``)."""
 
     space: ParameterSpace
     batch: Any
@@ -72,48 +72,46 @@ class BoundModel(Protocol):
     facts: Any
     loss: LossLike | None
 
-    def on(self, batch: Any) -> "BoundModel": ...
+    def on(self, batch: Any) -> "Problem": ...
     def leaves(self) -> dict[str, Tensor]: ...
     def constants(self) -> dict[str, Tensor]: ...
-    def scope(self, values: Tensors, differentiation: str) -> Evaluation: ...
-    def output(self, scope: Evaluation) -> Tensor: ...
+    def evaluation(self, values: Tensors, differentiation: str) -> Evaluation: ...
+    def output(self, evaluation: Evaluation) -> Tensor: ...
     def check(self, output: Tensor) -> None: ...
     def recording(self, differentiation: str) -> AbstractContextManager[Recording]: ...
 
 
-def evaluate(bound: BoundModel) -> Tensor:
+def evaluate(problem: Problem) -> Tensor:
     """Return the output, without its graph."""
-    if bound.is_first:
-        with bound.recording("once") as evaluation:
-            return evaluation.output.detach()
-    scope = bound.scope(bound.constants(), "once")
-    with scope.active():
-        return bound.output(scope).detach()
+    if problem.is_first:
+        with problem.recording("once") as recording:
+            return recording.output.detach()
+    evaluation = problem.evaluation(problem.constants(), "once")
+    with evaluation.active():
+        return problem.output(evaluation).detach()
 
 
-def gradient(bound: BoundModel, head: Head) -> tuple[Tensor, Columns, Tensor]:
+def gradient(problem: Problem, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
-    with bound.recording("once") as (_, leaves, output):
+    with problem.recording("once") as (_, leaves, output):
         loss, terms = head(output)
-        grads = pull({"": loss}, {"": None}, leaves, retain=not bound.can_substitute)
-    out = bound.space.zeros(1)
+        grads = pull({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
+    out = problem.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms
 
 
-def transposed_jacobian(
-    bound: BoundModel, chunk_size: int | None = None
-) -> tuple[Callable, Tensor]:
+def transposed_jacobian(problem: Problem, chunk_size: int | None = None) -> tuple[Callable, Tensor]:
     """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
 
     U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
 
     Args:
-        bound: The model on a batch.
+        problem: The model on a batch.
         chunk_size: How many columns a backward pass carries at once.
     """
-    with bound.recording("once") as evaluation:
-        scope, leaves, output = evaluation
+    with problem.recording("once") as recording:
+        evaluation, leaves, output = recording
 
     def product(u: Columns, inputs: Tensors) -> Columns:
         return pull_columns({"": output}, u, inputs)
@@ -123,7 +121,7 @@ def transposed_jacobian(
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
-        with scope.active():
+        with evaluation.active():
             for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)
 
@@ -138,7 +136,7 @@ def pull(
     retain: bool = True,
 ) -> dict[Name, Tensor | None]:
     """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
-    with without_torch_function():  # a scope watches what the model calls
+    with without_torch_function():  # an evaluation watches what the model calls
         names = [
             name
             for name in cotangents
@@ -152,7 +150,7 @@ def pull(
             for name in names
         }
         weights = {name: weight.to(outputs[name].dtype) for name, weight in weights.items()}
-    # torch.autograd.grad would suspend the scope's rewriting, in which checkpoints recompute
+    # torch.autograd.grad would suspend the evaluation's rewriting, in which checkpoints recompute
     grads = run_backward(
         tuple(outputs[name] for name in names),
         tuple(weights.values()),
@@ -185,7 +183,7 @@ def pull_several(
     if len(next(iter(cotangents.values()))) == 1:
         columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
         grads = pull(outputs, columns, inputs, retain=retain)
-        with without_torch_function():  # a scope watches what the model calls
+        with without_torch_function():  # an evaluation watches what the model calls
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
                 for name, grad in grads.items()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, Head, Seed, transposed_jacobian
+from curvlinops.autodiff.backward import Head, Problem, Seed, transposed_jacobian
 from curvlinops.autodiff.graph_checks import GraphError
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.modes import Forward, Reverse
@@ -23,7 +23,7 @@ Mode = Reverse | Forward
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 #: Tests a mode on a batch with random vectors, and returns its discrepancy.
-DotTest = Callable[[Mode, BoundModel, Head], float]
+DotTest = Callable[[Mode, Problem, Head], float]
 
 
 class NoDerivativeError(RuntimeError):
@@ -54,28 +54,28 @@ def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
     return [Forward()] if autodiff == "forward" else [reverse, Forward()]
 
 
-def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) -> Mode:
+def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -> Mode:
     """Return the first mode that runs and passes the test.
 
     Args:
         modes: What to choose from.
         dot_test: The test.
-        bound: The model on a batch.
+        problem: The model on a batch.
         head: A function of the output, for the test.
 
     Raises:
         NoDerivativeError: If there is none, with the reasons and what to do.
         NothingToTest: If one runs, but all derivatives vanish, or do not exist.
     """
-    dtypes = {leaf.dtype for leaf in bound.leaves().values()}
-    if bound.facts.dtypes - {torch.float64}:  # float64 for parts of the model only
+    dtypes = {leaf.dtype for leaf in problem.leaves().values()}
+    if problem.facts.dtypes - {torch.float64}:  # float64 for parts of the model only
         dtypes.add(torch.float32)
     tolerance = max(_TOLERANCES[dtype] for dtype in dtypes)
     failures, undefined, cause = [], [], None
     for mode in modes:
         name = type(mode).__name__.lower()
         try:
-            discrepancy = dot_test(mode, bound, head)
+            discrepancy = dot_test(mode, problem, head)
         except (NothingToTest, GraphError):
             raise
         except Exception as error:  # also of models that look at what a mode does
@@ -94,12 +94,12 @@ def choose(modes: list[Mode], dot_test: DotTest, bound: BoundModel, head: Head) 
     raise NoDerivativeError(_explain(failures, modes)) from cause
 
 
-def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
+def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
 
     Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
     """
-    u, v = _random(bound, 0), _random(bound, 1)
+    u, v = _random(problem, 0), _random(problem, 1)
     seeds: list[Tensor] = []
 
     def recording(output: Tensor) -> tuple[Seed, Tensor]:
@@ -107,24 +107,24 @@ def symmetry_of_hessian(mode: Mode, bound: BoundModel, head: Head) -> float:
         seeds.append((start if cotangent is None else cotangent).detach())
         return (start, cotangent), terms
 
-    apply = mode.hessian(bound, recording)
-    Hu, Hv = bound.space.zeros(1), bound.space.zeros(1)
+    apply = mode.hessian(problem, recording)
+    Hu, Hv = problem.space.zeros(1), problem.space.zeros(1)
     apply(u, Hu)
     apply(v, Hv)
     found = norm(Hv) + norm(Hu)
     if found == 0.0:
-        return adjoint_of_jacobian(mode, bound, lambda output: (None, output.new_zeros(())))
+        return adjoint_of_jacobian(mode, problem, lambda output: (None, output.new_zeros(())))
     return abs(dot(u, Hv) - dot(v, Hu)) / (found + _noise(seeds[0]))
 
 
-def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
+def adjoint_of_jacobian(mode: Mode, problem: Problem, head: Head) -> float:
     """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
 
     Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
     forward mode ``J v`` is also compared with that of a pass without a graph, where models and
     kernels may take other paths. Where all vanish, so must an ordinary backward pass.
     """
-    v, Jw, noted, outputs = _random(bound, 0), bound.space.zeros(1), [], []
+    v, Jw, noted, outputs = _random(problem, 0), problem.space.zeros(1), [], []
 
     def probe(output: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         generator = torch.Generator(output.device).manual_seed(1)
@@ -138,11 +138,11 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
         return note, head(output)[1]
 
     with preserved_rng():  # the same Dropout in both
-        mode.gauss_newton(bound, probe)(v, Jw)
-    w, Jv = (tensor.to(bound.space.dtype) for tensor in noted)
+        mode.gauss_newton(problem, probe)(v, Jw)
+    w, Jv = (tensor.to(problem.space.dtype) for tensor in noted)
     found, noise = float(Jv.norm()) + norm(Jw), _noise(outputs[0])
     if found == 0.0:
-        apply, _ = transposed_jacobian(bound)
+        apply, _ = transposed_jacobian(problem)
         apply(noted[0].unsqueeze(0), Jw)
         if norm(Jw) == 0.0:
             raise NothingToTest(mode)
@@ -151,13 +151,13 @@ def adjoint_of_jacobian(mode: Mode, bound: BoundModel, head: Head) -> float:
     discrepancy = abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
     if not isinstance(mode, Forward):
         return discrepancy
-    alone = mode.jacobian(bound, lambda output: lambda tangent: tangent)(v)[0]
-    return discrepancy + float((alone.to(bound.space.dtype) - Jv).norm()) / scale
+    alone = mode.jacobian(problem, lambda output: lambda tangent: tangent)(v)[0]
+    return discrepancy + float((alone.to(problem.space.dtype) - Jv).norm()) / scale
 
 
-def _random(bound: BoundModel, seed: int) -> Columns:
-    generator = torch.Generator(bound.space.device).manual_seed(seed)
-    return bound.space.randn(1, generator)
+def _random(problem: Problem, seed: int) -> Columns:
+    generator = torch.Generator(problem.space.device).manual_seed(seed)
+    return problem.space.randn(1, generator)
 
 
 def _noise(value: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Products with derivatives of a model, in forward and in reverse mode.
 
-Both modes offer the same functions. Each takes a model bound to a batch and returns an
+Both modes offer the same functions. Each takes a model problem to a batch and returns an
 ``Apply`` (for the Jacobian a ``Push``); what does not depend on the vectors is done before, once.
 They are built on two idioms only, each compared with finite differences through every layer of the
 test suite:
@@ -25,8 +25,8 @@ from torch.autograd import forward_ad
 
 from curvlinops.autodiff.backward import (
     Apply,
-    BoundModel,
     Head,
+    Problem,
     Tensors,
     pull,
     pull_columns,
@@ -61,52 +61,52 @@ class Reverse:
     chunk_size: int | None = None
     once: bool = False
 
-    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+    def hessian(self, problem: Problem, head: Head) -> Apply:
         """Prepare products with the Hessian of a scalar function of the output.
 
         Args:
-            bound: The model on a batch.
+            problem: The model on a batch.
             head: Returns the ``Seed`` of the function's backward pass, differentiable, and the
                 terms.
         """
-        with bound.recording("twice") as (scope, leaves, output):
+        with problem.recording("twice") as (evaluation, leaves, output):
             (start, cotangent), terms = head(output)
             grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
             return pull_columns(grads, v, inputs, not self.once)
 
-        return self._by_columns(product, bound, scope, leaves, terms)
+        return self._by_columns(product, problem, evaluation, leaves, terms)
 
-    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+    def jacobian(self, problem: Problem, head: OutputHead) -> Push:
         """Prepare products with the Jacobian of a linear function of the output.
 
         Args:
-            bound: The model on a batch.
+            problem: The model on a batch.
             head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
         """
-        with bound.recording("twice") as (scope, leaves, output):
+        with problem.recording("twice") as (evaluation, leaves, output):
             down = head(output.detach())
             push = _double_vjp(output, leaves)
 
         chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
-        dtypes = _dtypes(bound)
+        dtypes = _dtypes(problem)
 
         def apply(V: Columns) -> Tensor:
-            with scope.active():
+            with evaluation.active():
                 return torch.cat([part[""] for _, part in chunks(V, dtypes)])
 
         return apply
 
-    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+    def gauss_newton(self, problem: Problem, head: Head) -> Apply:
         """Prepare products with ``J^T B J``, J the Jacobian of the output.
 
         Args:
-            bound: The model on a batch.
+            problem: The model on a batch.
             head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at
                 the given output, and the terms.
         """
-        with bound.recording("twice") as (scope, leaves, output):
+        with problem.recording("twice") as (evaluation, leaves, output):
             curvature, terms = head(output.detach())
             push = _double_vjp(output, leaves)
 
@@ -114,22 +114,22 @@ class Reverse:
             u = curvature(push(v))
             return pull_columns({"": output}, {"": u}, inputs, not self.once)
 
-        return self._by_columns(product, bound, scope, leaves, terms)
+        return self._by_columns(product, problem, evaluation, leaves, terms)
 
     def _by_columns(
         self,
         product: Callable,
-        bound: BoundModel,
-        scope: Evaluation,
+        problem: Problem,
+        evaluation: Evaluation,
         leaves: Tensors,
         terms: Tensor,
     ) -> Apply:
         chunks = in_chunks(product, self.chunk_size)
-        dtypes = _dtypes(bound)
+        dtypes = _dtypes(problem)
 
         def apply(V: Columns, out: Columns) -> Tensor:
             inputs = {name: leaves[name] for name in out}
-            with scope.active():
+            with evaluation.active():
                 for rows, part in chunks(V, dtypes, inputs):
                     add(out, rows, part)
             return terms
@@ -141,97 +141,97 @@ class Reverse:
 class Forward:
     """Tangents that travel along the ordinary forward and backward pass."""
 
-    def hessian(self, bound: BoundModel, head: Head) -> Apply:
+    def hessian(self, problem: Problem, head: Head) -> Apply:
         """Prepare products with the Hessian of a scalar function of the output; see ``Reverse``."""
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
             with forward_ad.dual_level():
-                scope, duals, leaves = _dual_scope(bound, v)
-                with scope.active():
-                    output = bound.output(scope)
+                evaluation, duals, leaves = _dual_evaluation(problem, v)
+                with evaluation.active():
+                    output = problem.output(evaluation)
                     check_memory(output, leaves)
                     (start, cotangent), terms = head(output)
                     inputs = {name: duals[name] for name in names}
                     grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
                     return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
-        return _apply_each(bound, product)
+        return _apply_each(problem, product)
 
-    def jacobian(self, bound: BoundModel, head: OutputHead) -> Push:
+    def jacobian(self, problem: Problem, head: OutputHead) -> Push:
         """Prepare products with the Jacobian of a function of the output; see ``Reverse``."""
 
         def apply(V: Columns) -> Tensor:
             products = []
-            for v in single_columns(V, _dtypes(bound)):
+            for v in single_columns(V, _dtypes(problem)):
                 products.append(
-                    _push_forward(bound, v, lambda z, tangent: head(z)(tangent.unsqueeze(0)))
+                    _push_forward(problem, v, lambda z, tangent: head(z)(tangent.unsqueeze(0)))
                 )
             return torch.cat(products)
 
         return apply
 
-    def gauss_newton(self, bound: BoundModel, head: Head) -> Apply:
+    def gauss_newton(self, problem: Problem, head: Head) -> Apply:
         """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``Reverse``.
 
         ``J v`` and the graph for ``J^T`` come from one forward pass while that graph is small. But
         autograd records the tangents, too, and needs two to four times the memory. A larger graph
         is therefore built in a pass of its own, after one for the tangents alone.
         """
-        together = room_for(2, bound.facts.graph_bytes, bound.space.device)
+        together = room_for(2, problem.facts.graph_bytes, problem.space.device)
         linearize = _record_with_tangent if together else _record_after_tangent
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
-            scope, leaves, output, tangent = linearize(bound, v)
-            with scope.active():
+            evaluation, leaves, output, tangent = linearize(problem, v)
+            with evaluation.active():
                 curvature, terms = head(output.detach())
                 u = curvature(tangent.unsqueeze(0)).squeeze(0)
                 inputs = {name: leaves[name] for name in names}
                 return pull({"": output}, {"": u}, inputs, retain=False), terms
 
-        return _apply_each(bound, product)
+        return _apply_each(problem, product)
 
 
-#: A scope, the leaves and the output of the graph that was built in it, and the output's tangent.
+#: An evaluation, its leaves, its output and the tangent of the output.
 _Recorded = tuple[Evaluation, Tensors, Tensor, Tensor]
 
 
-def _record_with_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+def _record_with_tangent(problem: Problem, v: Tensors) -> _Recorded:
     """Compute output and tangent in one pass."""
     with forward_ad.dual_level():
-        scope, duals, leaves = _dual_scope(bound, v)
-        with scope.active():
-            dual = bound.output(scope)
+        evaluation, duals, leaves = _dual_evaluation(problem, v)
+        with evaluation.active():
+            dual = problem.output(evaluation)
             check_memory(dual, leaves)
             tangent = _tangent(dual, like=dual).detach()
             output = forward_ad.unpack_dual(dual).primal
     # the exit of the level clears tangents: they would be carried backward
-    return scope, duals, output, tangent
+    return evaluation, duals, output, tangent
 
 
-def _record_after_tangent(bound: BoundModel, v: Tensors) -> _Recorded:
+def _record_after_tangent(problem: Problem, v: Tensors) -> _Recorded:
     """Compute the tangent first, without a graph, then the output again, with a graph."""
     with preserved_rng():  # the same Dropout in both
-        tangent = _push_forward(bound, v, lambda _, tangent: tangent)
-    with bound.recording("once") as evaluation:
-        return *evaluation, tangent
+        tangent = _push_forward(problem, v, lambda _, tangent: tangent)
+    with problem.recording("once") as recording:
+        return *recording, tangent
 
 
-def _push_forward(bound: BoundModel, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _push_forward(problem: Problem, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
     with forward_ad.dual_level():
-        scope, _, leaves = _dual_scope(bound, v, requires_grad=False)
-        with scope.active():
-            dual = bound.output(scope)
+        evaluation, _, leaves = _dual_evaluation(problem, v, requires_grad=False)
+        with evaluation.active():
+            dual = problem.output(evaluation)
             check_memory(dual, leaves)
             tangent = _tangent(dual, like=dual).detach()
             return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
 
-def _apply_each(bound: BoundModel, product: Callable) -> Apply:
+def _apply_each(problem: Problem, product: Callable) -> Apply:
     """Apply a product of one vector to each column."""
 
     def apply(V: Columns, out: Columns) -> Tensor:
-        for index, v in enumerate(single_columns(V, _dtypes(bound))):
+        for index, v in enumerate(single_columns(V, _dtypes(problem))):
             part, terms = product(v, list(out))
             add(out, index, part)
         return terms
@@ -239,20 +239,20 @@ def _apply_each(bound: BoundModel, product: Callable) -> Apply:
     return apply
 
 
-def _dtypes(bound: BoundModel) -> dict[str, torch.dtype]:
-    return {name: leaf.dtype for name, leaf in bound.leaves().items()}
+def _dtypes(problem: Problem) -> dict[str, torch.dtype]:
+    return {name: leaf.dtype for name, leaf in problem.leaves().items()}
 
 
-def _dual_scope(
-    bound: BoundModel, v: Tensors, requires_grad: bool = True
+def _dual_evaluation(
+    problem: Problem, v: Tensors, requires_grad: bool = True
 ) -> tuple[Evaluation, dict[str, Tensor], dict[str, Tensor]]:
-    """Return a scope in which the parameters carry the tangents ``v``; these; and their primals."""
-    leaves = bound.leaves() if requires_grad else bound.constants()
+    """Return an evaluation whose parameters carry the tangents ``v``, these, and the primals."""
+    leaves = problem.leaves() if requires_grad else problem.constants()
     duals = {
         name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
         for name, leaf in leaves.items()
     }
-    return bound.scope(duals, "forward"), duals, leaves
+    return problem.evaluation(duals, "forward"), duals, leaves
 
 
 def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:

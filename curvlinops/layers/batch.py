@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, pull_several
+from curvlinops.autodiff.backward import Problem, pull_several
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares
 from curvlinops.layers.detection import tolerance_of
@@ -36,7 +36,7 @@ class RecordedBatch:
     """One captured forward pass.
 
     Args:
-        bound: The model on a batch.
+        problem: The model on a batch.
         names: The parameters.
         changes: What to do about some calls.
         num_samples: How many samples there are, each with as many neighboring rows of the output;
@@ -55,16 +55,16 @@ class RecordedBatch:
 
     def __init__(
         self,
-        bound: BoundModel,
+        problem: Problem,
         names: list[str],
         changes: Mapping[Call, Change],
         num_samples: int | None,
     ):
         self.names = names
         self._num_samples = num_samples
-        self._bound = bound
-        self._leaves = bound.leaves()
-        self._scope = bound.scope(self._leaves, "once")
+        self._problem = problem
+        self._leaves = problem.leaves()
+        self._evaluation = problem.evaluation(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
         # the number of samples is known only afterwards: first without
         self._capture = Capture(tracked)
@@ -101,8 +101,8 @@ class RecordedBatch:
                 self._lost |= set(found)
 
     def _run(self) -> Tensor:
-        with self._capture, self._scope.active():
-            return by_samples(self._bound.output(self._scope), self._num_samples)
+        with self._capture, self._evaluation.active():
+            return by_samples(self._problem.output(self._evaluation), self._num_samples)
 
     @property
     def model_output(self) -> Tensor:
@@ -160,9 +160,9 @@ class RecordedBatch:
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
         # several vectors may turn out to need one pass each
-        retain, parts = not (last and len(u) == 1 and self._bound.can_substitute), []
+        retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
-            with self._scope.active():
+            with self._evaluation.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
         return {key: found[recorded.called] for key, recorded in self.uses.items()}

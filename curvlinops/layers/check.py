@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, pull
+from curvlinops.autodiff.backward import Problem, pull
 from curvlinops.layers.detection import NOISE, is_nonlinear, rounding_of, unrelated
 from curvlinops.layers.layout import by_samples
 from curvlinops.support.norms import double_norm
@@ -36,19 +36,19 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
 
 
 def autograd_sums(
-    bound: BoundModel, num_samples: int | None, then: Callable[[Tensor], Tensor] = torch.clone
+    problem: Problem, num_samples: int | None, then: Callable[[Tensor], Tensor] = torch.clone
 ) -> dict[str, Tensor]:
     """Return autograd's gradients of a weighted sum of the output, in a forward pass of its own.
 
     Args:
-        bound: The model on a batch.
+        problem: The model on a batch.
         num_samples: See ``RecordedBatch``.
         then: What happens to the samples' weights.
     """
-    with bound.recording("once") as (_, leaves, output):
+    with problem.recording("once") as (_, leaves, output):
         output = by_samples(output, num_samples)
         u = weighted(probe(output.detach()), then(shares(len(output), output.detach())))
-        found = pull({"": output}, {"": u}, leaves, retain=not bound.can_substitute)
+        found = pull({"": output}, {"": u}, leaves, retain=not problem.can_substitute)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
         for name, leaf in leaves.items()
@@ -89,20 +89,20 @@ def disagreeing(
 
 
 def rounding(
-    truth: Tensors, bound: BoundModel, num_samples: int | None, dtype: torch.dtype
+    truth: Tensors, problem: Problem, num_samples: int | None, dtype: torch.dtype
 ) -> dict[str, float]:
     """Return the rounding errors of sums, which may come from larger ones, with some to spare.
 
     Args:
         truth: Autograd's sums.
-        bound: The model on a batch.
+        problem: The model on a batch.
         num_samples: See ``RecordedBatch``.
         dtype: The least precise one in which gradients are computed.
     """
     # they are not linear in what is backpropagated: two parts do not add up to the whole
     parts = [
-        autograd_sums(bound, num_samples, lambda r: r * unrelated(len(r), 3, r)),
-        autograd_sums(bound, num_samples, lambda r: r * (1 - unrelated(len(r), 3, r))),
+        autograd_sums(problem, num_samples, lambda r: r * unrelated(len(r), 3, r)),
+        autograd_sums(problem, num_samples, lambda r: r * (1 - unrelated(len(r), 3, r))),
     ]
     sizes = {name: float(double_norm(whole)) for name, whole in truth.items()}
     limit, found = NOISE * rounding_of(dtype) * max(sizes.values(), default=0.0), {}
@@ -114,17 +114,17 @@ def rounding(
 
 
 def explained(
-    wrong: list[str], truth: Tensors, bound: BoundModel, num_samples: int | None
+    wrong: list[str], truth: Tensors, problem: Problem, num_samples: int | None
 ) -> tuple[list[str], str]:
     """Return the parameters for which rules and autograd differ, and why.
 
     Args:
         wrong: These parameters.
         truth: Autograd's sums.
-        bound: The model on a batch.
+        problem: The model on a batch.
         num_samples: See ``RecordedBatch``.
     """
-    again = autograd_sums(bound, num_samples) if wrong else truth
+    again = autograd_sums(problem, num_samples) if wrong else truth
     # what is random differs by more than any rounding
     if disagreeing(wrong, again, {}, truth, 1e-2, 0.0, {}):
         return wrong, (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, transposed_jacobian
+from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Group
@@ -17,7 +17,7 @@ class SampleGradients:
     """Gradients of the samples of a batch.
 
     Args:
-        bound: The model on the batch.
+        problem: The model on the batch.
         batch: What the rules know of it, ``None`` for nothing.
         fallbacks: Why parameters are treated sample by sample.
         ways: How these are, see ``Shares``.
@@ -30,20 +30,20 @@ class SampleGradients:
 
     def __init__(
         self,
-        bound: BoundModel,
+        problem: Problem,
         batch: RecordedBatch | None,
         fallbacks: dict[str, str],
         ways: dict[str, bool],
     ):
         self._batch, self.fallbacks = batch, dict(fallbacks)
         names = [] if batch is None else batch.names
-        rest = [name for name in bound.space.names if name not in names]
+        rest = [name for name in problem.space.names if name not in names]
         self._shares: Shares | None = None
         if rest:
-            apply, self.output = transposed_jacobian(bound)
+            apply, self.output = transposed_jacobian(problem)
             if batch is None and len(self.output):  # else it was checked before it was sorted
-                bound.check(self.output)
-            self._shares = Shares(bound, apply, self.output, rest, ways)
+                problem.check(self.output)
+            self._shares = Shares(problem, apply, self.output, rest, ways)
         else:
             self.output = batch.model_output.detach()
         self.num_samples = len(self.output) if batch is None else batch.num_samples

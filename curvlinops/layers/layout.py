@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel
+from curvlinops.autodiff.backward import Problem
 
 
 class Layout(Protocol):
@@ -153,15 +153,15 @@ def by_samples(output: Tensor, num_samples: int | None) -> Tensor:
     return output.unflatten(0, (num_samples, -1))
 
 
-def samples_in(bound: BoundModel, output: Tensor) -> int:
+def samples_in(problem: Problem, output: Tensor) -> int:
     """Return the number of samples in a batch; that of the output's rows if it is not evident."""
     try:
-        return bound.num_samples
+        return problem.num_samples
     except ValueError:
         return len(output)
 
 
-def has_parts(bound: BoundModel, output: Tensor) -> bool:
+def has_parts(problem: Problem, output: Tensor) -> bool:
     """Return whether a batch has fewer samples than its output has rows, as many for each."""
-    num_samples = samples_in(bound, output)
+    num_samples = samples_in(problem, output)
     return 0 < num_samples < len(output) and len(output) % num_samples == 0

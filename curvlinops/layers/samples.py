@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel
+from curvlinops.autodiff.backward import Problem
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.capture import Call, Change
 from curvlinops.layers.check import autograd_sums, explained, rounding
@@ -66,53 +66,53 @@ class SampleBackward:
         """Whether rules are known for all parameters."""
         return not self.fallbacks
 
-    def capture(self, bound: BoundModel, trusting: bool | None = None) -> SampleGradients:
+    def capture(self, problem: Problem, trusting: bool | None = None) -> SampleGradients:
         """Run the model on a batch; return what computes its samples' gradients.
 
         Args:
-            bound: The model on a batch.
+            problem: The model on a batch.
             trusting: Whether the batch is taken to be like earlier ones. Default: as for all.
         """
         trusting = self._trusting if trusting is None else trusting
         learning = not (self._checked or self._checked_alone or self.fallbacks)
         states = GeneratorStates()
-        batch = self._record(bound, trusting)
+        batch = self._record(problem, trusting)
         if learning and not states.are_current():
             # the model is random, and was evaluated several times
             del batch
             states.restore()
-            batch = self._record(bound, trusting)
+            batch = self._record(problem, trusting)
         if self.fallbacks:  # which evaluate the model again
             states.restore()
-        return SampleGradients(bound, batch, self.fallbacks, self._ways)
+        return SampleGradients(problem, batch, self.fallbacks, self._ways)
 
-    def _record(self, bound: BoundModel, trusting: bool) -> RecordedBatch | None:
+    def _record(self, problem: Problem, trusting: bool) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
-        names = [name for name in bound.space.names if name not in self.fallbacks]
+        names = [name for name in problem.space.names if name not in self.fallbacks]
         if not names:
             return None
         # on the first batch while no other graph is in memory
-        num_samples = bound.num_samples if self._grouped else None
+        num_samples = problem.num_samples if self._grouped else None
         began = self._checked or self._checked_alone
-        truth = None if began else autograd_sums(bound, num_samples)
-        batch = self._run(bound, names, num_samples)
+        truth = None if began else autograd_sums(problem, num_samples)
+        batch = self._run(problem, names, num_samples)
         if batch is not None and self._changes and batch.unrecorded():
             self._changes.clear()  # on this batch they hit other calls
-            batch = self._run(bound, names, num_samples)
+            batch = self._run(problem, names, num_samples)
         if batch is None or batch.num_samples == 0:
             return None
-        bound.check(batch.model_output)  # else numbers that are none tell which rows belong where
+        problem.check(batch.model_output)  # else numbers that are none tell which rows belong where
         before = len(self.fallbacks)
-        batch = self._sort(bound, batch, trusting)
+        batch = self._sort(problem, batch, trusting)
         if batch is None:
-            return self._record(bound, trusting)
+            return self._record(problem, trusting)
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
         # one sample alone says nothing of which rows belong to which
         own = self._checked if batch.num_samples > 1 else self._checked_alone
         fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked - own
         if fresh or not began:
-            truth = truth or autograd_sums(bound, num_samples)
-            self._obeys_rules(batch, lambda: self._check(bound, batch, truth, num_samples))
+            truth = truth or autograd_sums(problem, num_samples)
+            self._obeys_rules(batch, lambda: self._check(problem, batch, truth, num_samples))
             own |= fresh - batch.guessed
         if len(self.fallbacks) > before:
             # the calls are numbered anew
@@ -123,7 +123,7 @@ class SampleBackward:
 
     def _check(
         self,
-        bound: BoundModel,
+        problem: Problem,
         batch: RecordedBatch,
         truth: dict[str, Tensor],
         num_samples: int | None,
@@ -131,37 +131,35 @@ class SampleBackward:
         """Leave no parameter to rules that do not agree with autograd's sums."""
         wrong = batch.check(truth)
         if wrong:
-            slack = rounding(truth, bound, num_samples, batch.precision)
+            slack = rounding(truth, problem, num_samples, batch.precision)
             right = set(wrong).difference(wrong := batch.check(truth, slack))
             # which a batch with other numbers has to show
             batch.guessed |= {key for key in batch.uses if right.intersection(batch.names_of(key))}
-        self._refuse(*explained(wrong, truth, bound, num_samples))
+        self._refuse(*explained(wrong, truth, problem, num_samples))
 
     def _run(
-        self, bound: BoundModel, names: list[str], num_samples: int | None
+        self, problem: Problem, names: list[str], num_samples: int | None
     ) -> RecordedBatch | None:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
-            return self._recorded(bound, names)
+            return self._recorded(problem, names)
         except Exception as error:  # whatever the user's model raises
             if lacks_memory(error):
                 raise
             if self._changes:
                 self._changes.clear()  # it was possible on an earlier batch
-                return self._run(bound, names, num_samples)
-            autograd_sums(bound, num_samples)  # raises what the model does without being recorded
+                return self._run(problem, names, num_samples)
+            autograd_sums(problem, num_samples)  # raises what the model does without being recorded
             self._refuse(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
-    def _recorded(self, bound: BoundModel, names: list[str]) -> RecordedBatch:
-        num_samples = bound.num_samples if self._grouped else None
-        return RecordedBatch(bound, names, self._changes, num_samples)
+    def _recorded(self, problem: Problem, names: list[str]) -> RecordedBatch:
+        num_samples = problem.num_samples if self._grouped else None
+        return RecordedBatch(problem, names, self._changes, num_samples)
 
     # --- layouts
 
-    def _sort(
-        self, bound: BoundModel, batch: RecordedBatch, trusting: bool
-    ) -> RecordedBatch | None:
+    def _sort(self, problem: Problem, batch: RecordedBatch, trusting: bool) -> RecordedBatch | None:
         """Find each use's layout, and the parameters for which that is impossible.
 
         Returns:
@@ -175,7 +173,7 @@ class SampleBackward:
                 if key in batch.uses and batch.fits(key, layout)
             }
         # whether layers see the only sample at all, no order of its parts shows
-        if not (self._invariant and samples_in(bound, batch.model_output) == 1):
+        if not (self._invariant and samples_in(problem, batch.model_output) == 1):
             batch.prove()
         missing = [key for key in batch.uses if key not in batch.layouts]
         if not missing:
@@ -184,19 +182,19 @@ class SampleBackward:
         checking = not (self._checked or self._checked_alone)
         if not self._obeys_rules(batch, lambda: batch.detect(missing, checking)):
             return None
-        runs, unseeing = self._tried_with_two(bound, batch)
+        runs, unseeing = self._tried_with_two(problem, batch)
         known = batch.layouts.keys() - unseeing
         lost = [key for key in missing if key in batch.uses and key not in known]
-        if lost and self._invariant and not self._grouped and has_parts(bound, batch.output):
+        if lost and self._invariant and not self._grouped and has_parts(problem, batch.output):
             self._grouped = True
             self._layouts.clear()
             return None
         for change in Change:
             changed = self._retry(runs, batch, lost, change)
             if changed is not None:
-                return self._sort(bound, changed, trusting)
+                return self._sort(problem, changed, trusting)
             if lost and self._independent and change is Change.ENLARGE:
-                check_first_sample(bound, batch.output)
+                check_first_sample(problem, batch.output)
         for key in lost:
             self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
         self._layouts |= {
@@ -207,21 +205,21 @@ class SampleBackward:
         return batch
 
     def _tried_with_two(
-        self, bound: BoundModel, batch: RecordedBatch
-    ) -> tuple[list[BoundModel], set[Key]]:
+        self, problem: Problem, batch: RecordedBatch
+    ) -> tuple[list[Problem], set[Key]]:
         """Return runs that show how calls see a sample, and the uses whose calls see none.
 
         If a batch has but one sample, all rows are its own; the first run has it twice.
         """
         if not self._invariant or batch.uses.keys() <= self._seeing:
-            return [bound], set()
-        if samples_in(bound, batch.model_output) != 1:
-            return [bound], set()
-        runs, found = [bound], set()
+            return [problem], set()
+        if samples_in(problem, batch.model_output) != 1:
+            return [problem], set()
+        runs, found = [problem], set()
         try:
-            double = sample_twice(bound)
+            double = sample_twice(problem)
             found = blind(batch, self._recorded(double, batch.names))
-            runs = [double, bound]
+            runs = [double, problem]
         except Exception as error:  # the input cannot be doubled, or the model refuses two samples
             if lacks_memory(error):
                 raise
@@ -231,7 +229,7 @@ class SampleBackward:
         return runs, found
 
     def _retry(
-        self, runs: list[BoundModel], batch: RecordedBatch, lost: list[Key], change: Change
+        self, runs: list[Problem], batch: RecordedBatch, lost: list[Key], change: Change
     ) -> RecordedBatch | None:
         """Change calls whose rows belong to no sample, if all runs, of the batch last, allow it."""
         calls = dict.fromkeys((key.call, key.index) for key in lost)
@@ -245,8 +243,8 @@ class SampleBackward:
             self._changes = {call: old for call, old in before.items() if old is Change.FOLLOW}
         self._changes |= dict.fromkeys(calls, change)
         try:
-            for bound in runs:
-                changed = self._recorded(bound, batch.names)
+            for problem in runs:
+                changed = self._recorded(problem, batch.names)
                 if not set(changed.unrecorded()) <= set(batch.unrecorded()):
                     break
             else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, pull_columns
+from curvlinops.autodiff.backward import Problem, pull_columns
 from curvlinops.layers.check import disagreeing, shares
 from curvlinops.layers.detection import tolerance_of
 from curvlinops.layers.forms import Direct
@@ -39,7 +39,7 @@ class Shares:
     """Backpropagates shares of a batch's samples.
 
     Args:
-        bound: The model on the batch.
+        problem: The model on the batch.
         apply: Adds gradients of ``[K, *output]`` to K columns, through the graph of the batch.
         output: The model's output, samples first.
         names: The parameters.
@@ -49,14 +49,14 @@ class Shares:
 
     def __init__(
         self,
-        bound: BoundModel,
+        problem: Problem,
         apply: Callable[[Tensor, Columns], None],
         output: Tensor,
         names: list[str],
         ways: dict[str, bool],
     ):
-        self._bound, self._apply, self._output = bound, apply, output
-        self._space, self._ways = bound.space.restricted(names), ways
+        self._problem, self._apply, self._output = problem, apply, output
+        self._space, self._ways = problem.space.restricted(names), ways
 
     def group(self, u: Tensor) -> Group:
         """Return the gradients of all samples, computed when they are asked for.
@@ -100,10 +100,10 @@ class Shares:
         return out
 
     def _by_vmap(self, u: Tensor, wanted: Tensor) -> Columns:
-        bound, X = self._bound, self._bound.batch.X
-        if not bound.can_substitute:
+        problem, X = self._problem, self._problem.batch.X
+        if not problem.can_substitute:
             raise NotImplementedError("no closures.")
-        values = bound.constants()
+        values = problem.constants()
         own = {name: values[name] for name in self._space.names}
         cut = {id(leaf): leaf for leaf in leaves(X) if has_length(leaf, u.shape[1])}
 
@@ -114,9 +114,9 @@ class Shares:
             )
 
             def function(own: Columns) -> Tensor:
-                scope = bound.scope({**values, **own}, "once")
-                with scope.active():
-                    return bound.on(Batch(bound.batch.index, one, None)).output(scope)
+                evaluation = problem.evaluation({**values, **own}, "once")
+                with evaluation.active():
+                    return problem.on(Batch(problem.batch.index, one, None)).output(evaluation)
 
             output, pull = torch.func.vjp(function, own)
             return output.squeeze(0), torch.func.vmap(lambda v: pull(v.unsqueeze(0))[0])(u)
@@ -127,11 +127,13 @@ class Shares:
         return {name: x.detach() for name, x in rows.items()}
 
     def _in_a_loop(self, u: Tensor, wanted: Tensor) -> Columns:
-        bound, rows = self._bound, []
+        problem, rows = self._problem, []
         for n in wanted.tolist():
             here = slice(n, n + 1)
-            part = Batch(bound.batch.index, select_samples(bound.batch.X, here, u.shape[1]), None)
-            with bound.on(part).recording("once") as (_, leaves, output):
+            part = Batch(
+                problem.batch.index, select_samples(problem.batch.X, here, u.shape[1]), None
+            )
+            with problem.on(part).recording("once") as (_, leaves, output):
                 self._check_output(output, wanted.new_tensor([n]))
                 inputs = {name: leaves[name] for name in self._space.names}
                 rows.append(pull_columns({"": output}, {"": u[:, here]}, inputs))

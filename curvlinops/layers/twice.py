@@ -10,14 +10,14 @@ import torch
 from curvlinops.layers.batch import RecordedBatch
 from curvlinops.layers.parts import Key
 from curvlinops.risk.data import Batch
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.pytree import duplicate_sample
 
 
-def sample_twice(bound: BatchRisk) -> BatchRisk:
+def sample_twice(problem: BatchProblem) -> BatchProblem:
     """Return the model on a batch that has the only sample of another one twice."""
-    return bound.on(Batch(bound.batch.index, duplicate_sample(bound.batch.X), None))
+    return problem.on(Batch(problem.batch.index, duplicate_sample(problem.batch.X), None))
 
 
 def blind(once: RecordedBatch, both: RecordedBatch) -> set[Key]:

@@ -87,7 +87,7 @@ def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[di
 
 
 def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
-    with without_torch_function():  # a scope watches what the model calls
+    with without_torch_function():  # an evaluation watches what the model calls
         # contiguous: the columns of a matrix are far apart in its memory
         return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
 

@@ -26,7 +26,7 @@ from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.empirical_risk import BatchRisk, EmpiricalRisk
+from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 from curvlinops.risk.graph_cache import GraphCache, check_cache
 from curvlinops.risk.output_checks import OVERFLOW, report_batch_statistics
 from curvlinops.support.arguments import as_device, check_choice, check_count
@@ -132,7 +132,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- what a subclass says
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
         """Do all on a batch that does not depend on the vectors; return what does."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Return domain, codomain, and whether the operator is self-adjoint."""
         return self.risk.space, self.risk.space, True
 
-    def _choose(self, bound: BatchRisk, many: bool) -> Mode:
+    def _choose(self, problem: BatchProblem, many: bool) -> Mode:
         """Choose the mode, for one or for many products with the same graph.
 
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
@@ -151,9 +151,9 @@ class DataLinearOperator(TorchLinearOperator):
         modes = self._modes if many else self._modes[::-1]
 
         def only_terms(output: Tensor) -> tuple[None, Tensor]:
-            return None, bound.terms(output)
+            return None, problem.terms(output)
 
-        return choose(modes, adjoint_of_jacobian, bound, only_terms)
+        return choose(modes, adjoint_of_jacobian, problem, only_terms)
 
     # --- products
 
@@ -174,8 +174,8 @@ class DataLinearOperator(TorchLinearOperator):
         total, ranks = 0.0, self.risk.ranks
         together = self._together("matmat", columns, wanted=codomain.names)
         with together as columns, self._batches("matmat") as batches:
-            for bound in batches:
-                apply = self._prepare(bound, num_columns * len(both))
+            for problem in batches:
+                apply = self._prepare(problem, num_columns * len(both))
                 for inputs, outputs in both:
                     V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
                     terms = apply(V, product)
@@ -186,28 +186,30 @@ class DataLinearOperator(TorchLinearOperator):
         self._check_finite(out, codomain)
         return out
 
-    def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
+    def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
         """Linearize on a batch for a number of products, unless that is kept from before."""
-        keeps = self._cache.wants(("", bound.batch.index))
-        mode = self._mode_for(bound, many=self._are_many(num_products) or keeps)
+        keeps = self._cache.wants(("", problem.batch.index))
+        mode = self._mode_for(problem, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # forward mode has no graph
-            return self._linearize(bound, mode)
-        mode = replace(mode, once=num_products == 1 and not keeps and bound.can_substitute)
-        return self._keep(bound, lambda own: self._linearize(own, mode))
+            return self._linearize(problem, mode)
+        mode = replace(mode, once=num_products == 1 and not keeps and problem.can_substitute)
+        return self._keep(problem, lambda own: self._linearize(own, mode))
 
     def _are_many(self, num_products: int) -> bool:
         """Return whether the graph of a backward pass pays for a number of products."""
         return num_products > 1
 
-    def _keep(self, bound: BatchRisk, build: Callable[[BatchRisk], Any], kind: str = "") -> Any:
+    def _keep(
+        self, problem: BatchProblem, build: Callable[[BatchProblem], Any], kind: str = ""
+    ) -> Any:
         """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
-        key = (kind, bound.batch.index)
-        return self._cache.get_or_build(key, bound.batch, lambda own: build(bound.on(own)))
+        key = (kind, problem.batch.index)
+        return self._cache.get_or_build(key, problem.batch, lambda own: build(problem.on(own)))
 
     @contextmanager
     def _batches(
         self, description: str, data: Batches | None = None
-    ) -> Iterator[Iterator[BatchRisk]]:
+    ) -> Iterator[Iterator[BatchProblem]]:
         """Pass over the data with what is kept, see ``EmpiricalRisk.batches``."""
         with exclusive():
             self._follow_changes()
@@ -229,14 +231,14 @@ class DataLinearOperator(TorchLinearOperator):
         self.risk.reconsider(self._wrap_loss(self.loss_func, self.reduction))
         self._check_model()
 
-    def _mode_for(self, bound: BatchRisk, many: bool) -> Mode:
+    def _mode_for(self, problem: BatchProblem, many: bool) -> Mode:
         """Return the mode for one or for many products with one batch's graph."""
         key = ("mode", type(self), self.autodiff, self.chunk_size, many)
-        known = self.risk.shared(bound)
+        known = self.risk.shared(problem)
         if key not in known:
             try:
                 with preserved_rng():  # the product draws as if there was no test
-                    known[key] = self._choose(bound, many)
+                    known[key] = self._choose(problem, many)
             except NothingToTest as found:  # another batch may tell
                 return found.mode
         return known[key]

@@ -14,7 +14,7 @@ from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
 from curvlinops.support.rng import preserved_rng
@@ -75,81 +75,81 @@ class EFLinearOperator(DataLinearOperator):
         self._alone = SamplesAlone(type(self).__name__)
         self._choice: _Choice | None = None
 
-    def _prepare(self, bound: BatchRisk, num_products: int) -> Apply:
-        if bound.loss_needs_graph:
-            return self._keep(bound, self._from_samples_alone, "alone")
+    def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
+        if problem.loss_needs_graph:
+            return self._keep(problem, self._from_samples_alone, "alone")
         # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
-        rows, pairs = ((kind, bound.batch.index) for kind in ("rows", ""))
+        rows, pairs = ((kind, problem.batch.index) for kind in ("rows", ""))
         if self._choice is None and self._cache.wants(rows):
             with preserved_rng():  # the product draws as if there was no choice
-                self._choice = self._choose_forms(bound)
+                self._choice = self._choose_forms(problem)
         choice = self._choice or _Choice()
         if choice.without_graph:
-            return self._keep(bound, self._from_rows, "rows")
-        size = bound.num_samples * self.space.dim * self.space.dtype.itemsize
+            return self._keep(problem, self._from_rows, "rows")
+        size = problem.num_samples * self.space.dim * self.space.dtype.itemsize
         if choice.rows and self._cache.wants(rows) and self._cache.has_room(rows, size):
-            return self._keep(bound, self._from_rows, "rows")
+            return self._keep(problem, self._from_rows, "rows")
         if choice.pairs and self._cache.wants(pairs):
-            return self._keep(bound, self._from_pairs)
+            return self._keep(problem, self._from_pairs)
         try:
-            return super()._prepare(bound, num_products)
+            return super()._prepare(problem, num_products)
         except NoDerivativeError:
-            if self.autodiff != "auto" or self._is_finer(bound, evaluate(bound)):
+            if self.autodiff != "auto" or self._is_finer(problem, evaluate(problem)):
                 raise
         self._choice = _Choice(without_graph=True)
-        return self._keep(bound, self._from_rows, "rows")
+        return self._keep(problem, self._from_rows, "rows")
 
-    def _is_finer(self, bound: BatchRisk, output: Tensor) -> bool:
+    def _is_finer(self, problem: BatchProblem, output: Tensor) -> bool:
         """Return whether there is more than one gradient for each sample."""
-        num_terms = bound.loss.to_terms(output.unsqueeze(0)).shape[1]
+        num_terms = problem.loss.to_terms(output.unsqueeze(0)).shape[1]
         return self.terms == "term" and num_terms != len(output)
 
-    def _capture(self, bound: BatchRisk) -> SampleGradients:
-        found = bound.known(SampleBackward, type(self).__name__, self._trusting, False)
-        return found.capture(bound)
+    def _capture(self, problem: BatchProblem) -> SampleGradients:
+        found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+        return found.capture(problem)
 
-    def _choose_forms(self, bound: BatchRisk) -> _Choice:
+    def _choose_forms(self, problem: BatchProblem) -> _Choice:
         """Return what makes products faster than a graph does.
 
         The gradients' N D numbers are read twice, which takes about as long as eight operations
         with each of them in a matrix product. Pairs of inputs and output gradients take four for
         each position of a weight, a graph as many, and those with the layers in between.
         """
-        gradients = self._capture(bound)
+        gradients = self._capture(problem)
         output = gradients.output
-        if gradients.fallbacks or self._is_finer(bound, output):
+        if gradients.fallbacks or self._is_finer(problem, output):
             return _Choice()
-        groups = self._backward(bound, gradients)
+        groups = self._backward(problem, gradients)
         operations = sum(4 * form.num_multiplications for _, form in groups)
         pairs = all(form.products() is not None for _, form in groups)
         return _Choice(rows=operations > 16 * self.space.dim, pairs=pairs)
 
-    def _gradient(self, bound: BatchRisk, output: Tensor) -> Tensor:
-        return bound.loss.gradient(output, bound.batch.y).unsqueeze(0)
+    def _gradient(self, problem: BatchProblem, output: Tensor) -> Tensor:
+        return problem.loss.gradient(output, problem.batch.y).unsqueeze(0)
 
-    def _backward(self, bound: BatchRisk, gradients: SampleGradients) -> list[Group]:
+    def _backward(self, problem: BatchProblem, gradients: SampleGradients) -> list[Group]:
         """Return the samples' gradients."""
-        return gradients.backward(self._gradient(bound, gradients.output), last=True)
+        return gradients.backward(self._gradient(problem, gradients.output), last=True)
 
-    def _from_rows(self, bound: BatchRisk) -> Apply:
+    def _from_rows(self, problem: BatchProblem) -> Apply:
         """Prepare products with the samples' gradients."""
-        gradients = self._capture(bound)
-        if self._is_finer(bound, gradients.output):  # unlike on the first batch
-            return self._linearize(bound, self._mode_for(bound, many=True))
-        terms = bound.terms(gradients.output)
-        rows = written(self._backward(bound, gradients), self.space)
+        gradients = self._capture(problem)
+        if self._is_finer(problem, gradients.output):  # unlike on the first batch
+            return self._linearize(problem, self._mode_for(problem, many=True))
+        terms = problem.terms(gradients.output)
+        rows = written(self._backward(problem, gradients), self.space)
         return _sum_of_outer_products(rows, terms)
 
-    def _from_pairs(self, bound: BatchRisk) -> Apply:
+    def _from_pairs(self, problem: BatchProblem) -> Apply:
         """Prepare products with what the samples' gradients are made of."""
-        gradients = self._capture(bound)
-        if self._is_finer(bound, gradients.output):  # unlike on the first batch
-            return self._linearize(bound, self._mode_for(bound, many=True))
-        terms, products = bound.terms(gradients.output), {}
-        for names, form in self._backward(bound, gradients):
+        gradients = self._capture(problem)
+        if self._is_finer(problem, gradients.output):  # unlike on the first batch
+            return self._linearize(problem, self._mode_for(problem, many=True))
+        terms, products = problem.terms(gradients.output), {}
+        for names, form in self._backward(problem, gradients):
             found = form.products()
             if found is None:  # unlike on the first batch
-                return self._from_rows(bound)
+                return self._from_rows(problem)
             products[names[0]] = found
 
         def apply(V: Columns, out: Columns) -> Tensor:
@@ -160,19 +160,19 @@ class EFLinearOperator(DataLinearOperator):
 
         return apply
 
-    def _from_samples_alone(self, bound: BatchRisk) -> Apply:
+    def _from_samples_alone(self, problem: BatchProblem) -> Apply:
         """Multiply if the loss is no function of the output; each sample is a term."""
-        rows = self._alone.rows(bound)
+        rows = self._alone.rows(problem)
         num_samples = len(next(iter(rows.values())))
         return _sum_of_outer_products(rows, torch.tensor(num_samples, device=self.device))
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-            terms = bound.terms(output)
-            by = _outer_by_sample if self.terms == "sample" else bound.loss.outer
-            return by(self._gradient(bound, output), output), terms
+            terms = problem.terms(output)
+            by = _outer_by_sample if self.terms == "sample" else problem.loss.outer
+            return by(self._gradient(problem, output), output), terms
 
-        return mode.gauss_newton(bound, curvature)
+        return mode.gauss_newton(problem, curvature)
 
 
 def _sum_of_outer_products(rows: Columns, terms: Tensor) -> Apply:

@@ -10,7 +10,7 @@ from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, would_be_gradients
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
 
 
@@ -48,15 +48,17 @@ class GGNLinearOperator(DataLinearOperator):
                 "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
             )
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
         if self.mc_samples:
-            return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
+            return mode.gauss_newton(
+                problem, sampled_curvature(problem, self.mc_samples, self.seed)
+            )
 
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-            terms = bound.terms(output)
-            return bound.loss.hessian(output, bound.batch.y), terms
+            terms = problem.terms(output)
+            return problem.loss.hessian(output, problem.batch.y), terms
 
-        return mode.gauss_newton(bound, curvature)
+        return mode.gauss_newton(problem, curvature)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -88,16 +90,16 @@ class FisherMCLinearOperator(DataLinearOperator):
             self.risk.loss, self.mc_samples, self.seed, at_least=1
         )
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
-        return mode.gauss_newton(bound, sampled_curvature(bound, self.mc_samples, self.seed))
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
+        return mode.gauss_newton(problem, sampled_curvature(problem, self.mc_samples, self.seed))
 
 
-def sampled_curvature(bound: BatchRisk, num_samples: int, seed: int) -> Any:
+def sampled_curvature(problem: BatchProblem, num_samples: int, seed: int) -> Any:
     """Return the head that multiplies with outer products of would-be gradients."""
 
     def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-        terms = bound.terms(output)
-        vectors = would_be_gradients(bound, output, num_samples, seed)
-        return bound.loss.outer(vectors, output), terms
+        terms = problem.terms(output)
+        vectors = would_be_gradients(problem, output, num_samples, seed)
+        return problem.loss.outer(vectors, output), terms
 
     return curvature

@@ -13,7 +13,7 @@ from curvlinops.linear_operator.columns import add, mark_last
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -53,9 +53,9 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
             self.risk.loss, self.mc_samples, self.seed, at_least=0
         )
 
-    def _capture(self, bound: BatchRisk) -> SampleGradients:
-        found = bound.known(SampleBackward, type(self).__name__, self._trusting)
-        return found.capture(bound)
+    def _capture(self, problem: BatchProblem) -> SampleGradients:
+        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+        return found.capture(problem)
 
     def _apply(self, columns: Columns) -> Columns:
         return self._apply_restricted(columns, self.space.names)
@@ -77,10 +77,10 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
         ranks = self.risk.ranks
         with self._together("trace"), self._batches("trace") as batches:
-            for bound in batches:
-                gradients = self._capture(bound)
-                total = total + bound.terms(gradients.output)
-                for u, last in mark_last(self._vectors(bound, gradients)):
+            for problem in batches:
+                gradients = self._capture(problem)
+                total = total + problem.terms(gradients.output)
+                for u, last in mark_last(self._vectors(problem, gradients)):
                     for _, form in gradients.backward(u, last):
                         trace = trace + form.squared_norms().sum()
         scale = self.risk.scale(ranks.total(total))
@@ -96,8 +96,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
 
         ranks = self.risk.ranks
         with self._together("diagonal"), self._batches("diagonal") as batches:
-            for bound in batches:
-                squares, terms = self._keep(bound, self._squares)
+            for problem in batches:
+                squares, terms = self._keep(problem, self._squares)
                 add(out, slice(None), squares)
                 total = total + terms
         scale = self.risk.scale(ranks.total(total))
@@ -105,24 +105,24 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         self._check_finite(out, self.space)
         return out
 
-    def _squares(self, bound: BatchRisk) -> tuple[Columns, Tensor]:
+    def _squares(self, problem: BatchProblem) -> tuple[Columns, Tensor]:
         """Return the sum of a batch's squared gradients, and its share of the normalization."""
-        gradients, out = self._capture(bound), self.space.zeros(1)
-        terms = bound.terms(gradients.output)
-        for u, last in mark_last(self._vectors(bound, gradients)):
+        gradients, out = self._capture(problem), self.space.zeros(1)
+        terms = problem.terms(gradients.output)
+        for u, last in mark_last(self._vectors(problem, gradients)):
             for names, form in gradients.backward(u, last):
                 squares = form.sum_of_squares().unsqueeze(0)
                 add(out, slice(None), split(names, squares, self.space))
         return out, terms
 
-    def _vectors(self, bound: BatchRisk, gradients: SampleGradients) -> Iterator[Tensor]:
+    def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
         output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
         if self.mc_samples:
-            vectors = would_be_gradients(bound, output, self.mc_samples, self.seed)
+            vectors = would_be_gradients(problem, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
             return
-        for roots in hessian_roots(bound, output):
+        for roots in hessian_roots(problem, output):
             yield from roots.split(gradients.vectors_at_once)

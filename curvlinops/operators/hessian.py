@@ -4,7 +4,7 @@ from curvlinops.autodiff.backward import Apply
 from curvlinops.autodiff.mode_selection import Mode, NothingToTest, choose, symmetry_of_hessian
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.custom_functions import check_custom_functions
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 
 
 class HessianLinearOperator(DataLinearOperator):
@@ -16,21 +16,21 @@ class HessianLinearOperator(DataLinearOperator):
     Fast exact multiplication by the Hessian, Neural Computation 1994.
     """
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Apply:
-        return mode.hessian(bound, bound.loss_seed)
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
+        return mode.hessian(problem, problem.loss_seed)
 
-    def _choose(self, bound: BatchRisk, many: bool) -> Mode:
+    def _choose(self, problem: BatchProblem, many: bool) -> Mode:
         try:
-            mode = choose(self._modes, symmetry_of_hessian, bound, bound.loss_seed)
+            mode = choose(self._modes, symmetry_of_hessian, problem, problem.loss_seed)
         except NothingToTest as found:  # differences may still tell more
-            self._compare(bound, found.mode)
+            self._compare(problem, found.mode)
             raise
-        self._compare(bound, mode)
+        self._compare(problem, mode)
         return mode
 
-    def _compare(self, bound: BatchRisk, mode: Mode) -> None:
+    def _compare(self, problem: BatchProblem, mode: Mode) -> None:
         if self.autodiff != "reverse":
-            check_custom_functions(bound, mode)
+            check_custom_functions(problem, mode)
 
     def _are_many(self, num_products: int) -> bool:
         return True  # on our benchmarks reverse mode is the faster one already for a single product

@@ -10,7 +10,7 @@ from curvlinops.layers.groups import Group
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -49,7 +49,7 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
         return None
 
-    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
+    def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
         return flat(output)
 
     def _num_rows(self, output: Tensor) -> int:
@@ -68,9 +68,9 @@ class OutputsLinearOperator(RowsLinearOperator):
         batches: list[tuple[list[Group], Tensor]] = []
         with self._batches("gram") as passed:
             places = RowPlaces(self, sum(self._lengths))
-            for bound in places.wanted(passed):
-                found = bound.known(SampleBackward, type(self).__name__, self._trusting, False)
-                gradients = found.capture(bound)
+            for problem in places.wanted(passed):
+                found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+                gradients = found.capture(problem)
                 output = gradients.output
                 size = output.shape[1:].numel()
                 eye = torch.eye(size, dtype=output.dtype, device=output.device)

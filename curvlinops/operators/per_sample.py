@@ -16,7 +16,7 @@ from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.columns import add
 from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
 from curvlinops.operators.rows import AddRows, RowMaps, RowPlaces, RowsLinearOperator, row_indices
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
 from curvlinops.support.torch_modes import in_default_modes
@@ -98,8 +98,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             return output.shape[0]
         return self.risk.loss.to_terms(output.unsqueeze(0)).shape[1]
 
-    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
-        gradient, loss = self._loss_gradient(bound, output), bound.loss
+    def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
+        gradient, loss = self._loss_gradient(problem, output), problem.loss
         if self.terms == "term":
             g = loss.to_terms(gradient.unsqueeze(0))
             return (
@@ -113,31 +113,31 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         )
 
     @staticmethod
-    def _loss_gradient(bound: BatchRisk, output: Tensor) -> Tensor:
-        bound.terms(output)  # checks that output and target fit
-        return wide(bound.loss.gradient(output, bound.batch.y))
+    def _loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
+        problem.terms(output)  # checks that output and target fit
+        return wide(problem.loss.gradient(output, problem.batch.y))
 
-    def _prepare(self, bound: BatchRisk, num_products: int) -> Push:
-        if not bound.loss_needs_graph and not self._lacking:
+    def _prepare(self, problem: BatchProblem, num_products: int) -> Push:
+        if not problem.loss_needs_graph and not self._lacking:
             try:
-                return super()._prepare(bound, num_products)
+                return super()._prepare(problem, num_products)
             except NoDerivativeError:  # of second order, and in forward mode
                 if self.autodiff != "auto":
                     raise
-                self._lacking.append(bound.batch.index)
-        rows = self._keep(bound, self._written, "rows")
+                self._lacking.append(problem.batch.index)
+        rows = self._keep(problem, self._written, "rows")
         return lambda V: sum(flat(v) @ rows[name].T for name, v in V.items())
 
-    def _written(self, bound: BatchRisk) -> Columns:
+    def _written(self, problem: BatchProblem) -> Columns:
         """Return the rows of a batch, ``{name: [M, entries]}``."""
-        _, count, at = self._turns(bound)
-        rows = [written(at(turn), bound.space) for turn in range(count)]
+        _, count, at = self._turns(problem)
+        rows = [written(at(turn), problem.space) for turn in range(count)]
         return {n: torch.stack([x[n] for x in rows], 1).flatten(0, 1) for n in rows[0]}
 
-    def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
-        if not bound.loss_needs_graph:
-            return super()._linearize_adjoint(bound)
-        rows = self._alone.rows(bound)
+    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
+        if not problem.loss_needs_graph:
+            return super()._linearize_adjoint(problem)
+        rows = self._alone.rows(problem)
         self._fallbacks = self._alone.fallbacks
 
         def apply(u: Tensor, out: Columns) -> None:
@@ -258,8 +258,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """
         with self._batches(description) as batches:
             places = RowPlaces(self, self._all.dim)
-            for bound in places.wanted(batches):
-                num_samples, count, at = self._turns(bound)
+            for problem in places.wanted(batches):
+                num_samples, count, at = self._turns(problem)
                 place = places.next(num_samples * count)
                 if place is None:
                     continue
@@ -267,7 +267,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 local = self._indices[where] - place.start
                 if whole and count > 1:
                     order = (local % count).argsort(stable=True)
-                    visit([in_turns(at, local[order], count, bound.space)], where[order])
+                    visit([in_turns(at, local[order], count, problem.space)], where[order])
                     continue
                 for turn in (local % count).unique().tolist():
                     chosen, mine = at(turn), local % count == turn
@@ -276,29 +276,29 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                         chosen = [(names, form.select(samples)) for names, form in chosen]
                     visit(chosen, where[mine])
 
-    def _turns(self, bound: BatchRisk) -> tuple[int, int, Callable[[int], list[Group]]]:
+    def _turns(self, problem: BatchProblem) -> tuple[int, int, Callable[[int], list[Group]]]:
         """Prepare the gradients of a batch, of one row of each sample at a time.
 
         Returns:
             The number of samples, how many neighboring rows each has, and a function of the place
             among these.
         """
-        if bound.loss_needs_graph:
-            group = self._alone.group(bound)
+        if problem.loss_needs_graph:
+            group = self._alone.group(problem)
             self._fallbacks = self._alone.fallbacks
             return group[1].num_samples, 1, lambda _: [group]
-        found = bound.known(SampleBackward, type(self).__name__, self._trusting)
-        samples = found.capture(bound)
+        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+        samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
-        gradient = self._loss_gradient(bound, output).unsqueeze(0)
+        gradient = self._loss_gradient(problem, output).unsqueeze(0)
         if self.terms == "sample":
             return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype), last=True)
-        terms = bound.loss.to_terms(gradient)
+        terms = problem.loss.to_terms(gradient)
         count = max(terms.shape[1] // max(len(output), 1), 1)
 
         def at(turn: int) -> list[Group]:
             alone = torch.zeros_like(terms)
             alone[:, turn::count] = terms[:, turn::count]
-            return samples.backward(bound.loss.from_terms(alone, output).to(output.dtype))
+            return samples.backward(problem.loss.from_terms(alone, output).to(output.dtype))
 
         return len(output), count, at

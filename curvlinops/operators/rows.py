@@ -16,7 +16,7 @@ from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive
@@ -45,7 +45,7 @@ class RowsLinearOperator(DataLinearOperator):
             )
         super().__post_init__()
 
-    def _row_maps(self, bound: BatchRisk, output: Tensor) -> RowMaps:
+    def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
         """Return the linear function at a given output, and its adjoint."""
         raise NotImplementedError
 
@@ -64,13 +64,13 @@ class RowsLinearOperator(DataLinearOperator):
         """Return whether nobody asks for the rows at a place."""
         return False
 
-    def _linearize(self, bound: BatchRisk, mode: Mode) -> Push:
-        return mode.jacobian(bound, lambda output: self._row_maps(bound, output)[0])
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> Push:
+        return mode.jacobian(problem, lambda output: self._row_maps(problem, output)[0])
 
-    def _linearize_adjoint(self, bound: BatchRisk) -> tuple[AddRows, int]:
+    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         """Do all on a batch for transposed products that does not depend on the vectors."""
-        apply, output = backward.transposed_jacobian(bound, self.chunk_size)
-        up = self._row_maps(bound, output)[1]
+        apply, output = backward.transposed_jacobian(problem, self.chunk_size)
+        up = self._row_maps(problem, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(output)
 
     def _rows(self) -> ParameterSpace:
@@ -78,9 +78,9 @@ class RowsLinearOperator(DataLinearOperator):
         shapes: list[tuple[int, ...]] = []
         self._sizes: list[tuple | None] = []
         with self.risk.batches("count_rows") as batches:
-            for bound in batches:
-                self._sizes.append(_size(bound) if self._selective else None)
-                with bound.recording("once") as (_, _, output):
+            for problem in batches:
+                self._sizes.append(_size(problem) if self._selective else None)
+                with problem.recording("once") as (_, _, output):
                     shapes.append(self._rows_shape(output))
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
@@ -90,15 +90,15 @@ class RowsLinearOperator(DataLinearOperator):
             {"": shape if alike else (sum(self._lengths),)}, space.dtype, space.device
         )
 
-    def _expected(self, bound: BatchRisk, start: int) -> slice | None:
+    def _expected(self, problem: BatchProblem, start: int) -> slice | None:
         """Return where the rows of a batch are if nothing has changed since construction."""
-        index = bound.batch.index
+        index = problem.batch.index
         return slice(start, start + self._lengths[index]) if index < len(self._lengths) else None
 
-    def _has_kept_its_size(self, bound: BatchRisk) -> bool:
+    def _has_kept_its_size(self, problem: BatchProblem) -> bool:
         """Return whether it is evident that a batch has as many rows as at construction."""
-        size = _size(bound)
-        return size is not None and size == self._sizes[bound.batch.index]
+        size = _size(problem)
+        return size is not None and size == self._sizes[problem.batch.index]
 
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors, which are zero outside of ``columns``."""
@@ -110,8 +110,8 @@ class RowsLinearOperator(DataLinearOperator):
 
         with self._batches("matmat") as batches:
             places = RowPlaces(self, rows.dim)
-            for bound in places.wanted(batches):
-                part = self._prepare(bound, num_columns)(columns)
+            for problem in places.wanted(batches):
+                part = self._prepare(problem, num_columns)(columns)
                 if (place := places.next(part.shape[1])) is not None:
                     flat_out[:, place] = part
         self._check_finite(out, rows)
@@ -126,8 +126,8 @@ class RowsLinearOperator(DataLinearOperator):
 
         with self._batches("matmat") as batches:
             places = RowPlaces(self, rows.dim)
-            for bound in places.wanted(batches):
-                apply, length = self._keep(bound, self._linearize_adjoint, "transposed")
+            for problem in places.wanted(batches):
+                apply, length = self._keep(problem, self._linearize_adjoint, "transposed")
                 if (place := places.next(length)) is not None:
                     apply(U[:, place], out)
         self._check_finite(out, space)
@@ -168,19 +168,19 @@ class RowPlaces:
         self._start = 0
         self._expected: slice | None = None
 
-    def wanted(self, batches: Iterable[BatchRisk]) -> Iterator[BatchRisk]:
+    def wanted(self, batches: Iterable[BatchProblem]) -> Iterator[BatchProblem]:
         """Yield the batches, except for those whose rows nobody asks for.
 
         Raises:
             RuntimeError: If all batches together have another number of rows.
         """
-        for bound in batches:
-            self._expected = self._operator._expected(bound, self._start)
+        for problem in batches:
+            self._expected = self._operator._expected(problem, self._start)
             skips = self._operator._skips(self._expected)
-            if skips and self._operator._has_kept_its_size(bound):
+            if skips and self._operator._has_kept_its_size(problem):
                 self._start = self._expected.stop
             else:
-                yield bound
+                yield problem
         if self._start != self._dim:
             raise RuntimeError(
                 f"The data has {self._start} rows, at construction it had {self._dim}. Data or "
@@ -206,11 +206,11 @@ class RowPlaces:
         return None if self._operator._skips(place) else place
 
 
-def _size(bound: BatchRisk) -> tuple | None:
+def _size(problem: BatchProblem) -> tuple | None:
     """Return a batch's number of samples and its tensors' shapes, if the number is evident."""
     with suppress(Exception):  # the number may not be evident, or a tensor have no shape
-        tensors = leaves((bound.batch.X, bound.batch.y))
-        return bound.num_samples, *(tensor.shape for tensor in tensors)
+        tensors = leaves((problem.batch.X, problem.batch.y))
+        return problem.num_samples, *(tensor.shape for tensor in tensors)
     return None
 
 

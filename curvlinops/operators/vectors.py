@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.losses import Loss
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_count
 from curvlinops.support.rng import seeded
 
@@ -27,15 +27,17 @@ def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tup
     return mc_samples, seed
 
 
-def would_be_gradients(bound: BatchRisk, output: Tensor, num_samples: int, seed: int) -> Tensor:
+def would_be_gradients(
+    problem: BatchProblem, output: Tensor, num_samples: int, seed: int
+) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
-    bound.check(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
-    generator = seeded(output.device, seed, bound.number)
-    return bound.loss.sample(output, bound.batch.y, num_samples, generator)
+    problem.check(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
+    generator = seeded(output.device, seed, problem.number)
+    return problem.loss.sample(output, problem.batch.y, num_samples, generator)
 
 
 def hessian_roots(
-    bound: BatchRisk, output: Tensor, num_samples: int | None = None
+    problem: BatchProblem, output: Tensor, num_samples: int | None = None
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, one position at a time.
 
@@ -43,38 +45,38 @@ def hessian_roots(
     exact, whether terms interact in the model or not.
 
     Args:
-        bound: The risk on a batch.
+        problem: The risk on a batch.
         output: The model's output.
         num_samples: How many samples there are; by default each row of the output is one.
     """
-    roots = _roots(bound, output, num_samples)
+    roots = _roots(problem, output, num_samples)
     for position in range(roots.shape[2]):
         alone = torch.zeros_like(roots)
         alone[:, :, position] = roots[:, :, position]
-        yield bound.loss.from_terms(alone.flatten(1, 2), output)
+        yield problem.loss.from_terms(alone.flatten(1, 2), output)
 
 
 def signed_hessian_roots(
-    bound: BatchRisk, output: Tensor, num_draws: int, seed: int, num_samples: int
+    problem: BatchProblem, output: Tensor, num_draws: int, seed: int, num_samples: int
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
 
     Terms of the same sample get random signs, so that the products of different terms vanish in
     expectation. With one term per sample nothing is random, and a single draw is exact.
     """
-    roots = _roots(bound, output, num_samples)
+    roots = _roots(problem, output, num_samples)
     if roots.shape[2] <= 1:
-        yield bound.loss.from_terms(roots.flatten(1, 2), output)
+        yield problem.loss.from_terms(roots.flatten(1, 2), output)
         return
-    generator = seeded(output.device, seed, bound.number)
+    generator = seeded(output.device, seed, problem.number)
     for _ in range(num_draws):
         draw = torch.randint(2, roots.shape[1:3], generator=generator, device=roots.device)
         signs = (2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5
-        yield bound.loss.from_terms((roots * signs).flatten(1, 2), output)
+        yield problem.loss.from_terms((roots * signs).flatten(1, 2), output)
 
 
-def _roots(bound: BatchRisk, output: Tensor, num_samples: int | None) -> Tensor:
+def _roots(problem: BatchProblem, output: Tensor, num_samples: int | None) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
-    bound.check(output)
-    roots = bound.loss.to_terms(bound.loss.hessian_root(output, bound.batch.y))
+    problem.check(output)
+    roots = problem.loss.to_terms(problem.loss.hessian_root(output, problem.batch.y))
     return roots.unflatten(1, (num_samples or output.shape[0], -1))

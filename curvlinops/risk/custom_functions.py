@@ -11,11 +11,11 @@ from curvlinops.autodiff.backward import Tensors, pull
 from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.linear_operator.columns import norm
 from curvlinops.linear_operator.space import Columns
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
 
 
-def check_custom_functions(bound: BatchRisk, mode: Mode) -> None:
+def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
     """Compare a Hessian product with central differences of the gradient, at two step sizes.
 
     Only for models with custom autograd functions, or hooks on tensors (hooks on nodes of the
@@ -24,26 +24,28 @@ def check_custom_functions(bound: BatchRisk, mode: Mode) -> None:
     Raises:
         RuntimeError: If they differ by more than 10 % at both step sizes.
     """
-    if not (functions := bound.facts.custom_functions):
+    if not (functions := problem.facts.custom_functions):
         return
     names = ", ".join(sorted(functions))
-    theta = {name: leaf.detach() for name, leaf in bound.leaves().items()}
-    dtypes = {x.dtype for x in theta.values()} | bound.facts.dtypes
-    if not bound.can_substitute or not dtypes <= {torch.float32, torch.float64}:
+    theta = {name: leaf.detach() for name, leaf in problem.leaves().items()}
+    dtypes = {x.dtype for x in theta.values()} | problem.facts.dtypes
+    if not problem.can_substitute or not dtypes <= {torch.float32, torch.float64}:
         warn(
             f"The model has custom autograd functions, or hooks ({names}), and is a closure or has "
             "dtypes of less than 32 bits: whether they can be differentiated twice cannot be "
             "checked. If they cannot, the Hessian is wrong."
         )
         return
-    v = bound.space.randn(1, torch.Generator(bound.space.device).manual_seed(0))
+    v = problem.space.randn(1, torch.Generator(problem.space.device).manual_seed(0))
     # not along parameters whose gradient is zero by definition, such as rows of padding
-    v = {n: torch.where(g == 0, 0.0, v[n][0]) for n, g in _gradient(bound, theta).items()}
+    v = {n: torch.where(g == 0, 0.0, v[n][0]) for n, g in _gradient(problem, theta).items()}
     scale = max(norm(theta), 1e-3) / max(norm(v), 1e-3)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    product = bound.space.zeros(1)
-    mode.hessian(bound, bound.loss_seed)({name: x.unsqueeze(0) for name, x in v.items()}, product)
-    slopes = [_slope(bound, theta, v, step * scale) for step in (2 * eps**0.4, eps**0.4)]
+    product = problem.space.zeros(1)
+    mode.hessian(problem, problem.loss_seed)(
+        {name: x.unsqueeze(0) for name, x in v.items()}, product
+    )
+    slopes = [_slope(problem, theta, v, step * scale) for step in (2 * eps**0.4, eps**0.4)]
     Hv = {name: x[0] for name, x in product.items()}
     errors = [_distance(Hv, slope) / max(norm(slope), 1e-30) for slope in slopes]
     noise = _distance(*slopes) / max(norm(slopes[1]), 1e-30)
@@ -64,21 +66,23 @@ def check_custom_functions(bound: BatchRisk, mode: Mode) -> None:
     )
 
 
-def _slope(bound: BatchRisk, theta: Tensors, v: Tensors, step: float) -> Columns:
+def _slope(problem: BatchProblem, theta: Tensors, v: Tensors, step: float) -> Columns:
     """Return the central difference of the gradient along ``v``."""
     ahead, behind = (
-        _gradient(bound, {name: x + sign * step * v[name].to(x.dtype) for name, x in theta.items()})
+        _gradient(
+            problem, {name: x + sign * step * v[name].to(x.dtype) for name, x in theta.items()}
+        )
         for sign in (1, -1)
     )
     return {name: (ahead[name] - behind[name]) / (2 * step) for name in theta}
 
 
-def _gradient(bound: BatchRisk, values: Tensors) -> Columns:
+def _gradient(problem: BatchProblem, values: Tensors) -> Columns:
     """Return the gradient of the loss's sum at other values of the parameters, in float64."""
     leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
-    scope = bound.scope(leaves, "once")
-    with scope.active():
-        loss, _ = bound.loss_sum(bound.output(scope))
+    evaluation = problem.evaluation(leaves, "once")
+    with evaluation.active():
+        loss, _ = problem.loss_sum(problem.output(evaluation))
         grads = pull({"": loss}, {"": None}, leaves, retain=False)
     return {
         n: (torch.zeros_like(x) if (g := grads[n]) is None else g).double()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.autodiff import backward
 from curvlinops.linear_operator.columns import norm
-from curvlinops.risk.empirical_risk import BatchRisk, EmpiricalRisk
+from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 from curvlinops.risk.output_checks import check_finite, check_numbers
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.pytree import leaves, strided_tensors
@@ -32,9 +32,9 @@ def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
     """
     coupled: list[bool] = []
 
-    def look(bound: BatchRisk, output: Tensor) -> None:
+    def look(problem: BatchProblem, output: Tensor) -> None:
         if independent and not coupled:  # on the first batch of which there is a verdict
-            verdict = couples_samples(bound, output)
+            verdict = couples_samples(problem, output)
             coupled.extend([] if verdict is None else [verdict])
 
     first, second = _observe(risk, 0, look), _observe(risk, 1, lambda *_: None)
@@ -50,7 +50,7 @@ def check_repeatable(risk: EmpiricalRisk, independent: bool) -> None:
 
 
 def _observe(
-    risk: EmpiricalRisk, seed: int, look: Callable[[BatchRisk, Tensor], None]
+    risk: EmpiricalRisk, seed: int, look: Callable[[BatchProblem, Tensor], None]
 ) -> list[tuple[list[float], list[float]]]:
     """Return, for each batch, numbers that identify the data and what the model makes of it."""
     observations, terms = [], 0.0
@@ -58,43 +58,43 @@ def _observe(
     with preserved_rng():
         seed_everything(seed)
         with risk.batches("check_deterministic") as batches:
-            for bound in batches:
+            for problem in batches:
                 if seed == 0:
                     # on all batches, not only on the first
                     risk.values_checked = risk.loss is None
-                data = fingerprint((bound.batch.X, bound.batch.y))
-                numbers, output, own = _evaluate(risk, bound)
+                data = fingerprint((problem.batch.X, problem.batch.y))
+                numbers, output, own = _evaluate(risk, problem)
                 terms = terms + own
-                look(bound, output)
+                look(problem, output)
                 observations.append((data, numbers))
     if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
         risk.scale(terms)
     return observations
 
 
-def _evaluate(risk: EmpiricalRisk, bound: BatchRisk) -> tuple[list[float], Tensor, Tensor]:
+def _evaluate(risk: EmpiricalRisk, problem: BatchProblem) -> tuple[list[float], Tensor, Tensor]:
     """Return numbers that identify what the model makes of a batch, its output, and the terms."""
     if risk.loss is None:
-        output = backward.evaluate(bound)
-        check_numbers(bound.batch, output)
-        return fingerprint(output), output, bound.terms(output)
+        output = backward.evaluate(problem)
+        check_numbers(problem.batch, output)
+        return fingerprint(output), output, problem.terms(output)
     outputs = []
 
     def head(output: Tensor) -> tuple[Tensor, Tensor]:
         outputs.append(output.detach())
-        return bound.loss_sum(output)
+        return problem.loss_sum(output)
 
-    value, columns, terms = backward.gradient(bound, head)
-    check_finite(bound.batch, value, columns)
+    value, columns, terms = backward.gradient(problem, head)
+    check_finite(problem.batch, value, columns)
     return [float(value), norm(columns)], outputs[0], terms
 
 
 def _explain_model(risk: EmpiricalRisk, index: int) -> str:
     explanation = ""
     with risk.batches("check_deterministic") as batches:
-        for bound in batches:
-            if bound.batch.index == index:
-                evaluate = partial(backward.evaluate, bound)
+        for problem in batches:
+            if problem.batch.index == index:
+                evaluate = partial(backward.evaluate, problem)
                 explanation = explain_model(risk.model.module, evaluate)
     return f"{explanation} (Noticed on batch {index}.)"
 

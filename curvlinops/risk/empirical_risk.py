@@ -25,7 +25,7 @@ from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, fetched
 
 
-class BatchRisk:
+class BatchProblem:
     """The risk's share on one batch, which the modes in ``autodiff/modes.py`` differentiate."""
 
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
@@ -72,18 +72,18 @@ class BatchRisk:
         """
         return self._risk.known(self, make, *args)
 
-    def scope(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
-        """Return the scope in which the parameters have the given values."""
+    def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
+        """Return the evaluation in which the parameters have the given values."""
         self._risk.preserve_rng()
         return Evaluation(self.model, values, differentiation)
 
-    def on(self, batch: Batch) -> "BatchRisk":
+    def on(self, batch: Batch) -> "BatchProblem":
         """Return the same on another batch."""
-        return self if batch is self.batch else BatchRisk(self._risk, batch)
+        return self if batch is self.batch else BatchProblem(self._risk, batch)
 
-    def output(self, scope: Evaluation) -> Tensor:
-        """Evaluate the model in an active scope."""
-        output = scope.output(self.batch.X)
+    def output(self, evaluation: Evaluation) -> Tensor:
+        """Evaluate the model in an active evaluation."""
+        output = evaluation.output(self.batch.X)
         check_kind(self.batch, output)
         return output
 
@@ -95,22 +95,24 @@ class BatchRisk:
             ValueError: If the graph cannot be differentiated with respect to the parameters.
         """
         leaves = self.leaves()
-        scope = self.scope(leaves, differentiation)
+        evaluation = self.evaluation(leaves, differentiation)
         look = Look(self, leaves) if self.is_first else None
-        with scope.active():
+        with evaluation.active():
             if look is not None:
-                output = self._first_output(scope, leaves, look)
+                output = self._first_output(evaluation, leaves, look)
             else:
-                output = self.output(scope)
+                output = self.output(evaluation)
                 self._risk.look_at_loss(self.batch, output, leaves)
                 if not self.loss_needs_graph:
                     check_graph(output, self.model, leaves)
-            yield Recording(scope, leaves, output)
+            yield Recording(evaluation, leaves, output)
 
-    def _first_output(self, scope: Evaluation, leaves: dict[str, Tensor], look: Look) -> Tensor:
+    def _first_output(
+        self, evaluation: Evaluation, leaves: dict[str, Tensor], look: Look
+    ) -> Tensor:
         """Evaluate the model for the first time, and look at its graph."""
         with look.watch:
-            output = self.output(scope)
+            output = self.output(evaluation)
             facts = look.facts(output)
             value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
         check_graph(value, self.model, leaves)
@@ -187,7 +189,7 @@ class EmpiricalRisk:
     @contextmanager
     def batches(
         self, description: str, data: Batches | None = None
-    ) -> Iterator[Iterator[BatchRisk]]:
+    ) -> Iterator[Iterator[BatchProblem]]:
         """Pass over the data, in a loop inside of a context. There are no other passes over data.
 
         Inside the context, no other thread evaluates models, PyTorch has its default modes, and
@@ -229,7 +231,7 @@ class EmpiricalRisk:
 
     def _iterate(
         self, description: str, data: Batches, current: list[Batch]
-    ) -> Iterator[BatchRisk]:
+    ) -> Iterator[BatchProblem]:
         device = self.space.device
         label = f"{self.name}.{description} on {device}"
 
@@ -239,29 +241,29 @@ class EmpiricalRisk:
 
         for batch in data.iterate(device, wrap, own_ids(self.model)):
             current[:] = [batch]
-            yield BatchRisk(self, batch)
+            yield BatchProblem(self, batch)
             current.clear()
 
-    def known(self, bound: BatchRisk, make: Callable, *args: Hashable) -> Any:
-        """See ``BatchRisk.known``."""
+    def known(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
+        """See ``BatchProblem.known``."""
         key = (make, *args)
         if key not in self._known:
-            found = self.shared(bound).setdefault(key, make(*args))
+            found = self.shared(problem).setdefault(key, make(*args))
             self._known[key] = found if found.is_complete else make(*args)
         return self._known[key]
 
-    def shared(self, bound: BatchRisk) -> dict[Hashable, Any]:
+    def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.
 
         Args:
-            bound: The first batch that is met.
+            problem: The first batch that is met.
         """
         if self._shared is None:
             flags = train_flags(self.model.roots)
-            tensors = [*self.model.params.values(), *leaves((bound.batch.X, bound.batch.y))]
+            tensors = [*self.model.params.values(), *leaves((problem.batch.X, problem.batch.y))]
             kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
-            key = (bound.facts.signature, flags, kinds, tuple(self.model.params), loss)
+            key = (problem.facts.signature, flags, kinds, tuple(self.model.params), loss)
             self._shared = learned(self.model.source, key)
         return self._shared
 
@@ -327,9 +329,9 @@ class EmpiricalRisk:
         gradient, loss, total = self.space.zeros(1), 0.0, 0.0
         task = "gradient_and_loss"
         with self.ranks.synchronized(self, task), self.batches(task) as batches:
-            for bound in batches:
-                value, columns, terms = backward.gradient(bound, bound.loss_sum)
-                check_finite(bound.batch, value, columns)
+            for problem in batches:
+                value, columns, terms = backward.gradient(problem, problem.loss_sum)
+                check_finite(problem.batch, value, columns)
                 loss, total = loss + value, total + terms
                 add(gradient, slice(None), columns)
         self.ranks.add(self.space.join(gradient))

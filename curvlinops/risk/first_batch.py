@@ -47,22 +47,22 @@ class Look:
     """Gathers facts while the model is evaluated for the first time.
 
     Args:
-        bound: The risk on the batch.
+        problem: The risk on the batch.
         leaves: The tensors by which the parameters are replaced.
 
     Attributes:
         watch: A context that watches the calls of model and loss.
     """
 
-    def __init__(self, bound: Any, leaves: dict[str, Tensor]):
-        self._bound, self._leaves = bound, leaves
-        self.watch = Watch(bound.model, leaves)
+    def __init__(self, problem: Any, leaves: dict[str, Tensor]):
+        self._problem, self._leaves = problem, leaves
+        self.watch = Watch(problem.model, leaves)
 
     def facts(self, output: Tensor) -> BatchFacts:
         """Return what the output's graph shows; inside of ``watch`` only."""
-        loss, y = self._bound.loss, self._bound.batch.y
+        loss, y = self._problem.loss, self._problem.batch.y
         depends = loss is not None and not loss.is_function_of_values
-        depends = depends and needs_graph(loss, output, y, self._leaves, self._bound.model.params)
+        depends = depends and needs_graph(loss, output, y, self._leaves, self._problem.model.params)
         value = output
         if loss is not None:
             loss.needs_graph = depends

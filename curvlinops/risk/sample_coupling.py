@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import BoundModel, evaluate
+from curvlinops.autodiff.backward import Problem, evaluate
 from curvlinops.risk.data import Batch
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.memory import lacks_memory, suppressed
 from curvlinops.support.pytree import select_samples, tile_samples
 
@@ -27,7 +27,7 @@ COUPLED = (
 )
 
 
-def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
+def couples_samples(problem: BatchProblem, output: Tensor) -> bool | None:
     """Return whether the first few samples of a batch alone have other outputs.
 
     Nothing is said, ``None``, of batches of one sample or that cannot be cut, and of models that
@@ -35,15 +35,15 @@ def couples_samples(bound: BatchRisk, output: Tensor) -> bool | None:
     """
     with suppressed():
         # one sample alone may take ways of its own, so that two are better
-        X, num_samples = bound.batch.X, bound.num_samples
+        X, num_samples = problem.batch.X, problem.num_samples
         at_least = 2 if num_samples > 3 else 1
         if at_least < num_samples == len(output):
-            few = _on(bound, select_samples(X, slice(at_least), num_samples))
-            return _differs_alone(bound, few, output)
+            few = _on(problem, select_samples(X, slice(at_least), num_samples))
+            return _differs_alone(problem, few, output)
     return None
 
 
-def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
+def check_first_sample(problem: BatchProblem, output: Tensor) -> None:
     """Refuse a model whose output for a sample depends on the other samples of the batch.
 
     Raises:
@@ -51,8 +51,8 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
             cannot be cut.
     """
     try:
-        X = select_samples(bound.batch.X, slice(1), len(output))
-        coupled = _differs_alone(bound, _on(bound, X), output)
+        X = select_samples(problem.batch.X, slice(1), len(output))
+        coupled = _differs_alone(problem, _on(problem, X), output)
     except Exception as error:
         if lacks_memory(error):
             raise
@@ -62,7 +62,7 @@ def check_first_sample(bound: BatchRisk, output: Tensor) -> None:
         raise ValueError(COUPLED)
 
 
-def _differs_alone(bound: BoundModel, part: BoundModel, output: Tensor) -> bool:
+def _differs_alone(problem: Problem, part: Problem, output: Tensor) -> bool:
     """Return whether the first samples of a batch have other outputs without the rest."""
     found = evaluate(part)
     few, num_samples = len(found), len(output)
@@ -70,12 +70,12 @@ def _differs_alone(bound: BoundModel, part: BoundModel, output: Tensor) -> bool:
         return False
     if found.shape[1:] != output.shape[1:]:
         # perhaps it has a number for each pair of samples: there are as many with copies instead
-        found = evaluate(_on(bound, tile_samples(bound.batch.X, few, num_samples)))[:few]
+        found = evaluate(_on(problem, tile_samples(problem.batch.X, few, num_samples)))[:few]
     return differs(found, output[:few], output)
 
 
-def _on(bound: BoundModel, X: Any) -> BoundModel:
-    return bound.on(Batch(bound.batch.index, X, None))
+def _on(problem: Problem, X: Any) -> Problem:
+    return problem.on(Batch(problem.batch.index, X, None))
 
 
 def differs(found: Tensor, expected: Tensor, output: Tensor) -> bool:

@@ -242,8 +242,8 @@ def _of_function(function: FunctionType) -> tuple:
 
 def used_globals(function: FunctionType) -> Iterator[Any]:
     """Yield the globals that a function names, and of modules of the user what it names of them."""
-    names, scope = names_in(function.__code__), function.__globals__
-    found = [scope[name] if name in scope else sys.modules.get(name) for name in names]
+    names, variables = names_in(function.__code__), function.__globals__
+    found = [variables[name] if name in variables else sys.modules.get(name) for name in names]
     # `import a.b as c` in a function takes c from the module a
     found += [sys.modules.get(_package(name)) for name in names if "." in name]
     seen: set[int] = set()

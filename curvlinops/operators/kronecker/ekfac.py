@@ -22,7 +22,7 @@ from curvlinops.operators.kronecker.storage import check_kind
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.risk.data import Batches
-from curvlinops.risk.empirical_risk import BatchRisk
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Dense, unit
@@ -179,10 +179,10 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         terms: Tensor | float = 0.0
         blocks = sums.blocks if blocks is None else blocks
 
-        def add(bound: BatchRisk, samples: SampleGradients) -> None:
+        def add(problem: BatchProblem, samples: SampleGradients) -> None:
             nonlocal moments, terms
-            terms = terms + bound.terms(samples.output)
-            for u, last in mark_last(self._passes.vectors(bound, samples)):
+            terms = terms + problem.terms(samples.output)
+            for u, last in mark_last(self._passes.vectors(problem, samples)):
                 parts = list(samples.parts(u, last))
                 if not sums.uses.include(Uses.of(parts, samples.fallbacks)):
                     raise ValueError(_OTHER_USES)

@@ -16,10 +16,10 @@ from curvlinops.operators.kronecker.sums import NO_USES, ChangedError, Sums
 from curvlinops.operators.kronecker.usage import Uses
 from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
 from curvlinops.risk.data import Batch, Batches
-from curvlinops.risk.empirical_risk import BatchRisk, EmpiricalRisk
+from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 
 #: Passes over the operator's data, or over other data: see ``EmpiricalRisk.batches``.
-Pass = Callable[[str, Batches | None], AbstractContextManager[Iterable[BatchRisk]]]
+Pass = Callable[[str, Batches | None], AbstractContextManager[Iterable[BatchProblem]]]
 
 
 class Passes:
@@ -112,10 +112,10 @@ class Passes:
     def _add(self, batches_of: Pass, sums: Sums, batches: Batches | None) -> None:
         """Add batches, by default those of all data, to sums."""
 
-        def use(bound: BatchRisk, samples: SampleGradients) -> None:
-            vectors = self.vectors(bound, samples)
+        def use(problem: BatchProblem, samples: SampleGradients) -> None:
+            vectors = self.vectors(problem, samples)
             self._estimator.add(sums, samples, vectors)
-            sums.terms = sums.terms + bound.terms(samples.output)
+            sums.terms = sums.terms + problem.terms(samples.output)
 
         def trusting() -> bool:
             # factors that sum over all rows need no samples; exact blocks do
@@ -130,7 +130,7 @@ class Passes:
         self,
         batches_of: Pass,
         description: str,
-        use: Callable[[BatchRisk, SampleGradients], Any],
+        use: Callable[[BatchProblem, SampleGradients], Any],
         data: Batches | None = None,
         first: int = 0,
         trusting: Callable[[], bool] | None = None,
@@ -138,8 +138,8 @@ class Passes:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
         with batches_of(description, data) as batches:
-            for number, bound in enumerate(batches, first + 1):
-                own = bound.on(Batch(number - 1, bound.batch.X, bound.batch.y))
+            for number, problem in enumerate(batches, first + 1):
+                own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
                 found = own.known(SampleBackward, self._name, self._trusting, True, True)
                 samples = found.capture(own, None if trusting is None else trusting())
                 self._check_terms(own, samples)
@@ -147,30 +147,30 @@ class Passes:
                     use(own, samples)
         return number
 
-    def vectors(self, bound: BatchRisk, samples: SampleGradients) -> Iterator[Tensor]:
+    def vectors(self, problem: BatchProblem, samples: SampleGradients) -> Iterator[Tensor]:
         """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
-        for vectors in _backpropagated(bound, samples.output, samples.num_samples, self._options):
+        for vectors in _backpropagated(problem, samples.output, samples.num_samples, self._options):
             yield from vectors.split(samples.vectors_at_once)
 
-    def _check_terms(self, bound: BatchRisk, samples: SampleGradients) -> None:
+    def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
         expected = self._terms_per_sample
         if expected is None:
             return
-        found = bound.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
+        found = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
         if found != expected * samples.num_samples:
             raise ValueError(
-                f"num_per_example_loss_terms is {expected}, but batch {bound.batch.index} has "
+                f"num_per_example_loss_terms is {expected}, but batch {problem.batch.index} has "
                 f"{found} terms for {samples.num_samples} samples."
             )
 
 
 def _backpropagated(
-    bound: BatchRisk, output: Tensor, num_samples: int, options: Options
+    problem: BatchProblem, output: Tensor, num_samples: int, options: Options
 ) -> Iterable[Tensor]:
     """Yield vectors ``[V, *output]`` whose outer products are, or replace, the loss's Hessian.
 
     Args:
-        bound: The risk on a batch.
+        problem: The risk on a batch.
         output: The model's output.
         num_samples: How many samples it has, with as many neighboring rows each.
         options: The options of the approximation.
@@ -178,10 +178,10 @@ def _backpropagated(
     if options.fisher_type is FisherType.FORWARD_ONLY:
         return [output.new_zeros(0, *output.shape)]
     if options.fisher_type is FisherType.EMPIRICAL:
-        return [bound.loss.gradient(output, bound.batch.y).unsqueeze(0)]
+        return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
     if options.fisher_type is FisherType.MC:
-        draws = would_be_gradients(bound, output, options.mc_samples, options.seed)
+        draws = would_be_gradients(problem, output, options.mc_samples, options.seed)
         return [draws / options.mc_samples**0.5]
     if options.exact:
-        return hessian_roots(bound, output, num_samples)
-    return signed_hessian_roots(bound, output, options.mc_samples, options.seed, num_samples)
+        return hessian_roots(problem, output, num_samples)
+    return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
