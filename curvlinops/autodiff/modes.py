@@ -1,6 +1,6 @@
 """Products with derivatives of a model, in forward and in reverse mode.
 
-Both modes offer the same functions. Each takes a model problem to a batch and returns an
+Both modes offer the same functions. Each takes a model on a batch and returns an
 ``Apply`` (for the Jacobian a ``Push``); what does not depend on the vectors is done before, once.
 They are built on two idioms only, each compared with finite differences through every layer of the
 test suite:
