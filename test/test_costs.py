@@ -21,7 +21,7 @@ from curvlinops import (
     TorchLinearOperator,
 )
 from curvlinops.layers.convolution import Patches
-from curvlinops.operators.kronecker import estimate
+from curvlinops.operators.kronecker import sums
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +289,7 @@ def test_factors_of_known_layers_are_added_without_a_new_plan(how: str, monkeypa
     )
     expected = matrix(whole)
     one.trace(), two.trace()
-    monkeypatch.setattr(estimate, "plan", None)
+    monkeypatch.setattr(sums, "plan_blocks", None)
     one.update(data[1]) if how == "update" else one.merge(two)
     before = copy.deepcopy(two.state_dict())
     assert error(matrix(one), expected) <= 1e-12

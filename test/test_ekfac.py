@@ -12,10 +12,8 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
 from curvlinops.layers.batch import RecordedBatch
-from curvlinops.operators.kronecker.passes import Passes
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [
@@ -222,114 +220,11 @@ def test_update_keeps_the_basis():
         offset = own.stop
 
 
-def shards(p: Problem, count: int, **options) -> list[EKFACLinearOperator]:
-    parts = (replace(p, data=[batch]) for batch in problems.rebatched(p, 1).data[:count])
-    return [build(part, "type-2", check_deterministic=False, **options) for part in parts]
-
-
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("order", ["one by one", "pairs first", "twice"])
-def test_merge(order: str, joint: bool):
+def test_merges_are_refused():
     p = problems.make("mlp-ce-mean")
-    operators = shards(p, 4, joint=joint)
-    one, two, three, four = operators
-    data = problems.rebatched(p, 1).data[:4]
-    if order == "twice":  # counts twice
-        for _ in range(2):
-            one.merge(two)
-        data = [data[0], data[1], data[1]]
-    elif order == "pairs first":
+    one, two = build(p, "type-2"), build(p, "type-2")
+    with pytest.raises(ValueError, match="Merge KFACLinearOperators, or build one operator on all"):
         one.merge(two)
-        three.merge(four)
-        one.merge(three)
-    else:
-        for other in operators[1:]:
-            one.merge(other)
-    whole = build(replace(p, data=data), "type-2", joint=joint)
-    assert error(matrix(one), matrix(whole)) <= 1e-9
-
-
-def test_merge_with_itself():
-    p = problems.make("mlp-ce-mean")
-    operator = build(p, "type-2")
-    for _ in range(2):
-        operator.merge(operator)
-    operator.to_device("cpu")
-    whole = build(replace(p, data=4 * p.data), "type-2")
-    assert error(matrix(operator), matrix(whole)) <= 1e-9
-
-
-def test_order_of_merges_and_updates():
-    p = problems.make("mlp-ce-mean")
-    (one, two, three), batch = shards(p, 3), p.data[0]
-    one.merge(two)
-    one.update(batch)
-    before = matrix(one)
-    for first, last in ((one, three), (three, one)):
-        with pytest.raises(ValueError, match="Merge before the first update"):
-            first.merge(last)
-    assert torch.equal(matrix(one), before)
-    one.compute_kronecker_factors()  # of its own data alone
-    one.merge(three)
-    data = problems.rebatched(p, 1).data
-    assert error(matrix(one), matrix(build(replace(p, data=data[::2][:2]), "type-2"))) <= 1e-9
-
-
-class Heads(nn.Module):
-    """A head for each task."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.task = nn.Linear(5, 4), 0
-        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
-
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        return self.heads[self.task](self.body(X).tanh())
-
-
-def _train(model: Heads, data: list) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(1.01)
-
-
-def _other_task(model: Heads, data: list) -> None:
-    model.task = 1
-
-
-def _other_data(model: Heads, data: list) -> None:
-    data[0] = (data[0][0] * 1.01, data[0][1])
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("change", [_train, _other_task, _other_data])
-def test_merge_of_what_has_changed(change, first: bool):
-    torch.manual_seed(0)
-    model = Heads().double()
-    parts = [[(torch.randn(n, 5).double(), torch.randint(3, (n,)))] for n in (7, 5)]
-    params, loss = list(model.parameters()), nn.CrossEntropyLoss()
-    operators = [
-        curvlinops.EKFACLinearOperator(model, loss, params, part, fisher_type="empirical")
-        for part in parts
-    ]
-    before = [matrix(operator) for operator in operators]
-    undo, task = [param.detach().clone() for param in params], model.task
-    batch = parts[0][0]
-    change(model, parts[0])
-    one, two = operators if first else operators[::-1]
-    with pytest.raises(ValueError, match="present state of the model"):
-        one.merge(two)
-    for operator, expected in zip(operators, before, strict=True):
-        assert torch.equal(matrix(operator), expected)
-    # what has been undone has not changed
-    for param, value in zip(params, undo, strict=True):
-        param.data.copy_(value)
-    model.task, parts[0][0] = task, batch
-    one.merge(two)
-    whole = curvlinops.EKFACLinearOperator(
-        model, loss, params, parts[0] + parts[1], fisher_type="empirical"
-    )
-    assert error(matrix(one), matrix(whole)) <= 1e-10
 
 
 class Opaque(torch.autograd.Function):
@@ -394,12 +289,12 @@ def test_both_passes_see_the_same_uses(monkeypatch: pytest.MonkeyPatch):
             weight = weight if passes[-1] == "factors" else weight.sin()
             return self.head(nn.functional.linear(X, weight, self.layer.bias))
 
-    def visit(self: Passes, run: object, description: str, *args: object) -> int:
+    def each_batch(self: EKFACLinearOperator, description: str, *args: object) -> int:
         passes.append(description)
-        return inner(self, run, description, *args)
+        return inner(self, description, *args)
 
-    inner = Passes.visit
-    monkeypatch.setattr(Passes, "visit", visit)
+    inner = EKFACLinearOperator._each_batch
+    monkeypatch.setattr(EKFACLinearOperator, "_each_batch", each_batch)
     model = Fickle()
     data = [(torch.randn(5, 4), torch.randn(5, 2))]
     E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)

@@ -14,7 +14,7 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops.operators.kronecker.passes as passes_room
+import curvlinops.operators.kronecker.estimate as estimate
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 from curvlinops.layers.symmetric import second_moment
 
@@ -107,9 +107,7 @@ def test_given_would_be_gradients(monkeypatch, name: str, reduce: bool):
     """What is sampled enters as it should, whatever it is."""
     p = kfac_models.make(name)
     draws = [torch.randn(2, *p.model(X).shape).double() for X, _ in p.data]
-    monkeypatch.setattr(
-        passes_room, "would_be_gradients", lambda bound, *_: draws[bound.batch.index]
-    )
+    monkeypatch.setattr(estimate, "would_be_gradients", lambda bound, *_: draws[bound.batch.index])
     single = [draw[:, [n]] for draw in draws for n in range(draw.shape[1])]
     expected = kfac_reference.kfac(p, lambda p, n, *_: single[n] / 2**0.5, reduce=reduce)
     found = build(p, "mc", reduce, mc_samples=2)

@@ -77,7 +77,7 @@ USES = {
     "product": lambda K: K @ torch.ones(K.shape[0]).double(),
     "inverse": lambda K: K.inverse(0.1) @ torch.ones(K.shape[0]).double(),
     "trace": lambda K: K.trace(),
-    "state": lambda K: K.state_dict()["0.0.inputs"],
+    "state": lambda K: list(K.state_dict().values())[1],
     "update": lambda K: K.update((torch.ones(2, 8).double(), torch.tensor([0, 1]))),
     "public": lambda K: K.input_covariances["layer"],
 }

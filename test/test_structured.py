@@ -25,7 +25,7 @@ from curvlinops import (
 from curvlinops.layers.factors import Kind
 from curvlinops.layers.outer import Arrangement
 from curvlinops.operators.kronecker.entries import Entries
-from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.plan import BlockSpec as Block
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.kronecker import SumOfKroneckersLinearOperator
 from curvlinops.structured.linalg import eigh_batched

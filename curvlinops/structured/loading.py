@@ -33,7 +33,7 @@ def load(
     state = source if isinstance(source, Mapping) else read_state(source)
     metadata = metadata_of(state, "a structured operator")
     if "fingerprint" in metadata:
-        kind = "EKFAC" if any(".basis." in name for name in state) else "KFAC"
+        kind = "EKFAC" if any(name.endswith(".moment") for name in state) else "KFAC"
         fisher_type = metadata["fingerprint"].get("fisher_type")
         raise ValueError(
             f"This is the state of a {kind}LinearOperator with {fisher_type=}. It has the "

@@ -1,17 +1,21 @@
 """What Kronecker-factored approximations share."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.operators.kronecker import storage
-from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, normalized
+from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, assemble, normalized
+from curvlinops.operators.kronecker.estimate import add_batch
 from curvlinops.operators.kronecker.inverse import Damping, KFACInverseLinearOperator
 from curvlinops.operators.kronecker.options import (
     Fallback,
@@ -20,7 +24,7 @@ from curvlinops.operators.kronecker.options import (
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kronecker.passes import Passes
+from curvlinops.operators.kronecker.plan import Uses
 from curvlinops.operators.kronecker.report import (
     HOW_TO_DAMP,
     BlockReport,
@@ -33,8 +37,10 @@ from curvlinops.operators.kronecker.report import (
     report,
 )
 from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
-from curvlinops.operators.kronecker.sums import Sums
-from curvlinops.risk.data import Batches
+from curvlinops.operators.kronecker.sums import TERMS, ChangedError, FactorSums, Planner
+from curvlinops.risk.data import Batch, Batches
+from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_call, check_choice, check_count
 from curvlinops.support.records import read_state, write_state
@@ -86,8 +92,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
-    #: Whether eigenvalues are corrected, see ``Passes``.
-    _corrected = False
+    #: Whether eigenvalues are corrected with gradients of single samples, in a second pass.
+    _needs_second_pass = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""
@@ -114,10 +120,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        kind = type(self).__name__, self.risk, self._options
-        self._passes = Passes(*kind, terms, self._trusting, self._corrected)
-        self._sums: Sums | None = None
-        self._forget()
+        self._terms_per_sample = terms
+        self._planner = Planner(self.space, self._options)
+        self._replace(None)
 
     def _arguments(self) -> dict[str, Any]:
         reduced, every = self._options.reduced, set(self.space.names)
@@ -126,13 +131,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         plain = {n: str(x) if isinstance(x, str) else x for n, x in vars(self._options).items()}
         return super()._arguments() | plain | own
 
-    # --- factors
+    # --- sums over the data
 
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._sums = self._passes.sum_over_all(self._batches)
-        self._forget()
+        self._replace(self._compute(FactorSums()))
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -149,11 +153,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
-        sums = self._computed()
-        batches = Batches([batch], self.risk.data.batch_size_fn)
-        more = self._passes.sum_over_more(self._batches, sums, batches)
-        self._sums = sums.plus(more, self._passes.plan, decay)
-        self._forget()
+        sums = self._factor_sums()
+        more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
+        self._replace(sums.plus(more, more.plan, decay, overwrite=True))
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -167,10 +169,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             RuntimeError: If parameters are used in ways that do not go together.
         """
         storage.check_kind(self, other)
-        self._sums = self._computed().plus(other._computed(), self._passes.plan)
-        self._forget()
+        sums, more = self._factor_sums(), other._factor_sums()
+        uses = sums.plan.uses.union(more.plan.uses)
+        plan = self._planner.extend(sums.plan, uses)
+        self._planner.extend(more.plan, uses)
+        self._replace(sums.plus(more, plan))
 
-    def _computed(self) -> Sums:
+    def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
         if self._watched.written:
@@ -182,11 +187,99 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             )
         return self._sums
 
-    def _forget(self) -> None:  # what was made of the sums
+    def _replace(self, sums: FactorSums | None) -> None:
+        """Take other sums, and drop what was made of those before."""
+        self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
         self._structure_factors: list[BlockFactors] = []
-        self._modules: dict[str, ModuleFactors] | None = None
+        self._modules: tuple[dict[str, ModuleFactors], list[BlockFactors]] | None = None
         self._watched = Watched()
+
+    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+        """Return the sums over batches.
+
+        Args:
+            sums: What is known of the batches before. It is changed.
+            batches: The batches; ``None`` for all data.
+        """
+        ranks, first = self.risk.ranks, sums.num_batches
+        with self._synchronized("factors" if batches is None else "update"):
+            sums = self._add_all(sums, batches)
+        if ranks.size > 1:
+            uses = reduce(Uses.union, ranks.gather_objects(sums.plan.uses))
+            with ranks.raise_on_all_ranks():
+                try:
+                    sums.plan = self._planner.extend(sums.plan, uses)
+                except ChangedError:
+                    if batches is not None:
+                        raise
+                    sums = self._add_all(FactorSums(self._planner.plan(uses)), None)
+            sums = sums.over(ranks, self.device)
+        if batches is None and TERMS not in sums.tensors:
+            raise ValueError("The data has no sample.")
+        sums.num_batches -= first
+        return sums
+
+    def _add_all(self, sums: FactorSums, batches: Batches | None) -> FactorSums:
+        """Add the batches of this rank to sums, and return them."""
+
+        def add(problem: BatchProblem, samples: SampleGradients) -> None:
+            add_batch(sums, problem, samples, self._planner)
+
+        def skips_checks() -> bool:
+            # factors that sum over all rows need no samples; exact blocks do
+            has_exact_blocks = any(name == "matrix" for _, name in sums.plan.shapes)
+            needs_samples = self._options.reduced or (self._needs_second_pass and has_exact_blocks)
+            return self._trusting or not needs_samples
+
+        try:
+            sums.num_batches = self._each_batch(
+                "factors", add, batches, sums.num_batches, skips_checks
+            )
+        except ChangedError as error:
+            if batches is not None:
+                raise
+            # a later batch needs sums of the first ones that these do not have: once more
+            return self._add_all(FactorSums(self._planner.plan(error.uses)), None)
+        return sums
+
+    def _each_batch(
+        self,
+        description: str,
+        function: Callable[[BatchProblem, SampleGradients], None],
+        batches: Batches | None,
+        first: int,
+        skips_checks: Callable[[], bool] | None = None,
+    ) -> int:
+        """Call a function on each batch; number these from ``first``, and return the next."""
+        number = first
+        with self._batches(description, batches) as problems:
+            for number, problem in enumerate(problems, first + 1):
+                own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
+                arguments = type(self).__name__, self._trusting, True, True
+                backward = own.known(SampleBackward, *arguments)
+                samples = backward.capture(own, None if skips_checks is None else skips_checks())
+                self._check_terms(own, samples)
+                if samples.num_samples:
+                    function(own, samples)
+        return number
+
+    def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
+        expected = self._terms_per_sample
+        if expected is None:
+            return
+        found = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
+        if found != expected * samples.num_samples:
+            raise ValueError(
+                f"num_per_example_loss_terms is {expected}, but batch {problem.batch.index} has "
+                f"{found} terms for {samples.num_samples} samples."
+            )
+
+    def _synchronized(self, task: str) -> AbstractContextManager[Any]:
+        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        # ranks never draw the same numbers, whatever the seed
+        options = vars(self._options) | {"reduced": sorted(self._options.reduced), "seed": None}
+        return self.risk.ranks.synchronized(self.risk, task, options=options)
 
     # --- what was computed
 
@@ -197,7 +290,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def report(self) -> list[BlockReport]:
         """Return for each diagonal block which structure it has, and why."""
-        return report(self._factors(self._computed()), self._options.fisher_type)
+        return report(self._all_factors(), self._options.fisher_type)
 
     @property
     @in_default_modes
@@ -222,35 +315,37 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
         """Where the modules' weights and biases are among ``params``."""
-        return {name: dict(found.positions) for name, found in self._by_module().items()}
+        return {name: dict(found.positions) for name, found in self._by_module()[0].items()}
 
-    def _by_module(self) -> dict[str, ModuleFactors]:
+    def _by_module(self) -> tuple[dict[str, ModuleFactors], list[BlockFactors]]:
+        """Return the factors by module, and what all blocks consist of."""
         if self._modules is None:
-            self._modules = by_module(self._factors(self._computed()), self.space.names)
+            factors = self._all_factors()
+            self._modules = by_module(factors, self.space.names), factors
         return self._modules
 
-    def _parts(self, kind: str) -> dict[str, Tensor]:
-        found = {name: getattr(each, kind) for name, each in self._by_module().items()}
-        return {name: matrix for name, matrix in found.items() if matrix is not None}
-
     def _copies(self, kind: str) -> FactorsByModule:
-        self._computed()
-        return FactorsByModule(self._parts(kind), copied)
+        self._factor_sums()  # complains if factors were changed in place
+        return self._covariances(kind, copied)
+
+    def _covariances(self, kind: str, read: Callable[[str, Tensor], Tensor]) -> FactorsByModule:
+        modules, _ = self._by_module()
+        matrices = {name: getattr(module, kind) for name, module in modules.items()}
+        return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, read)
 
     # names that published programs read, which rely on one dense pair for each weight. They get
     # no copies, and may scale what they have read, but not use the operator after that
 
     def _dense_pairs(self, kind: str) -> FactorsByModule:
-        modules = self._by_module()
-        check_pairs(self._sums.blocks, modules, self._options.fisher_type)
-        return FactorsByModule(self._parts(kind), partial(self._watched.read, kind))
+        check_pairs(*self._by_module(), self._options.fisher_type)
+        return self._covariances(kind, partial(self._watched.read, kind))
 
     _input_covariances = property(lambda self: self._dense_pairs("inputs"))
     _gradient_covariances = property(lambda self: self._dense_pairs("gradients"))
 
     @property
     def _mapping(self) -> dict[str, dict[str, int]]:
-        self._dense_pairs("gradients")
+        check_pairs(*self._by_module(), self._options.fisher_type)
         return self.mapping
 
     # --- saving
@@ -262,7 +357,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         They are sums, so that more data can be added after loading. Do not write to them: like a
         module's, they are the operator's own.
         """
-        return storage.pack(self._computed(), self._fingerprint())
+        return storage.pack(self._factor_sums(), self._fingerprint())
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -271,15 +366,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters, options, or another loss.
         """
-        self._load(*storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
+        own, has_bases = self._fingerprint(), self._needs_second_pass
+        self._replace(storage.unpack(state_dict, own, self._planner, has_bases))
 
     def _fingerprint(self) -> dict[str, Any]:
         return storage.fingerprint(self.space, self._options, self.risk.loss)
-
-    def _load(self, sums: Sums, rest: dict[str, Tensor]) -> None:
-        """Replace the sums; a subclass also what it has added to the state."""
-        self._sums = sums
-        self._forget()
 
     @classmethod
     def from_state_dict(
@@ -309,27 +400,33 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
-        self._computed()
+        self._factor_sums()
         if self._structure is None:
-            self._structure_factors = self._unbuilt()
-            blocks = assemble(self._structure_factors, self.space, self._builder())
+            self._structure_factors = self._block_factors()
+            blocks = assemble(self._structure_factors, self.space, self._block)
             self._structure = BlockDiagonalLinearOperator(blocks, self.space)
         return self._structure
 
     @abstractmethod
-    def _builder(self) -> Build:
-        """Return what makes a block from its factors."""
+    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
+        """Return a block as an operator on its entries."""
 
     @abstractmethod
     def _inverse_blocks(self, damping: Damping) -> Blocks:
         """Return the damped inverses of all blocks."""
 
-    def _unbuilt(self) -> list[BlockFactors]:  # of what structure and inverses are built
-        sums = self._computed()
-        return self._structure_factors or self._factors(sums)
+    def _block_factors(self) -> list[BlockFactors]:
+        """Return what structure and inverses are built of."""
+        sums = self._factor_sums()
+        return self._structure_factors or self._normalized(sums, self._needs_second_pass)
 
-    def _factors(self, sums: Sums, without: Collection[int] = ()) -> list[BlockFactors]:
-        return normalized(sums, self.risk.scale(sums.terms), self._options, without)
+    def _all_factors(self) -> list[BlockFactors]:
+        """Return what blocks consist of before eigenvalues are corrected."""
+        return self._normalized(self._factor_sums(), False)
+
+    def _normalized(self, sums: FactorSums, in_eigenbases: bool) -> list[BlockFactors]:
+        scale = self.risk.scale(sums.terms)
+        return normalized(sums, scale, self.space, self._options, in_eigenbases)
 
     @in_default_modes
     def inverse(
@@ -348,7 +445,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
         self._reconsider()
-        self._forget()
-        if self._sums is not None:
-            self._sums.to(self.space.device)
+        self._planner = Planner(self.space, self._options)
+        self._replace(None if self._sums is None else self._sums.to(self.space.device))
         return self

@@ -1,18 +1,19 @@
 """Turns sums over the data into structured matrices."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.factors import Kind, relation, total
 from curvlinops.layers.symmetric import mirror
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.options import FisherType, Options
-from curvlinops.operators.kronecker.plan import Block
-from curvlinops.operators.kronecker.sums import Sums
+from curvlinops.operators.kronecker.plan import BlockSpec
+from curvlinops.operators.kronecker.sums import FactorSums, Sources
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
@@ -39,7 +40,7 @@ class Product(NamedTuple):
 
     kind: Kind
     gradients: Factor
-    inputs: Factor | None
+    inputs: Factor | None = None
 
 
 class BlockFactors(NamedTuple):
@@ -51,69 +52,97 @@ class BlockFactors(NamedTuple):
         matrix: If it has none: matrices ``[G, D, D]`` of its parts, or their diagonals ``[G, D]``.
     """
 
-    block: Block
+    block: BlockSpec
     products: tuple[Product, ...] = ()
     matrix: Tensor | None = None
 
 
 def normalized(
-    sums: Sums, scale: float, options: Options, without: Collection[int] = ()
+    sums: FactorSums,
+    scale: float,
+    space: ParameterSpace,
+    options: Options,
+    in_eigenbases: bool,
 ) -> list[BlockFactors]:
     """Turn sums into means.
 
     Args:
         sums: The sums.
         scale: The risk's normalization c.
+        space: All parameters.
         options: The options of the approximation.
-        without: The numbers of blocks whose products nobody needs.
+        in_eigenbases: Whether blocks that have an eigenbasis get no products. Their entries are in
+            the order of the basis then.
     """
-    wanted = {key: own for key, own in sums.products.items() if key[0] not in without}
+    planned = list(zip(sums.plan.blocks, sums.plan.sources, strict=True))
+    bases = sums.bases if in_eigenbases else {}
+    wanted = [
+        (kind, own, kind.inputs + len(block.names) - 1)
+        for block, sources in planned
+        if block.slices not in bases
+        for kind, own in zip(block.kinds, sources, strict=True)
+    ]
+    inputs = iter(_input_factors(sums, [(own, n) for kind, own, n in wanted if not kind.shift]))
+    kinds = {own: kind for kind, own, _ in wanted}
     if options.fisher_type is FisherType.FORWARD_ONLY:
-        gradients = {
-            key: Diagonal(own.inputs.new_ones(key[1].groups, key[1].outputs))
-            for key, own in wanted.items()
-        }
-    else:
-        known = {k: own.gradients for k, own in wanted.items() if own.gradients is not None}
-        gradients = _factors(known, lambda batch, keys, sizes: scale * batch)
-
-    def mean(batch: Tensor, keys: list[tuple[int, Kind]], sizes: list[int]) -> Tensor:
-        counts = [sums.products[key].count.expand(n) for key, n in zip(keys, sizes, strict=True)]
-        # no input at all: zeros; with decay, counts are below one, too
-        count = torch.cat(counts)
-        count = count.masked_fill(count == 0, 1.0).to(batch)
-        return batch / count.view(-1, *[1] * (batch.ndim - 1))
-
-    weights = {key: own.inputs for key, own in wanted.items() if not key[1].shift}
-    inputs = _factors(weights, mean)
-    found = []
-    for number, block in enumerate(sums.blocks):
-        twin, products = block.twin, []
-        for kind in () if number in without else block.kinds:
-            own = (number, kind) if twin is None else (twin, sums.blocks[twin].kinds[0])
-            products.append(Product(kind, gradients[own], inputs.get((number, kind))))
-        matrix = sums.matrices.get(number)
+        like = _zeros(0, space)
+        gradients = {own: _factor(like.new_ones(k.groups, k.outputs)) for own, k in kinds.items()}
+    else:  # biases share the factors of their weights
+        totals = [_total(sums, own, "B") for own in kinds]
+        gradients = dict(zip(kinds, _factors(totals, scale), strict=True))
+    blocks = []
+    for block, sources in planned:
+        products = [
+            Product(kind, gradients[own], None if kind.shift else next(inputs))
+            for kind, own in zip(block.kinds, sources, strict=True)
+            if block.slices not in bases
+        ]
+        matrix = sums.tensors.get((block.names[0], "matrix"))
         matrix = None if matrix is None else _mirrored(scale * matrix)
-        found.append(BlockFactors(block, tuple(products), matrix))
-    return found
+        if block.slices in bases:
+            block = replace(block, kinds=(bases[block.slices].kind,))
+        blocks.append(BlockFactors(block, tuple(products), matrix))
+    return blocks
 
 
-def _factors(
-    sums: dict[tuple[int, Kind], Tensor],
-    change: Callable[[Tensor, list[tuple[int, Kind]], list[int]], Tensor],
-) -> dict[tuple[int, Kind], Factor]:
+def _input_factors(sums: FactorSums, wanted: Sequence[tuple[Sources, int]]) -> list[Factor]:
+    """Return means of inputs' outer products, given the uses and how many rows there are."""
+    if not wanted:
+        return []
+    counts = torch.stack([_total(sums, own, "count") for own, _ in wanted])
+    # no input at all: zeros; with decay, counts are below one, too
+    weights = counts.masked_fill(counts == 0, 1.0).reciprocal()
+    # the last row is that of the bias, which is left out if the bias has a block of its own
+    return _factors([_total(sums, own, "A", size) for own, size in wanted], weights)
+
+
+def _total(sums: FactorSums, uses: Sources, name: str, size: int | None = None) -> Tensor:
+    """Return the sum over uses, or its first rows and columns."""
+    tensors = [sums.tensors[use, name] for use in uses]
+    if size is not None:
+        tensors = [x[..., :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
+    if len({x.ndim for x in tensors}) > 1:
+        tensors = [x if x.ndim < 3 else x.diagonal(dim1=-2, dim2=-1) for x in tensors]
+    return total(tensors)
+
+
+def _factors(sums: Sequence[Tensor], weights: Tensor | float) -> list[Factor]:
     """Return factors of sums.
 
     Args:
         sums: The sums ``[G, n, n]``, or their diagonals ``[G, n]``.
-        change: Returns a new tensor for a batch of these, given their keys and sizes G.
+        weights: By what they are multiplied, one number each, or one for all.
     """
-    keys, found = list(sums), {}
-    for some, sizes, batch in batches(list(sums.values())):
-        own = [keys[i] for i in some]
-        new = _mirrored(change(batch, own, sizes))
-        found |= {key: _factor(x) for key, x in zip(own, new.split(sizes), strict=True)}
-    return found
+    factors: dict[int, Factor] = {}
+    for some, sizes, batch in batches(sums):
+        weight = weights
+        if isinstance(weights, Tensor):
+            groups = torch.tensor(sizes, device=weights.device)
+            weight = weights[some].repeat_interleave(groups, output_size=len(batch)).to(batch)
+            weight = weight.view(-1, *[1] * (batch.ndim - 1))
+        matrices = _mirrored(weight * batch).split(sizes)
+        factors |= {i: _factor(matrix) for i, matrix in zip(some, matrices, strict=True)}
+    return [factors[i] for i in range(len(sums))]
 
 
 def _mirrored(matrix: Tensor) -> Tensor:
@@ -168,7 +197,7 @@ def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[Blo
 
 def _unused(names: tuple[str, ...], size: int, space: ParameterSpace) -> BlockFactors:
     """Return the entries of parameters that no layer uses, which have their share of damping."""
-    return BlockFactors(Block(names, "zero"), matrix=_zeros(size, space).unsqueeze(0))
+    return BlockFactors(BlockSpec(names, "zero"), matrix=_zeros(size, space).unsqueeze(0))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops.layers.place import Place
 from curvlinops.linear_operator.space import Columns
-from curvlinops.operators.kronecker.plan import Block
+from curvlinops.operators.kronecker.plan import BlockSpec
 from curvlinops.support.records import recorded
 
 
@@ -28,10 +28,10 @@ class Entries:
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], blocks: Sequence[Block]) -> "Entries":
+    def of(cls, shapes: Mapping[str, Sequence[int]], blocks: Sequence[BlockSpec]) -> "Entries":
         """Return the entries of parameters of given shapes."""
         return cls(tuple((name, tuple(shape)) for name, shape in shapes.items()), tuple(blocks))
 
@@ -80,7 +80,7 @@ class Entries:
             out[name][:, index] = piece
         return {name: out[name].reshape(len(flat), *shape) for name, shape in self.shapes}
 
-    def _to_matrix(self, block: Block, parts: list[Tensor]) -> Tensor:
+    def _to_matrix(self, block: BlockSpec, parts: list[Tensor]) -> Tensor:
         """Turn vectors of a block's parts of parameters into ``[K, n]``."""
         if not block.kinds:
             return _flat(parts[0])
@@ -91,7 +91,7 @@ class Entries:
             return weight.flatten(1)
         return torch.cat([weight, parts[1].reshape(*lead, 1)], dim=3).flatten(1)
 
-    def _to_parts(self, block: Block, flat: Tensor) -> list[Tensor]:
+    def _to_parts(self, block: BlockSpec, flat: Tensor) -> list[Tensor]:
         if not block.kinds:
             return [flat]
         kind = block.kinds[0]
@@ -99,7 +99,7 @@ class Entries:
         weight = kind.arrangement.apply(matrix[..., : kind.inputs], 1)
         return [weight] if len(block.names) == 1 else [weight, matrix[..., -1]]
 
-    def _part_shapes(self, block: Block) -> list[tuple[int, ...]]:
+    def _part_shapes(self, block: BlockSpec) -> list[tuple[int, ...]]:
         shapes = dict(self.shapes)
         return [
             shapes[name] if place is None else place.shape

@@ -1,152 +1,155 @@
-"""What a batch adds to the sums that the blocks of an approximation are made of."""
+"""What a batch adds to the sums of which the blocks of an approximation are made."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import Kind, gradient_factor, input_factor, moment
+from curvlinops.layers.factors import gradient_factor, input_factor, moment
 from curvlinops.layers.forms import Form, innermost
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.linear_operator.columns import mark_last
-from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.options import Options
-from curvlinops.operators.kronecker.plan import Block, plan
-from curvlinops.operators.kronecker.sums import Factors, Sums
-from curvlinops.operators.kronecker.usage import Uses, kind_of
+from curvlinops.operators.kronecker.options import FisherType, Options
+from curvlinops.operators.kronecker.plan import LayerUse, Uses, group_by_use
+from curvlinops.operators.kronecker.sums import (
+    TERMS,
+    FactorSums,
+    Key,
+    Planner,
+    has_bias_input,
+)
+from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
+from curvlinops.risk.empirical_risk import BatchProblem
 
 #: Why there may be no factors in the reduce setting.
-_OPEN = (
+_UNASSIGNED = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
 
 
-class Estimator:
-    """Adds batches to sums.
+def backpropagated(
+    problem: BatchProblem, samples: SampleGradients, options: Options
+) -> Iterator[Tensor]:
+    """Yield vectors ``[V, *output]`` whose outer products are, or replace, the loss's Hessian.
 
     Args:
-        space: The parameters.
+        problem: The risk on a batch.
+        samples: The batch's forward pass, which says how many vectors the memory allows at once.
         options: The options of the approximation.
     """
-
-    def __init__(self, space: ParameterSpace, options: Options):
-        self._space, self._options = space, options
-        self._planned: tuple[Uses, list[Block]] | None = None
-
-    def plan(self, uses: Uses) -> list[Block]:
-        """Choose the structure of all blocks; the next pass over the data mostly asks the same."""
-        if self._planned is None or self._planned[0] != uses:
-            self._planned = uses, plan(uses, self._space, self._options)
-        return list(self._planned[1])
-
-    def add(
-        self,
-        sums: Sums,
-        samples: SampleGradients,
-        vectors: Iterable[Tensor],
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            sums: The sums over the batches before.
-            samples: The batch's captured forward pass.
-            vectors: What is backpropagated, ``[V, *output]`` each.
-
-        Raises:
-            ChangedError: If a parameter is used in a way that does not go together with what
-                earlier batches showed, so that its sums have another structure.
-        """
-        for number, (u, last) in enumerate(mark_last(vectors)):
-            parts = list(samples.parts(u, last))
-            if number == 0:
-                self._look(sums, parts, samples.fallbacks)
-            rest = samples.rest(u)
-            self._add(sums, parts, rest, with_inputs=number == 0)
-
-    def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
-        """Choose the structure of the blocks, given one more batch."""
-        reduced = self._options.reduced
-        lost = {p.name for p in parts if p.open and p.name in reduced and kind_of(p) is not None}
-        unknown = unknown | dict.fromkeys(lost, _OPEN)
-        uses = sums.uses.union(Uses.of(parts, unknown))
-        if sums.blocks is None or uses != sums.uses:
-            sums.adopt(uses, self.plan(uses))
-
-    def _add(self, sums: Sums, parts: list[Part], rest: Sequence[Group], with_inputs: bool) -> None:
-        numbers = {
-            block.names[0]: number
-            for number, block in enumerate(sums.blocks)
-            if block.structure in ("dense", "diagonal")
-        }
-        by_name: dict[str, list[Form]] = {}
-        for part in parts:
-            if part.name in numbers:
-                by_name.setdefault(part.name, []).append(part.form)
-        found = by_block(sums.blocks, parts)
-        parts.clear()  # what was added is not kept in memory
-        for number in list(found):
-            own = found.pop(number)
-            for kind in sums.blocks[number].kinds:
-                alike = [part for part in own if kind_of(part) == kind]
-                if alike:
-                    self._add_product(sums, (number, kind), alike, with_inputs)
-        groups = [([name], sum_of(forms)) for name, forms in by_name.items()]
-        for names, form in [*groups, *rest]:
-            for some in form.parts():
-                rows = split(names, form.rows(some).flatten(0, 1), self._space)
-                for name in names:
-                    self._add_matrix(sums, numbers[name], rows[name])
-
-    def _add_product(
-        self, sums: Sums, key: tuple[int, Kind], parts: list[Part], with_inputs: bool
-    ) -> None:
-        kind, block = key[1], sums.blocks[key[0]]
-        reduce = block.names[0] in self._options.reduced
-        # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-        parts = [part._replace(form=part.form.to(self._space.dtype)) for part in parts]
-        whole_input, whole_output = stays_whole(block, kind, self._options)
-        gradients = None
-        if block.twin is None:
-            gradients = gradient_factor(parts, reduce, diagonal=not whole_output)
-        if with_inputs:
-            inputs, count = input_factor(parts, reduce, block.scale, diagonal=not whole_input)
-            sums.add_product(key, Factors(inputs, count.double(), gradients))
-        elif gradients is not None:
-            sums.products[key].gradients += gradients
-
-    def _add_matrix(self, sums: Sums, number: int, rows: Tensor) -> None:
-        """Add outer products of gradients ``[P, *shape]``, or their squares."""
-        block = sums.blocks[number]
-        size = prod(rows.shape[1:]) // block.groups
-        rows = rows.reshape(len(rows), block.groups, size).to(self._space.dtype)
-        sums.add_matrix(number, moment(rows, diagonal=block.structure == "diagonal"))
+    for vectors in _all_vectors(problem, samples.output, samples.num_samples, options):
+        yield from vectors.split(samples.vectors_at_once)
 
 
-def stays_whole(block: Block, kind: Kind, options: Options) -> tuple[bool, bool]:
-    """Return of which factors, those of inputs and of outputs, more than the diagonal is wanted."""
-    inputs = kind.inputs + (block.scale is not None)
-    limit = options.max_factor_size
-    return not kind.lookup and inputs <= limit, kind.outputs <= limit
+def _all_vectors(
+    problem: BatchProblem, output: Tensor, num_samples: int, options: Options
+) -> Iterable[Tensor]:
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        return [output.new_zeros(0, *output.shape)]
+    if options.fisher_type is FisherType.EMPIRICAL:
+        return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
+    if options.fisher_type is FisherType.MC:
+        draws = would_be_gradients(problem, output, options.mc_samples, options.seed)
+        return [draws / options.mc_samples**0.5]
+    if options.exact:
+        return hessian_roots(problem, output, num_samples)
+    return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
 
 
-def by_block(blocks: Sequence[Block], parts: Iterable[Part]) -> dict[int, list[Part]]:
-    """Return the uses of weights that make up blocks of Kronecker structure, by number.
+def add_batch(
+    sums: FactorSums, problem: BatchProblem, samples: SampleGradients, planner: Planner
+) -> None:
+    """Add a batch to sums.
 
-    Their forms are those of what the layers use, which may be a part of a parameter.
+    Args:
+        sums: The sums over the batches before.
+        problem: The risk on the batch.
+        samples: The batch's forward pass.
+        planner: Chooses the structure of the blocks.
+
+    Raises:
+        ChangedError: If the batch uses a parameter in a way for which other sums are needed than
+            those over the batches before.
     """
-    numbers = {
-        (block.names[0], block.places[0]): number
-        for number, block in enumerate(blocks)
-        if block.structure == "kronecker"
+    options = planner.options
+    vectors = backpropagated(problem, samples, options)
+    for chunk, (u, last) in enumerate(mark_last(vectors)):
+        groups = group_by_use(samples.parts(u, last), options.reduced)
+        if chunk == 0:
+            unknown = samples.fallbacks | _unassigned(groups, options)
+            if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
+                uses = sums.plan.uses.union(Uses(frozenset(groups), unknown))
+                sums.plan = planner.extend(sums.plan, uses)
+        exact = _exact_forms(sums, groups) + samples.rest(u)
+        for use in list(groups):
+            # what was added is not kept in memory
+            for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0, planner):
+                sums.add(key, tensor)
+        _add_exact_blocks(sums, exact, planner)
+    sums.add(TERMS, problem.terms(samples.output).double())
+
+
+def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
+    """Return the parameters whose rows cannot be averaged over samples, and why."""
+    names = {
+        use.name
+        for use, parts in groups.items()
+        if use.kind is not None and use.name in options.reduced
+        if any(part.open for part in parts)
     }
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        place, form, _ = innermost(part.form)
-        number = numbers.get((part.name, place))
-        if number is not None:
-            found.setdefault(number, []).append(part._replace(form=form))
-    return found
+    return dict.fromkeys(names, _UNASSIGNED)
+
+
+def _factors(
+    sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool, planner: Planner
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield what the gradients of one use add to Kronecker factors."""
+    shapes, options = sums.plan.shapes, planner.options
+    of_inputs, of_gradients = shapes.get((use, "A")), shapes.get((use, "B"))
+    if of_inputs is None and of_gradients is None:
+        return
+    # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
+    dtype, reduce = planner.space.dtype, use.name in options.reduced
+    parts = [on_slice(part, dtype) for part in parts]
+    if of_gradients is not None:
+        yield (use, "B"), gradient_factor(parts, reduce, diagonal=len(of_gradients) == 2)
+    if of_inputs is not None and is_first_chunk:
+        bias = 1.0 if has_bias_input(use, options) else None
+        total, count = input_factor(parts, reduce, bias, diagonal=len(of_inputs) == 2)
+        yield (use, "A"), total
+        yield (use, "count"), count.double()
+
+
+def on_slice(part: Part, dtype: torch.dtype) -> Part:
+    """Return gradients with respect to the slice of a parameter that a layer uses."""
+    _, form, _ = innermost(part.form)
+    return part._replace(form=form.to(dtype))
+
+
+def _exact_forms(sums: FactorSums, groups: dict[LayerUse, list[Part]]) -> list[Group]:
+    """Return the gradients of parameters with exact blocks that layers' rules know."""
+    names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
+    forms: dict[str, list[Form]] = {}
+    for use, parts in groups.items() if names else ():
+        if use.name in names:
+            forms.setdefault(use.name, []).extend(part.form for part in parts)
+    return [([name], sum_of(own)) for name, own in forms.items()]
+
+
+def _add_exact_blocks(sums: FactorSums, groups: Sequence[Group], planner: Planner) -> None:
+    """Add outer products of samples' gradients, or their squares, to exact blocks."""
+    space = planner.space
+    blocks = {block.names[0]: block for block in sums.plan.blocks if block.is_exact}
+    for names, form in groups:
+        for some in form.parts():
+            rows = split(names, form.rows(some).flatten(0, 1), space)
+            for name in names:
+                block, size = blocks[name], prod(space.shapes[name])
+                own = rows[name].reshape(-1, block.groups, size // block.groups).to(space.dtype)
+                is_diagonal = block.structure == "diagonal"
+                sums.add((name, "matrix"), moment(own, diagonal=is_diagonal))

@@ -28,122 +28,125 @@ from curvlinops.support.torch_modes import in_default_modes
 
 @dataclass(frozen=True)
 class Damping:
-    """What is added to which diagonal, checked; see ``KFACInverseLinearOperator``."""
+    """What is added to which diagonal, checked; see ``KFACInverseLinearOperator``.
 
-    values: tuple[float, float]
-    heuristic: bool = False
-    minimum: float = 1e-8
-    exact: bool = False
-    retry_double_precision: bool = True
+    Attributes:
+        of_inputs: What is added to A.
+        of_gradients: What is added to B, and to blocks without factors.
+        heuristic: Whether A and B share one number according to their eigenvalues.
+        minimum: The smallest share.
+        exact: Whether the number is added to ``B (x) A``.
+        retry_double_precision: Whether factors that need it are factorized in float64.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        damping: float | tuple[float, float],
-        heuristic: bool,
-        minimum: float,
-        exact: bool,
-        retry_double_precision: bool,
-    ) -> "Damping":
-        """Check and return the options.
+    of_inputs: float
+    of_gradients: float
+    heuristic: bool
+    minimum: float
+    exact: bool
+    retry_double_precision: bool
 
-        Raises:
-            ValueError: If they do not go together.
-        """
-        is_pair = isinstance(damping, tuple | list)
-        values = tuple(damping) if is_pair else (damping,) * 2
-        without_graph([*values, minimum], "The damping")
-        numbers = tuple(_non_negative(value) for value in values)
-        if len(values) != 2 or None in numbers:
-            raise ValueError(
-                f"damping must be a non-negative number, or a pair of these, got {damping!r}."
-            )
-        least = _non_negative(minimum)
-        if least is None:
-            raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
-        if heuristic and exact:
-            raise ValueError("Damping is either heuristic or exact, not both.")
-        if is_pair and (heuristic or exact):
-            raise ValueError("Heuristic and exact damping need one number, not a pair.")
-        return cls(numbers, heuristic, least, exact, retry_double_precision)
-
-    def check_for_eigenvalues(self) -> None:
-        """Check that the damping can be added to eigenvalues.
-
-        Raises:
-            ValueError: If it is a pair, or heuristic.
-        """
-        if self.heuristic or self.values[0] != self.values[1]:
-            raise ValueError(
-                "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
-                "one number, without use_heuristic_damping. It is added to the eigenvalues."
-            )
-
-    def inverter(self, blocks: Sequence[BlockFactors], space: ParameterSpace) -> Build:
-        """Return what makes the inverse of each of some blocks, on its entries.
-
-        Factors are inverted now, small ones all together. A bias and its weight add the same to a
-        gradient factor that they have in common.
+    def of(self, product: Product, weight: Product | None) -> list[float | Tensor]:
+        """Return the damping of a product's factors, B first.
 
         Args:
-            blocks: All blocks.
-            space: All parameters.
+            product: The product.
+            weight: For a bias: the product of the weight to whose products it is added.
         """
-        retry = self.retry_double_precision
-        names: dict[Factor, str] = {}
-        dampings: list[float | Tensor] = []
-        for one in blocks:
-            own = factors_of(one.products[0]) if len(one.products) == 1 else []
-            new = [number for number, factor in enumerate(own) if factor not in names]
-            if new:
-                number = one.block.weight
-                weight = None if number is None else blocks[number].products[0]
-                both = self._of_factors(one.products[0], weight)
-                about = f"Block {', '.join(one.block.names)!r}"
-                names |= {own[i]: f"{about}: {name_of_factor(i)}" for i in new}
-                dampings += [both[i] for i in new]
-        inverses = _invert(list(names), dampings, list(names.values()), retry)
-        known = dict(zip(names, inverses, strict=True))
-
-        def build(one: BlockFactors) -> StructuredLinearOperator:
-            if not one.products:
-                return operator_of(one, space).inverse(self.values[1], retry)
-            if len(one.products) == 1:
-                inverses = (known[factor] for factor in factors_of(one.products[0]))
-                return KroneckerProductLinearOperator(*inverses)
-            terms = [self._damped(product) for product in one.products]
-            return summed(terms).inverse(retry_double_precision=retry)
-
-        return build
-
-    def _damped(self, product: Product) -> Product:
-        """Add damping to the factors of one of several products."""
-        factors, dampings = factors_of(product), self._of_factors(product, None)
-        names = [name_of_factor(i) for i in range(len(factors))]
-        decompose(factors, names, [self.retry_double_precision] * len(factors))
-        shifted = [factor.shifted(own) for factor, own in zip(factors, dampings, strict=True)]
-        inputs = None if product.inputs is None else shifted[1]
-        return product._replace(gradients=shifted[0], inputs=inputs)
-
-    def _of_factors(self, product: Product, weight: Product | None) -> list[float | Tensor]:
-        """Return the damping of a product's factors; of a bias given the product of its weight."""
-        of_inputs, of_gradients = self.values
-        both = product if product.inputs is not None else weight
-        if self.heuristic and both is not None:
-            of_inputs, of_gradients = self._balanced(both)
-        return [of_gradients] if product.inputs is None else [of_gradients, of_inputs]
+        both: tuple[float | Tensor, float | Tensor] = self.of_gradients, self.of_inputs
+        pair = weight if product.inputs is None else product
+        if self.heuristic and pair is not None:
+            both = self._balanced(pair)
+        return list(both[: len(factors_of(product))])
 
     def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
-        """Divide the damping among the factors according to their average eigenvalues.
+        """Divide the damping between B and A, ``[G, 1]`` each, by their average eigenvalues."""
+        factors = product.gradients, product.inputs
+        B, A = (factor.diagonal().double().mean(-1, keepdim=True) for factor in factors)
+        ratio = (A / B).sqrt().where((A > 0) & (B > 0), 1.0)
+        root = sqrt(self.of_inputs)
+        return (root / ratio).clamp(min=self.minimum), (root * ratio).clamp(min=self.minimum)
 
-        Returns:
-            The damping of inputs and that of gradients, one number for each group, ``[G, 1]``.
-        """
-        factors = product.inputs, product.gradients
-        inputs, gradients = (f.diagonal().double().mean(-1, keepdim=True) for f in factors)
-        ratio = (inputs / gradients).sqrt().where((inputs > 0) & (gradients > 0), 1.0)
-        root = sqrt(self.values[0])
-        return (ratio * root).clamp(min=self.minimum), (root / ratio).clamp(min=self.minimum)
+
+def check_damping(
+    damping: float | tuple[float, float],
+    heuristic: bool,
+    minimum: float,
+    exact: bool,
+    retry_double_precision: bool,
+) -> Damping:
+    """Check the options of an inverse.
+
+    Raises:
+        ValueError: If they do not go together.
+    """
+    is_pair = isinstance(damping, tuple | list)
+    values = tuple(damping) if is_pair else (damping,) * 2
+    without_graph([*values, minimum], "The damping")
+    numbers = [_non_negative(value) for value in values]
+    if len(values) != 2 or None in numbers:
+        raise ValueError(
+            f"damping must be a non-negative number, or a pair of these, got {damping!r}."
+        )
+    least = _non_negative(minimum)
+    if least is None:
+        raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
+    if heuristic and exact:
+        raise ValueError("Damping is either heuristic or exact, not both.")
+    if is_pair and (heuristic or exact):
+        raise ValueError("Heuristic and exact damping need one number, not a pair.")
+    return Damping(*numbers, heuristic, least, exact, retry_double_precision)
+
+
+def inverse_builder(
+    blocks: Sequence[BlockFactors], damping: Damping, space: ParameterSpace
+) -> Build:
+    """Return what makes the inverse of each of some blocks, on its entries.
+
+    Factors are inverted now, small ones all together. A bias and its weight add the same to a
+    gradient factor that they have in common.
+
+    Args:
+        blocks: All blocks.
+        damping: What is added to their factors.
+        space: All parameters.
+    """
+    retry = damping.retry_double_precision
+    single = {each.block.slice: each for each in blocks if len(each.products) == 1}
+    names: dict[Factor, str] = {}
+    dampings: list[float | Tensor] = []
+    for each in single.values():
+        weight = single.get(each.block.weight)
+        product = each.products[0]
+        both = damping.of(product, None if weight is None else weight.products[0])
+        for i, factor in enumerate(factors_of(product)):
+            if factor not in names:
+                names[factor] = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
+                dampings.append(both[i])
+    inverses = dict(
+        zip(names, _invert(list(names), dampings, list(names.values()), retry), strict=True)
+    )
+
+    def build(one: BlockFactors) -> StructuredLinearOperator:
+        if not one.products:
+            return operator_of(one, space).inverse(damping.of_gradients, retry)
+        if len(one.products) == 1:
+            return KroneckerProductLinearOperator(
+                *(inverses[factor] for factor in factors_of(one.products[0]))
+            )
+        terms = [_damped(product, damping) for product in one.products]
+        return summed(terms).inverse(retry_double_precision=retry)
+
+    return build
+
+
+def _damped(product: Product, damping: Damping) -> Product:
+    """Add damping to the factors of one of several products."""
+    factors = factors_of(product)
+    names = [name_of_factor(i) for i in range(len(factors))]
+    decompose(factors, names, [damping.retry_double_precision] * len(factors))
+    both = zip(factors, damping.of(product, None), strict=True)
+    return Product(product.kind, *(factor.shifted(number) for factor, number in both))
 
 
 def _invert(
@@ -226,9 +229,10 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         use_exact_damping: See above.
         retry_double_precision: Whether factors that cannot be factorized in float32 are factorized
             in float64.
-        cache: Says nothing here, as what is computed is always kept; some programs pass it.
+        cache: Refused: an inverse always keeps what it computes.
 
     Raises:
+        TypeError: If ``cache`` is given.
         ValueError: If options do not go together; if a factor is singular to working precision or
             not finite, naming its block; if a sum is too large for exact damping.
     """
@@ -243,25 +247,26 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         use_exact_damping: bool = False,
         retry_double_precision: bool = True,
         *,
-        cache: bool = True,
+        cache: bool | None = None,
     ):
+        if cache is not None:
+            raise TypeError(
+                "KFACInverseLinearOperator has no option cache: it always keeps what it computes. "
+                "Leave the argument out."
+            )
         if not hasattr(A, "_inverse_blocks"):
             raise ValueError(
                 f"Only KFAC and EKFAC operators have such inverses, not {type(A).__name__}. "
                 "Structured operators have a method inverse()."
             )
-        checked = Damping.of(
-            damping,
-            use_heuristic_damping,
-            min_damping,
-            use_exact_damping,
-            retry_double_precision,
+        self._damping = check_damping(
+            damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
-        super().__init__(A._inverse_blocks(checked), A.space)
-        self._damping = checked
+        super().__init__(A._inverse_blocks(self._damping), A.space)
 
     def _arguments(self) -> dict[str, Any]:
-        used, (inputs, gradients) = self._damping, self._damping.values
+        used = self._damping
+        inputs, gradients = used.of_inputs, used.of_gradients
         return {
             "damping": inputs if inputs == gradients else (inputs, gradients),
             "use_heuristic_damping": used.heuristic,

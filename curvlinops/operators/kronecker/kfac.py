@@ -1,8 +1,15 @@
 """Kronecker-factored approximate curvature."""
 
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.blocks import Blocks, Build, assemble, operator_of, summed
-from curvlinops.operators.kronecker.inverse import Damping
+from curvlinops.operators.kronecker.blocks import (
+    BlockFactors,
+    Blocks,
+    assemble,
+    operator_of,
+    summed,
+)
+from curvlinops.operators.kronecker.inverse import Damping, inverse_builder
+from curvlinops.structured.base import StructuredLinearOperator
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -26,32 +33,21 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _builder(self) -> Build:
-        return lambda factors: operator_of(factors, self.space)
+    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
+        return operator_of(factors, self.space)
 
     def _inverse_blocks(self, damping: Damping) -> Blocks:
-        if damping.exact:
-            return self._exact_inverse_blocks(damping)
-        factors = self._unbuilt()
-        return assemble(factors, self.space, damping.inverter(factors, self.space))
-
-    def _exact_inverse_blocks(self, damping: Damping) -> Blocks:
-        """Return the inverses of blocks with one number on the diagonal.
-
-        Their eigendecompositions are those of the structure's factors, which are kept.
-
-        Raises:
-            ValueError: If a sum of Kronecker products is too large for that.
-        """
-        shift, retry = damping.values[1], damping.retry_double_precision
+        if not damping.exact:
+            factors = self._block_factors()
+            return assemble(factors, self.space, inverse_builder(factors, damping, self.space))
+        # the structure keeps the eigendecompositions for other dampings
         structure = self.structure
-        sums = (each for each in self._structure_factors if shift and len(each.products) > 1)
-        for block, products, _ in sums:
-            if not summed(products).can_be_written:
+        for block, products, _ in self._block_factors():
+            if damping.of_gradients and len(products) > 1 and not summed(products).can_be_written:
                 raise ValueError(
                     f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too large "
                     "for exact damping. Use inverse(damping), which damps the factors of each of "
                     "them; or leave the parameter out of params; or choose a smaller "
                     "max_factor_size, above which factors are diagonal."
                 )
-        return structure.inverse(shift, retry).blocks
+        return structure.inverse(damping.of_gradients, damping.retry_double_precision).blocks

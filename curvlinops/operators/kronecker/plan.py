@@ -1,42 +1,154 @@
-"""Which structure the blocks of an approximation have, given how layers use the parameters."""
+"""How layers use the parameters, and which structure the parameters' blocks have."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.forms import innermost
+from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
-from curvlinops.operators.kronecker.usage import Usage, Uses
 from curvlinops.support.records import recorded
+
+#: A slice of a parameter, given its name; the place ``None`` is all of it.
+Slice = tuple[str, Place | None]
 
 #: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
 
-_ALONE = (
+#: Why a bias is in no block with a weight.
+_SEPARATE = (
     "no block with a weight: it is added at other positions than those of the weight's inputs, as "
     "in transposed convolutions, or not to the products with one weight only"
 )
 
+# --- how layers use the parameters
+
+
+@recorded
+class LayerUse(NamedTuple):
+    """How layers use a slice of a parameter. Kronecker factors are summed for each such use.
+
+    Attributes:
+        name: The parameter.
+        place: The slice, ``None`` for all of the parameter.
+        kind: The shape of the Kronecker product, ``None`` if there is none.
+        partner: Of a weight, the bias that is added to all of its products, and to no others; of
+            that bias, the weight.
+        shares_gradients: Whether weight and bias have the same gradient factor B. It is summed for
+            the weight only.
+        through_function: Whether the layers use a function of the parameter.
+        is_product: Whether they multiply by it, or by the function's value, as by a matrix.
+    """
+
+    name: str
+    place: Place | None
+    kind: Kind | None
+    partner: Slice | None = None
+    shares_gradients: bool = False
+    through_function: bool = False
+    is_product: bool = False
+
+
+class Uses(NamedTuple):
+    """What data shows of all parameters.
+
+    Attributes:
+        known: How layers use them. Parameters without any use do not change the output.
+        unknown: The parameters whose uses are not known, and why.
+    """
+
+    known: frozenset[LayerUse] = frozenset()
+    unknown: Mapping[str, str] = {}
+
+    def union(self, other: "Uses") -> "Uses":
+        """Return what both data show."""
+        return Uses(self.known | other.known, {**other.unknown, **self.unknown})
+
+    def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
+        """Return whether other uses are among these."""
+        return self.known.issuperset(known) and self.unknown.keys() >= unknown.keys()
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that are used."""
+        return {use.name for use in self.known} | self.unknown.keys()
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The gradients of one use, and the calls that they come from."""
+
+    use: LayerUse
+    parts: list[Part] = field(default_factory=list)
+    calls: set[tuple[Callable, int]] = field(default_factory=set)
+
+
+def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerUse, list[Part]]:
+    """Return a batch's gradients by use.
+
+    Args:
+        parts: What calls of layers contribute to the gradients of parameters.
+        reduced: The parameters that are treated by the reduce setting.
+    """
+    groups: dict[LayerUse, _Group] = {}
+    weights: dict[tuple[Callable, int], _Group] = {}
+    biases: dict[tuple[Callable, int], _Group] = {}
+    for part in parts:
+        place, form, is_function = innermost(part.form)
+        kind, is_bias = Kind.of(form, part.shift is not None), part.shift is not None
+        own = None if is_function else kind
+        use = LayerUse(part.name, place, own, None, False, is_function, kind is not None)
+        group = groups.setdefault(use, _Group(use))
+        group.parts.append(part)
+        group.calls.add(call := (part.key.call, part.key.index))
+        if own is not None and not is_bias:
+            weights[call] = group
+        elif own is not None and part.shift == 1.0 and not part.elsewhere:
+            biases[call] = group
+    for call, bias in biases.items():
+        weight = weights.get(call)
+        if (
+            weight is not None
+            and weight.use.partner is None
+            and _are_partners(weight, bias, weights, biases)
+        ):
+            w, b = weight.use, bias.use
+            shares = w.kind.groups == 1 and (w.name in reduced) == (b.name in reduced)
+            weight.use = w._replace(partner=(b.name, b.place), shares_gradients=shares)
+            bias.use = b._replace(partner=(w.name, w.place), shares_gradients=shares)
+    return {group.use: group.parts for group in groups.values()}
+
+
+def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mapping) -> bool:
+    """Return whether a bias is added to all products with a weight, and to nothing else."""
+    kind, size = weight.use.kind, bias.use.kind.groups * bias.use.kind.outputs
+    return (
+        weight.calls == bias.calls
+        and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
+        and not kind.lookup
+        and size == kind.groups * kind.outputs
+    )
+
+
+# --- which structure the blocks have
+
 
 @recorded
 @dataclass(frozen=True)
-class Block:
-    """A diagonal block of the approximation.
+class BlockSpec:
+    """What a diagonal block of the approximation is.
 
     Attributes:
         names: A parameter, or a weight and its bias.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
         kinds: The Kronecker products of which it is the sum.
-        places: The parts of the parameters, ``None`` for all.
-        scale: The last entry of all inputs if there is a bias, else ``None``.
+        places: The slices of the parameters, ``None`` for all.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
-        weight: For a bias: the number of the block of the weight to whose products it is added.
-        twin: The same if the output gradients are those of the weight. Then only inputs are its
-            own.
+        weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
     """
 
@@ -44,14 +156,27 @@ class Block:
     structure: str
     kinds: tuple[Kind, ...] = ()
     places: tuple[Place | None, ...] = (None,)
-    scale: float | None = None
     groups: int = 1
-    weight: int | None = None
-    twin: int | None = None
+    weight: Slice | None = None
     reason: str = ""
 
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The slices of the parameters."""
+        return tuple(zip(self.names, self.places, strict=False))
 
-def plan(uses: Uses, space: ParameterSpace, options: Options) -> list[Block]:
+    @property
+    def slice(self) -> Slice:
+        """That of the parameter, or of the weight."""
+        return self.names[0], self.places[0]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the exact block, or the diagonal of that."""
+        return self.structure in ("dense", "diagonal")
+
+
+def plan_blocks(uses: Uses, space: ParameterSpace, options: Options) -> list[BlockSpec]:
     """Choose the structure of all blocks.
 
     Args:
@@ -63,36 +188,35 @@ def plan(uses: Uses, space: ParameterSpace, options: Options) -> list[Block]:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    # without entries, whatever uses it: the output does not depend on it
-    filled = {name for name, shape in space.shapes.items() if prod(shape)}
-    unknown = {name: reason for name, reason in uses.unknown.items() if name in filled}
-    used = {name: own for name, own in uses.known.items() if name in filled and name not in unknown}
-    pairs = _pairs(used, space)
+    by_name: dict[str, list[LayerUse]] = {}
+    for use in uses.known:
+        if use.name not in uses.unknown and prod(space.shapes[use.name]):
+            by_name.setdefault(use.name, []).append(use)
+    pairs = _pairs(by_name)
     joined = pairs if options.joint else {}
     for weight, bias in joined.items():
-        _check_alike(weight, bias, options)
-    blocks = []
-    for name in space.names:
+        _check_same_setting(weight, bias, options)
+    blocks: list[BlockSpec] = []
+    for name, shape in space.shapes.items():
         if name in joined.values():
             continue
-        if name in unknown:
-            blocks.append(_fallback(name, unknown[name], space, options))
-        elif name not in used:
-            blocks.append(Block((name,), "zero", reason="the output does not depend on it"))
+        if name in by_name:
+            blocks += _blocks_of(name, by_name[name], joined.get(name), space, options)
+        elif name in uses.unknown and prod(shape):
+            blocks.append(_fallback(name, uses.unknown[name], space, options))
         else:
-            blocks.extend(_known(name, used[name], joined.get(name), space, options))
+            blocks.append(BlockSpec((name,), "zero", reason="the output does not depend on it"))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    return _with_reasons(blocks) if options.joint else _linked(blocks, used, pairs, options)
+    if options.joint:
+        return blocks
+    biases = set(pairs.values())
+    partners = {(use.name, use.place): use.partner for name in biases for use in by_name[name]}
+    return [replace(b, weight=partners.get(b.slice)) if b.names[0] in biases else b for b in blocks]
 
 
-def _alike(weight: str, bias: str, options: Options) -> bool:
-    """Return whether two parameters have the same setting."""
-    return (weight in options.reduced) == (bias in options.reduced)
-
-
-def _check_alike(weight: str, bias: str, options: Options) -> None:
-    if not _alike(weight, bias, options):
+def _check_same_setting(weight: str, bias: str, options: Options) -> None:
+    if (weight in options.reduced) != (bias in options.reduced):
         raise ValueError(
             f"kfac_approx differs for '{weight}' and '{bias}', which have one block because of "
             "separate_weight_and_bias=False. Choose one setting for both, e.g. by the name of "
@@ -100,99 +224,65 @@ def _check_alike(weight: str, bias: str, options: Options) -> None:
         )
 
 
-def _check_without_gradients(blocks: Iterable[Block]) -> None:
+def _check_without_gradients(blocks: Iterable[BlockSpec]) -> None:
     for block in blocks:
-        if block.structure in ("dense", "diagonal"):
+        if block.is_exact:
             raise NotImplementedError(
                 f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
                 f"has none ({block.reason}). Leave it out of params."
             )
 
 
-def _pairs(used: Mapping[str, AbstractSet[Usage]], space: ParameterSpace) -> dict[str, str]:
+def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
     """Return the weights that are always used together with one bias, and the bias."""
     pairs = {}
-    for name, usages in used.items():
-        partners = {usage.partner for usage in usages if usage.kind and not usage.kind.shift}
-        names = {partner.name for partner in partners if partner is not None}
-        if None in partners or len(names) != 1:
+    for name, uses in by_name.items():
+        partners = {use.partner for use in uses}
+        names = {None if partner is None else partner[0] for partner in partners}
+        if None in names or len(names) > 1 or uses[0].kind.shift:
             continue
         (bias,) = names
-        others = used.get(bias, frozenset())
+        others = by_name.get(bias, [])
         if (
-            len({usage.kind for usage in usages}) == 1
-            and len({usage.place for usage in usages}) == len(partners) == len(usages)
-            and all(_fits(usage, space) for usage in usages)
-            and all(other.partner and other.partner.name == name for other in others)
-            and {other.place for other in others} == {partner.place for partner in partners}
+            len({use.kind for use in uses}) == 1
+            and len({use.place for use in uses}) == len(partners) == len(uses)
+            and all(other.partner and other.partner[0] == name for other in others)
+            and {(other.name, other.place) for other in others} == partners
         ):
             pairs[name] = bias
     return pairs
 
 
-def _fits(usage: Usage, space: ParameterSpace) -> bool:
-    """Return whether the bias has an entry for each output of the product."""
-    kind, bias = usage.kind, usage.partner
-    size = prod(space.shapes[bias.name] if bias.place is None else bias.place.shape)
-    return not kind.lookup and size == kind.groups * kind.outputs
-
-
-def _linked(
-    blocks: list[Block],
-    used: Mapping[str, AbstractSet[Usage]],
-    pairs: Mapping[str, str],
-    options: Options,
-) -> list[Block]:
-    """Let biases' blocks refer to those of their weights."""
-    numbers = {
-        (block.names[0], block.places[0]): number
-        for number, block in enumerate(blocks)
-        if block.structure == "kronecker"
-    }
-    for weight in pairs:
-        for usage in used[weight]:
-            own, bias = numbers.get((weight, usage.place)), usage.partner
-            other = numbers.get((bias.name, bias.place))
-            if None not in (own, other) and bias.scale == 1.0:
-                shares = usage.kind.groups == 1 and _alike(weight, bias.name, options)
-                twin = own if shares else None
-                blocks[other] = replace(blocks[other], weight=own, twin=twin)
-    return blocks
-
-
-def _with_reasons(blocks: list[Block]) -> list[Block]:
-    """Let biases that are in no block with a weight say why."""
-    alone = [b.structure == "kronecker" and all(kind.shift for kind in b.kinds) for b in blocks]
-    return [replace(b, reason=_ALONE) if own else b for b, own in zip(blocks, alone, strict=True)]
-
-
-def _known(
-    name: str, usages: AbstractSet[Usage], bias: str | None, space: ParameterSpace, options: Options
-) -> list[Block]:
-    if not any(usage.product for usage in usages):
-        return [_written(name, space, options)]
-    if any(usage.mapped for usage in usages):
-        reason = "a layer uses a function of it"
-        return [_fallback(name, reason, space, options)]
-    by_place: dict[Place | None, set[Usage]] = {}
-    for usage in usages:
-        by_place.setdefault(usage.place, set()).add(usage)
-    if any(usage.kind is None for usage in usages) or not _disjoint(list(by_place)):
+def _blocks_of(
+    name: str, uses: list[LayerUse], bias: str | None, space: ParameterSpace, options: Options
+) -> list[BlockSpec]:
+    """Return the blocks of a parameter's slices, with those of the bias if there is one."""
+    if not any(use.is_product for use in uses):
+        return [_exact_block(name, space, options)]
+    if any(use.through_function for use in uses):
+        return [_fallback(name, "a layer uses a function of it", space, options)]
+    by_place: dict[Place | None, list[LayerUse]] = {}
+    for use in uses:
+        by_place.setdefault(use.place, []).append(use)
+    if any(use.kind is None for use in uses) or not _disjoint(by_place):
         reason = "layers use it in ways that do not go together"
         return [_fallback(name, reason, space, options)]
     blocks = []
     # in the same order whatever was seen first
     for place in _ordered(by_place, repr):
-        own = by_place[place]
-        kinds = tuple(_ordered({usage.kind for usage in own}, lambda k: (k.lookup, repr(k))))
+        kinds = tuple(
+            _ordered({use.kind for use in by_place[place]}, lambda k: (k.lookup, repr(k)))
+        )
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
             return [_fallback(name, reason, space, options)]
-        names, places, scale = (name,), (place,), None
         if bias is not None:
-            partner = next(iter(own)).partner
-            names, places, scale = (name, bias), (place, partner.place), partner.scale
-        blocks.append(Block(names, "kronecker", kinds, places, scale))
+            (use,) = by_place[place]
+            blocks.append(BlockSpec((name, bias), "kronecker", kinds, (place, use.partner[1])))
+        else:
+            is_separate_bias = options.joint and all(kind.shift for kind in kinds)
+            reason = _SEPARATE if is_separate_bias else ""
+            blocks.append(BlockSpec((name,), "kronecker", kinds, (place,), reason=reason))
     return blocks
 
 
@@ -200,26 +290,26 @@ def _ordered(some: Collection[Any], key: Callable[[Any], Any]) -> list[Any]:
     return sorted(some, key=key) if len(some) > 1 else list(some)
 
 
-def _disjoint(places: Sequence[Place | None]) -> bool:
-    """Return whether parts of a parameter, ``None`` for all of it, have no entries in common."""
-    return len(places) == 1 or (None not in places and are_disjoint(places))
+def _disjoint(places: Collection[Place | None]) -> bool:
+    """Return whether slices of a parameter have no entries in common."""
+    return len(places) == 1 or (None not in places and are_disjoint(list(places)))
 
 
-def _written(name: str, space: ParameterSpace, options: Options) -> Block:
+def _exact_block(name: str, space: ParameterSpace, options: Options) -> BlockSpec:
     """Return the block of a parameter that is in no matrix product with data."""
     lengths = [length for length in space.shapes[name] if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
-        return Block((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
+        return BlockSpec((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
     reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
-    return Block((name,), "dense", groups=groups, reason=reason)
+    return BlockSpec((name,), "dense", groups=groups, reason=reason)
 
 
-def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -> Block:
+def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -> BlockSpec:
     if options.fallback is Fallback.ERROR:
         raise NotImplementedError(
             f"Parameter '{name}', {list(space.shapes[name])}, has no Kronecker-factored block: "
@@ -229,5 +319,5 @@ def _fallback(name: str, reason: str, space: ParameterSpace, options: Options) -
     size, limit = prod(space.shapes[name]), options.max_factor_size
     if options.fallback is Fallback.DENSE and size > limit:
         reason += f", and it is larger than max_factor_size={limit}"
-        return Block((name,), "diagonal", reason=reason)
-    return Block((name,), options.fallback.value, reason=reason)
+        return BlockSpec((name,), "diagonal", reason=reason)
+    return BlockSpec((name,), options.fallback.value, reason=reason)

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
+from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.options import FisherType
-from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.factor import Diagonal, Factor, tensor_of
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -63,15 +62,25 @@ class ModuleFactors(NamedTuple):
     """The factors of a module's weight, or of its bias if its weight is no parameter.
 
     Attributes:
-        inputs: ``[I, I]``, or ``[I]`` if it is diagonal; with an axis of groups in front if there
-            are several; ``None`` for a bias.
-        gradients: ``[O, O]``, likewise.
+        product: The Kronecker product.
         positions: Where the module's parameters are among all: ``{"weight": 0, "bias": 1}``.
     """
 
-    inputs: Tensor | None
-    gradients: Tensor
+    product: Product
     positions: dict[str, int]
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """A, ``[I, I]``, or ``[I]`` if it is diagonal; ``None`` for a bias.
+
+        With several groups there is an axis of these in front.
+        """
+        return None if self.product.inputs is None else _single(self.product.inputs)
+
+    @property
+    def gradients(self) -> Tensor:
+        """B, ``[O, O]``, likewise."""
+        return _single(self.product.gradients)
 
 
 def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str, ModuleFactors]:
@@ -101,51 +110,50 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
             key, bias = module, name.removesuffix(own) + "bias"
             if bias in places:
                 positions["bias"] = places[bias]
-        found[key] = ModuleFactors(_single(product.inputs), _single(product.gradients), positions)
+        found[key] = ModuleFactors(product, positions)
     for name, product in single.items():
         module, _, own = name.rpartition(".")
         weight = name.removesuffix(own) + "weight"
         if product.inputs is None and own == "bias" and weight not in places:
-            positions = {"bias": places[name]}
-            found[module] = ModuleFactors(None, _single(product.gradients), positions)
+            found[module] = ModuleFactors(product, {"bias": places[name]})
     return found
 
 
 def check_pairs(
-    blocks: Iterable[Block], modules: Mapping[str, ModuleFactors], fisher_type: FisherType
+    modules: Mapping[str, ModuleFactors],
+    factors: Sequence[BlockFactors],
+    fisher_type: FisherType,
 ) -> None:
     """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
 
     Programs that read factors by module, and multiply them by parameters themselves, rely on it.
 
     Args:
-        blocks: All blocks.
         modules: The factors by module.
+        factors: What the blocks consist of.
         fisher_type: Says whether B is the identity, which is kept as its diagonal.
 
     Raises:
         NotImplementedError: If a block is anything else, naming its parameters.
     """
     ndim = 1 if fisher_type is FisherType.FORWARD_ONLY else 2
-    for block in blocks:
+    for block, products, _ in factors:
         module, _, own = block.names[0].rpartition(".")
-        found = modules.get(module)
-        if (
-            found is None
-            or own not in ("weight", "bias")
-            or block.structure != "kronecker"
-            or any(place is not None for place in block.places)
-            or any(kind.arrangement.stages or kind.groups > 1 for kind in block.kinds)
-            or (own == "weight" and found.inputs is None)
-            or (own == "bias" and found.inputs is not None and block.twin is None)
-            or (found.inputs is not None and found.inputs.ndim != 2)
-            or found.gradients.ndim != ndim
-        ):
-            raise NotImplementedError(
-                f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
-                "matrices for a module's weight. See report(), and read input_covariances and "
-                "gradient_covariances, or leave these parameters out of params."
-            )
+        known = modules.get(module)
+        is_plain = block.places[0] is None and not any(
+            kind.arrangement.stages or kind.groups > 1 for kind in block.kinds
+        )
+        if known is not None and len(products) == 1 and is_plain:
+            A, B = known.inputs, known.gradients
+            is_bias = own == "bias" and (A is None or products[0].gradients is known[0].gradients)
+            is_dense = B.ndim == ndim and (A is None or A.ndim == 2)
+            if is_dense and (is_bias or (own == "weight" and A is not None)):
+                continue
+        raise NotImplementedError(
+            f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
+            "matrices for a module's weight. See report(), and read input_covariances and "
+            "gradient_covariances, or leave these parameters out of params."
+        )
 
 
 class FactorsByModule(Mapping):

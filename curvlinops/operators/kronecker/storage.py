@@ -15,16 +15,13 @@ from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
-from curvlinops.operators.kronecker.entries import Entries
-from curvlinops.operators.kronecker.estimate import stays_whole
 from curvlinops.operators.kronecker.options import Options
-from curvlinops.operators.kronecker.plan import plan
-from curvlinops.operators.kronecker.sums import Factors, Sums
-from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.operators.kronecker.plan import Uses
+from curvlinops.operators.kronecker.sums import FactorSums, Key, Planner
 from curvlinops.support.records import metadata_of, read, write
 
 #: Of what is saved. It is raised when older files cannot be read any more.
-FORMAT = 4
+FORMAT = 5
 
 #: Options that choose the structure of blocks. They may differ where they make no difference.
 STRUCTURAL = ("max_factor_size", "fallback")
@@ -39,50 +36,45 @@ _SAME_LOSS = (
 _TOKENS: MutableMapping[Any, str] = WeakKeyDictionary()
 
 
-def pack(sums: Sums, own: dict[str, Any]) -> dict[str, Any]:
+def pack(sums: FactorSums, own: dict[str, Any]) -> dict[str, Any]:
     """Return sums as tensors by name, and metadata in one string.
 
     Args:
         sums: The sums.
-        own: The fingerprint of what computed them.
+        own: The fingerprint of the operator that has computed them.
     """
-    tensors: dict[str, Tensor] = {
-        "terms": torch.as_tensor(
-            sums.terms, dtype=torch.float64, device=getattr(sums.terms, "device", "cpu")
-        )
-    }
-    for (number, kind), factors in sums.products.items():
-        prefix = f"{number}.{sums.blocks[number].kinds.index(kind)}"
-        tensors[f"{prefix}.inputs"] = factors.inputs
-        tensors[f"{prefix}.count"] = factors.count
-        if factors.gradients is not None:
-            tensors[f"{prefix}.gradients"] = factors.gradients
-    for number, matrix in sums.matrices.items():
-        tensors[f"{number}.matrix"] = matrix
-    known = {name: sorted(usages, key=repr) for name, usages in sums.uses.known.items()}
-    metadata = {
-        "format": FORMAT,
-        "fingerprint": own,
-        "num_batches": sums.num_batches,
-        "uses": write(known)[0],
-        "unknown": sums.uses.unknown,
-    }
-    return {"metadata": json.dumps(metadata), **tensors}
+    uses = sums.plan.uses
+    content, bases = write(
+        {
+            "known": sorted(uses.known, key=repr),
+            "unknown": dict(uses.unknown),
+            "keys": list(sums.tensors),
+            "num_batches": sums.num_batches,
+            "bases": sums.bases,
+        }
+    )
+    metadata = {"format": FORMAT, "fingerprint": own, "content": content}
+    entries = {_entry(i, key): tensor for i, (key, tensor) in enumerate(sums.tensors.items())}
+    return {"metadata": json.dumps(metadata), **entries, **bases}
+
+
+def _entry(number: int, key: Key) -> str:
+    """Return what a sum is called in a saved state, such as ``"3.layer.weight.A"``."""
+    of, name = key
+    of = of[0][0] if name == "moment" else getattr(of, "name", of)
+    return ".".join(str(part) for part in (number, of, name) if part is not None)
 
 
 def unpack(
-    state: Mapping[str, Any],
-    own: dict[str, Any],
-    space: ParameterSpace,
-    options: Options,
-) -> tuple[Sums, dict[str, Tensor]]:
-    """Return sums, and all other tensors.
+    state: Mapping[str, Any], own: dict[str, Any], planner: Planner, has_bases: bool
+) -> FactorSums:
+    """Return the sums of a saved state, in memory of their own.
 
     Args:
-        state: What ``pack`` returned, perhaps with more tensors.
-        own: The fingerprint of what loads them.
-        space: Its parameters.
-        options: Its options.
+        state: What ``pack`` returned.
+        own: The fingerprint of the operator that loads them.
+        planner: Plans this operator's blocks.
+        has_bases: Whether eigenbases and eigenvalues are loaded, too.
 
     Raises:
         ValueError: If the state is not of this kind, or of other parameters, options or loss; if an
@@ -94,95 +86,54 @@ def unpack(
             f"Unknown format {metadata.get('format')!r} of the saved state; factors have {FORMAT}. "
             "Structured operators, such as inverses, are read by curvlinops.load()."
         )
-    theirs = metadata["fingerprint"]
+    theirs, space = metadata["fingerprint"], planner.space
     check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
-    uses = read(metadata["uses"], {}, space.device)
-    known = {name: frozenset(usages) for name, usages in uses.items()}
-    sums = Sums(Uses(known, metadata["unknown"]), num_batches=metadata["num_batches"])
-    tensors = {n: x.to(space.device) for n, x in state.items() if isinstance(x, Tensor)}
-    sums.terms = take(tensors, "terms", (), torch.float64)
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+    vectors = {n: _take(tensors, n, x.shape, space) for n, x in tensors.items() if n.isdigit()}
+    content = read(metadata["content"], vectors, space.device)
     try:
-        sums.blocks = plan(sums.uses, space, options)
-        _take_all(sums, tensors, space, options)
+        plan = planner.plan(Uses(frozenset(content["known"]), content["unknown"]))
     except (NotImplementedError, ValueError) as error:
-        if _structural(theirs) == _structural(own):
-            raise
-        raise ValueError(
-            f"The saved state was computed with {_structural(theirs)}, under which blocks have "
-            f"another structure than under this operator's {_structural(own)}."
-        ) from error
-    return sums, tensors
+        raise ValueError(_other_structure(theirs, own)) from error
+    shapes, bases = dict(plan.shapes), content["bases"] if has_bases else {}
+    for block in plan.blocks if has_bases else ():
+        if block.structure == "kronecker" and block.slices not in bases:
+            raise ValueError(
+                "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
+            )
+    shapes |= {(key, "moment"): basis.shape for key, basis in bases.items()}
+    names = {key: _entry(i, key) for i, key in enumerate(content["keys"]) if key in shapes}
+    is_alike = _structural(theirs) == _structural(own)
+    for key, shape in shapes.items() if not is_alike else ():
+        if key not in names or tensors[names[key]].shape != shape:
+            raise ValueError(_other_structure(theirs, own))
+    sums = {key: _take(tensors, name, shapes[key], space) for key, name in names.items()}
+    return FactorSums(plan, sums, bases, content["num_batches"])
 
 
-def _take_all(
-    sums: Sums, tensors: dict[str, Tensor], space: ParameterSpace, options: Options
-) -> None:
-    """Move tensors to the sums of blocks."""
-
-    def factor(name: str, shape: tuple[int, int], whole: bool) -> Tensor:
-        full = (*shape, shape[1]) if whole else shape
-        return take_squares(tensors, name, full, space.dtype, matrix=whole)
-
-    for number, block in enumerate(sums.blocks):
-        for place, kind in enumerate(block.kinds):
-            prefix, whole = f"{number}.{place}", stays_whole(block, kind, options)
-            width = kind.inputs + (block.scale is not None)
-            inputs = factor(f"{prefix}.inputs", (kind.groups, width), whole[0])
-            gradients = None
-            if block.twin is None:
-                shape = (kind.groups, kind.outputs)
-                gradients = factor(f"{prefix}.gradients", shape, whole[1])
-            count = take_squares(tensors, f"{prefix}.count", (), torch.float64, matrix=False)
-            sums.products[number, kind] = Factors(inputs, count, gradients)
-        if block.structure in ("dense", "diagonal"):
-            (size,) = Entries.of({n: space.shapes[n] for n in block.names}, [block]).sizes
-            shape, whole = (block.groups, size // block.groups), block.structure == "dense"
-            sums.matrices[number] = factor(f"{number}.matrix", shape, whole)
-
-
-def take(
-    tensors: dict[str, Tensor],
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+def _take(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], space: ParameterSpace
 ) -> Tensor:
-    """Remove an entry of a saved state, and return a copy.
-
-    Args:
-        tensors: The entries.
-        name: The name of the entry.
-        shape: What shape it must have.
-        dtype: What dtype it must have.
-
-    Raises:
-        ValueError: If there is no such entry, or it cannot be what it should be.
-    """
+    """Return a copy of an entry of a saved state."""
     if name not in tensors:
         raise ValueError(f"The saved state has no entry '{name}'.")
-    found = tensors.pop(name)
-    subject = f"The entry '{name}' of the saved state"
-    if found.shape != shape or found.dtype != dtype:
+    # counts are scalars in float64
+    tensor, dtype = tensors[name], space.dtype if shape else torch.float64
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"{subject} should be of shape {list(shape)} and {dtype}, got {list(found.shape)} and "
-            f"{found.dtype}."
+            f"The entry '{name}' of the saved state should be of shape {list(shape)} and {dtype}, "
+            f"got {list(tensor.shape)} and {tensor.dtype}."
         )
-    if not bool(found.isfinite().all()):
-        raise ValueError(f"{subject} contains NaN or infinite values.")
-    return found.clone()
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"The entry '{name}' of the saved state has NaN or infinite values.")
+    return tensor.to(space.device, copy=True)
 
 
-def take_squares(
-    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, matrix: bool
-) -> Tensor:
-    """Take an entry of sums of squares, or of outer products if it is a matrix."""
-    found = take(tensors, name, shape, dtype)
-    squares = found.diagonal(dim1=-2, dim2=-1) if matrix else found
-    if bool((squares < 0).any()):
-        raise ValueError(
-            f"The entry '{name}' of the saved state has negative values where there should be sums "
-            "of squares."
-        )
-    return found
+def _other_structure(theirs: dict[str, Any], own: dict[str, Any]) -> str:
+    return (
+        f"The saved state was computed with {_structural(theirs)}, under which blocks have "
+        f"another structure than under this operator's {_structural(own)}."
+    )
 
 
 def _structural(found: dict[str, Any]) -> str:

@@ -1,30 +1,43 @@
 """Sums over data of which the blocks of an approximation are made."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isclose
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import Kind
-from curvlinops.operators.kronecker.plan import Block
-from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.kronecker.options import FisherType, Options
+from curvlinops.operators.kronecker.plan import (
+    BlockSpec,
+    LayerUse,
+    Slice,
+    Uses,
+    plan_blocks,
+)
 from curvlinops.risk.distributed import Ranks
 
-NO_USES = Uses({}, {})
+#: What is summed, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output gradients) or
+#: ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact block); the
+#: ``slice`` of a block and ``"moment"`` (in the eigenbasis of EKFAC); or ``TERMS``.
+Key = tuple[Any, str]
+
+#: The data's share of the normalization.
+TERMS: Key = (None, "terms")
 
 
 class ChangedError(RuntimeError):
     """Data uses parameters in ways that need other sums than those that were added up.
 
     Args:
-        names: The parameters of a block that has another structure.
+        names: The parameters.
         uses: What all data shows, that before included.
     """
 
-    def __init__(self, names: Sequence[str], uses: Uses):
+    def __init__(self, names: Collection[str], uses: Uses):
         super().__init__(
             f"Layers use {', '.join(names)} in other ways than the data before showed, so that its "
             "block has another structure, and sums cannot be added. Compute the factors from all "
@@ -33,216 +46,193 @@ class ChangedError(RuntimeError):
         self.uses = uses
 
 
-@dataclass
-class Factors:
-    """Sums over the data of which one Kronecker product is made.
-
-    Attributes:
-        inputs: Outer products of inputs, ``[G, I, I]``, or their diagonals ``[G, I]``.
-        count: The number of these.
-        gradients: Outer products of output gradients, ``[G, O, O]``, or their diagonals ``[G, O]``;
-            ``None`` if they are those of a twin.
-    """
-
-    inputs: Tensor
-    count: Tensor
-    gradients: Tensor | None
+#: The uses whose sums are added up for a factor.
+Sources = tuple[LayerUse, ...]
 
 
-@dataclass
-class Sums:
-    """Sums over the data of which all blocks are made.
+class Plan(NamedTuple):
+    """What is made of some data.
 
     Attributes:
         uses: What the data shows of the parameters.
-        blocks: The blocks; ``None`` before the first batch.
-        products: Those of Kronecker structure, by number and kind.
-        matrices: The others, by number: ``[G, D, D]``, or diagonals ``[G, D]``.
-        terms: The share of the normalization.
+        blocks: The blocks.
+        sources: For each block, those of its kinds' factors.
+        shapes: The sums that are needed, and their shapes.
+    """
+
+    uses: Uses = Uses()
+    blocks: Sequence[BlockSpec] = ()
+    sources: Sequence[tuple[Sources, ...]] = ()
+    shapes: Mapping[Key, tuple[int, ...]] = {}
+
+
+class Planner:
+    """Plans for data, given what it shows.
+
+    Args:
+        space: The parameters.
+        options: The options of the approximation.
+    """
+
+    def __init__(self, space: ParameterSpace, options: Options):
+        self.space, self.options = space, options
+        self._latest = Plan()
+
+    def plan(self, uses: Uses) -> Plan:
+        """Choose the structure of all blocks; the next pass over the data mostly asks the same."""
+        if self._latest.uses != uses or not self._latest.blocks:
+            blocks = plan_blocks(uses, self.space, self.options)
+            self._latest = Plan(uses, blocks, _sources(uses, blocks), self._shapes(uses, blocks))
+        return self._latest
+
+    def extend(self, plan: Plan, uses: Uses) -> Plan:
+        """Return the plan for more data.
+
+        Args:
+            plan: The plan for the data before.
+            uses: What all data shows.
+
+        Raises:
+            ChangedError: If the sums over the data before are not those that the new blocks need.
+        """
+        if plan.uses == uses and plan.blocks:
+            return plan
+        after = self.plan(uses)
+        needed = self._shapes(plan.uses, after.blocks)
+        changed = {
+            getattr(key[0], "name", key[0])
+            for key, shape in needed.items()
+            if plan.blocks and plan.shapes.get(key) != shape
+        }
+        if changed:
+            raise ChangedError(sorted(changed), uses)
+        return after
+
+    def _shapes(self, uses: Uses, blocks: Collection[BlockSpec]) -> dict[Key, tuple[int, ...]]:
+        """Return the sums that blocks need of data, which may show less than what they are for."""
+        options, limit = self.options, self.options.max_factor_size
+        shapes: dict[Key, tuple[int, ...]] = {TERMS: ()}
+        kronecker = {block.slice for block in blocks if block.structure == "kronecker"}
+
+        def factor(groups: int, size: int, is_dense: bool = True) -> tuple[int, ...]:
+            return (groups, size, size) if is_dense and size <= limit else (groups, size)
+
+        for use in uses.known:
+            kind, has_block = use.kind, (use.name, use.place) in kronecker
+            if kind is None:
+                continue
+            if has_block and not kind.shift:
+                inputs = kind.inputs + has_bias_input(use, options)
+                shapes[use, "A"] = factor(kind.groups, inputs, not kind.lookup)
+                shapes[use, "count"] = ()
+            needs_gradients = has_block
+            if use.shares_gradients:
+                needs_gradients = not kind.shift and (has_block or use.partner in kronecker)
+            if needs_gradients and options.fisher_type is not FisherType.FORWARD_ONLY:
+                shapes[use, "B"] = factor(kind.groups, kind.outputs)
+        used = uses.names
+        for block in blocks:
+            name = block.names[0]
+            if block.is_exact and name in used:
+                width = prod(self.space.shapes[name]) // block.groups
+                is_dense = block.structure == "dense"
+                shapes[name, "matrix"] = (block.groups, width, *([width] if is_dense else []))
+        return shapes
+
+
+def _sources(uses: Uses, blocks: Iterable[BlockSpec]) -> list[tuple[Sources, ...]]:
+    """Return for each kind of each block the uses whose sums make its factors."""
+    by_slice: dict[Slice, list[LayerUse]] = {}
+    for use in uses.known:
+        by_slice.setdefault((use.name, use.place), []).append(use)
+    return [tuple(_of_kind(block.slice, k, by_slice) for k in block.kinds) for block in blocks]
+
+
+def _of_kind(own: Slice, kind: Kind, by_slice: Mapping[Slice, list[LayerUse]]) -> Sources:
+    sources: dict[LayerUse, None] = {}
+    for use in by_slice[own]:
+        if use.kind == kind and kind.shift and use.shares_gradients:
+            weights = [weight for weight in by_slice[use.partner] if weight.partner == own]
+            sources |= dict.fromkeys(weights)
+        elif use.kind == kind:
+            sources[use] = None
+    # for the same rounding in all processes
+    return tuple(sources) if len(sources) == 1 else tuple(sorted(sources, key=repr))
+
+
+def has_bias_input(use: LayerUse, options: Options) -> bool:
+    """Return whether the inputs of a use have a one as last entry, for the bias."""
+    return options.joint and use.partner is not None and not use.kind.shift
+
+
+@dataclass
+class FactorSums:
+    """Sums over some data.
+
+    Attributes:
+        plan: What is made of them.
+        tensors: The sums. Those of an operator never change; new ones take their place.
+        bases: The eigenbases of EKFAC's blocks, by ``BlockSpec.slices``.
         num_batches: How many batches there were, of the rank that had most.
     """
 
-    uses: Uses = NO_USES
-    blocks: list[Block] | None = None
-    products: dict[tuple[int, Kind], Factors] = field(default_factory=dict)
-    matrices: dict[int, Tensor] = field(default_factory=dict)
-    terms: Tensor | float = 0.0
+    plan: Plan = field(default_factory=Plan)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    bases: dict[tuple[Slice, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
 
-    def scaled(self, factor: float) -> "Sums":
-        """Return multiples of all sums."""
-        products = {
-            key: Factors(
-                factor * own.inputs,
-                factor * own.count,
-                None if own.gradients is None else factor * own.gradients,
-            )
-            for key, own in self.products.items()
-        }
-        matrices = {number: factor * matrix for number, matrix in self.matrices.items()}
-        # integers would become PyTorch's default dtype
-        terms = self.terms.double() if isinstance(self.terms, Tensor) else self.terms
-        return replace(self, products=products, matrices=matrices, terms=factor * terms)
+    @property
+    def terms(self) -> Tensor | float:
+        """The data's share of the normalization."""
+        return self.tensors.get(TERMS, 0.0)
+
+    def emptied(self) -> "FactorSums":
+        """Return sums to which the batches that come next can be added."""
+        return replace(self, tensors={})
+
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """Add to one of the sums, in place."""
+        if key in self.tensors:
+            self.tensors[key] += tensor
+        else:
+            self.tensors[key] = tensor
 
     def plus(
-        self, other: "Sums", plan: Callable[[Uses], list[Block]], decay: float = 1.0
-    ) -> "Sums":
+        self, other: "FactorSums", plan: Plan, decay: float = 1.0, overwrite: bool = False
+    ) -> "FactorSums":
         """Return the sums over this and other data.
 
         Args:
-            other: The other sums.
-            plan: Chooses blocks for what both show.
+            other: The sums over the other data.
+            plan: The plan for both.
             decay: By what these sums are multiplied first.
-
-        Raises:
-            ChangedError: If both show ways to use a parameter that do not go together.
+            overwrite: Whether the result takes the memory of the other sums.
         """
-        uses = self.uses.union(other.uses)
-        blocks = plan(uses) if self.blocks is None or uses != self.uses else self.blocks
-        total, added = self.scaled(decay), replace(other)
-        for sums in (total, added):
-            if (sums.uses, sums.blocks) != (uses, blocks):
-                sums.adopt(uses, blocks)
-        for key, factors in added.products.items():
-            total.add_product(key, factors)
-        for number, matrix in added.matrices.items():
-            total.add_matrix(number, matrix)
-        total.terms = total.terms + added.terms
-        total.num_batches += added.num_batches
-        return total
+        tensors = {}
+        for key in self.tensors | other.tensors:
+            old, new = self.tensors.get(key), other.tensors.get(key)
+            if new is None:
+                tensors[key] = old if decay == 1.0 else decay * old
+            elif old is None:
+                tensors[key] = new
+            else:
+                out = new if overwrite else None
+                tensors[key] = torch.add(new, old, alpha=decay, out=out)
+        num_batches = self.num_batches + other.num_batches
+        return FactorSums(plan, tensors, other.bases | self.bases, num_batches)
 
-    def over(self, ranks: Ranks, device: torch.device) -> "Sums":
-        """Return the sums over the data of all ranks, whose blocks are the same.
+    def over(self, ranks: Ranks, device: torch.device) -> "FactorSums":
+        """Return the sums over the data of all ranks, which have the same plan.
 
         Args:
             ranks: The ranks, whose batches have numbers up to the largest of theirs.
             device: Where the sums are.
         """
-        tensors: dict[tuple, Tensor] = {(number,): x for number, x in self.matrices.items()}
-        for key, own in self.products.items():
-            tensors |= {(*key, n): x for n, x in vars(own).items() if x is not None}
-        matrices, products = {}, {}
-        for key, total in ranks.add_all(tensors, device).items():
-            if len(key) == 1:
-                matrices[key[0]] = total
-            else:
-                products.setdefault(key[:2], {"gradients": None})[key[2]] = total
-        return replace(
-            self,
-            products={key: Factors(**own) for key, own in products.items()},
-            matrices=matrices,
-            terms=ranks.total(self.terms),
-            num_batches=ranks.largest(self.num_batches),
-        )
+        tensors = ranks.add_all(self.tensors, device)
+        return replace(self, tensors=tensors, num_batches=ranks.largest(self.num_batches))
 
-    def agrees(self, other: "Sums") -> bool:
-        """Return whether these are sums of the same numbers, but for rounding."""
-        one, two = self._tensors(), other._tensors()
-        if not isclose(float(self.terms), float(other.terms), rel_tol=1e-5):
-            return False
-        return one.keys() == two.keys() and all(_alike(one[key], two[key]) for key in one)
-
-    def _tensors(self) -> dict[Any, Tensor]:
-        """Return all sums by what they are sums of."""
-        blocks = self.blocks or []
-        found: dict[Any, Tensor] = {}
-        for (number, kind), own in self.products.items():
-            key = (blocks[number].names, blocks[number].places, kind)
-            found |= {(*key, "inputs"): own.inputs, (*key, "count"): own.count}
-            if own.gradients is not None:
-                found |= {(*key, "gradients"): own.gradients}
-        for number, matrix in self.matrices.items():
-            found[blocks[number].names, blocks[number].places] = matrix
-        return found
-
-    def adopt(self, uses: Uses, blocks: list[Block]) -> None:
-        """Take over the blocks that more data asks for.
-
-        What is new has sums of zero: layers that were not used had no inputs and no gradients.
-
-        Args:
-            uses: What all data shows.
-            blocks: The blocks for these uses.
-
-        Raises:
-            ChangedError: If a block has another structure than before.
-        """
-        before = self.blocks or []
-        numbers = successors(before, blocks, uses)
-        products = {}
-        for (number, kind), own in self.products.items():
-            gradients, new = own.gradients, numbers[number]
-            if blocks[new].twin is not None:
-                gradients = None
-            elif gradients is None:  # the bias no longer belongs to its weight alone
-                twin = before[number].twin
-                gradients = self.products[twin, before[twin].kinds[0]].gradients.clone()
-            products[new, kind] = replace(own, gradients=gradients)
-        self.matrices = {numbers[number]: matrix for number, matrix in self.matrices.items()}
-        self.uses, self.blocks, self.products = uses, blocks, products
-
-    def add_product(self, key: tuple[int, Kind], factors: Factors) -> None:
-        """Add to the sums of one Kronecker product, in place."""
-        if key not in self.products:
-            self.products[key] = replace(factors)
-            return
-        own = self.products[key]
-        own.inputs += factors.inputs
-        own.count += factors.count
-        if own.gradients is not None:
-            own.gradients += factors.gradients
-
-    def add_matrix(self, number: int, matrix: Tensor) -> None:
-        """Add to the sum of a block that is no Kronecker product, in place."""
-        if number in self.matrices:
-            self.matrices[number] += matrix
-        else:
-            self.matrices[number] = matrix
-
-    def to(self, device: torch.device | str) -> None:
-        """Move all sums."""
-        for factors in self.products.values():
-            factors.inputs = factors.inputs.to(device)
-            factors.count = factors.count.to(device)
-            if factors.gradients is not None:
-                factors.gradients = factors.gradients.to(device)
-        self.matrices = {n: matrix.to(device) for n, matrix in self.matrices.items()}
-        self.terms = torch.as_tensor(self.terms, device=device)
-
-
-def _alike(one: Tensor, two: Tensor) -> bool:
-    if one.shape != two.shape:
-        return False
-    tolerance = max(1e-9, 1e3 * torch.finfo(one.dtype).eps)
-    return bool((one - two).norm() <= tolerance * one.norm())
-
-
-def successors(before: Sequence[Block], after: Sequence[Block], uses: Uses) -> Mapping[int, int]:
-    """Return the numbers that blocks have among those for more data.
-
-    Args:
-        before: The blocks.
-        after: Those for more data.
-        uses: What that data shows.
-
-    Raises:
-        ChangedError: If sums for a block are of no use for those after.
-    """
-    places = {(block.names, block.places): number for number, block in enumerate(after)}
-    numbers = {}
-    for number, block in enumerate(before):
-        if block.structure == "zero":
-            continue
-        new = places.get((block.names, block.places))
-        if new is None or not _extends(after[new], block):
-            raise ChangedError(block.names, uses)
-        numbers[number] = new
-    return numbers
-
-
-def _extends(after: Block, before: Block) -> bool:
-    """Return whether a block has the same sums, and perhaps more."""
-    alike = ("structure", "scale", "groups")
-    return all(getattr(after, name) == getattr(before, name) for name in alike) and set(
-        before.kinds
-    ) <= set(after.kinds)
+    def to(self, device: torch.device) -> "FactorSums":
+        """Return the sums on another device."""
+        tensors = {key: tensor.to(device) for key, tensor in self.tensors.items()}
+        bases = {key: basis.map(lambda x: x.to(device)) for key, basis in self.bases.items()}
+        return replace(self, tensors=tensors, bases=bases)

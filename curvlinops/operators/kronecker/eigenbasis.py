@@ -1,0 +1,178 @@
+"""Second moments of gradients in the eigenbasis of a Kronecker product."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.embedding import Lookup
+from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.forms import Form, squared_sum
+from curvlinops.layers.inputs import Inputs
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
+from curvlinops.layers.parts import Part
+from curvlinops.operators.kronecker.blocks import BlockFactors
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, unit
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.support.records import recorded
+
+
+@recorded
+@dataclass(frozen=True)
+class Basis:
+    """An orthogonal basis of a block's matrices ``[G, O, I]``.
+
+    Attributes:
+        kind: The shape of these matrices.
+        outputs: The basis of their columns, ``[G, O, O]``; ``None`` for the standard basis.
+        inputs: The basis of their rows, ``[G, I, I]``; ``None`` for the standard basis.
+        has_bias: Whether the bias is the last column.
+    """
+
+    kind: Kind
+    outputs: Tensor | None
+    inputs: Tensor | None
+    has_bias: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """G, O, and I with the bias."""
+        return self.kind.groups, self.kind.outputs, self.kind.inputs + self.has_bias
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Basis":
+        """Apply a function to the bases of columns and of rows."""
+        outputs = None if self.outputs is None else function(self.outputs)
+        return replace(
+            self, outputs=outputs, inputs=None if self.inputs is None else function(self.inputs)
+        )
+
+    def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
+        """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``."""
+        groups, *sizes = self.shape
+        axes = [(self.outputs, sizes[0])]
+        axes += [] if self.kind.shift else [(self.inputs, sizes[1])]
+        factors: list[Factor] = [
+            unit(size, eigenvalues) if Q is None else Dense(Q, symmetric=False) for Q, size in axes
+        ]
+        if groups > 1 and all(factor.groups == 1 for factor in factors):
+            factors.insert(0, unit(groups, eigenvalues))
+        vectors = KroneckerProductLinearOperator(*factors)
+        return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
+
+    def second_moment(self, parts: Sequence[Part]) -> Tensor:
+        """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``.
+
+        Args:
+            parts: All uses of the block's weight on a batch.
+        """
+        forms = [part.form for part in parts]
+        if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
+            return self._of_matrices(Outer.merge(forms) if len(forms) > 1 else forms[0])
+        if all(isinstance(form, Lookup) for form in forms) and self.inputs is None:
+            indices = torch.cat([form.indices for form in forms], dim=1)
+            g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
+            g = _rotated(g, self.outputs).squeeze(3)
+            shape = forms[0].num_rows, g.shape[-1]
+            return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
+        return self._of_rows(sum_of(forms), self.kind.arrangement)
+
+    def _of_matrices(self, form: Outer) -> Tensor:
+        """Square and add sums of outer products, rotating these or what they are made of."""
+        positions, groups, inputs = form.x.shape[1:]
+        outputs = form.g.shape[-1]
+        of_factors = positions * (inputs**2 + outputs**2)
+        of_rows = inputs * outputs * (inputs + outputs)
+        basis = self.inputs if of_factors <= of_rows else None
+        x = Rotated(form.x, basis, self.has_bias)
+        shape = groups, outputs, x.shape[-1]
+        if of_factors <= of_rows:
+            return Outer(x, _rotated(form.g, self.outputs), shape).sum_of_squares()
+        return self._of_rows(Outer(x if self.has_bias else form.x, form.g, shape), IN_ORDER)
+
+    def _of_rows(self, form: Form, arrangement: Arrangement) -> Tensor:
+        """Square and add gradients that are written down and then rotated."""
+        total: Tensor | float = 0.0
+        matrix = self.kind.groups, self.kind.outputs
+        matrix = (*matrix, form.num_entries // prod(matrix))
+        for some in form.parts():
+            rows = form.rows(some).flatten(0, 1)
+            rows = arrangement.undo(rows, 1).reshape(len(rows), *matrix)
+            rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
+            rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
+            total = total + squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
+        return total.permute(1, 2, 0)
+
+
+class Rotated:
+    """Inputs in another basis, possibly with a one as last entry before.
+
+    Args:
+        inputs: Inputs ``[N, S, G, I]``.
+        basis: The basis, ``None`` for that in which they are.
+        has_bias: Whether there is a one for the bias.
+    """
+
+    def __init__(self, inputs: Inputs, basis: Tensor | None, has_bias: bool):
+        self._inputs, self._basis, self._has_bias = inputs, basis, has_bias
+        self.shape = (*inputs.shape[:-1], inputs.shape[-1] + has_bias)
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make those of some samples."""
+        x = self._inputs[samples]
+        if self._has_bias:
+            # where a sample has fewer positions than others, output gradients are zero
+            x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+        return _rotated(x, self._basis)
+
+
+def eigenbases(factors: Sequence[BlockFactors]) -> list[Basis]:
+    """Return the eigenbases of blocks that are Kronecker products.
+
+    Of a block that is a sum of several, the first one's is taken, except that axes along which
+    another one is diagonal keep the standard basis.
+    """
+    axes = [_axes(each) for each in factors]
+    dense, names = [], []
+    for each, both in zip(factors, axes, strict=True):
+        own = [factor for factor in both if factor is not None]
+        dense += own
+        names += [f"A factor of '{each.block.names[0]}'"] * len(own)
+    decompose(dense, names, [False] * len(dense))
+    return [
+        Basis(each.products[0].kind, *map(_vectors, both), has_bias=len(each.block.names) > 1)
+        for each, both in zip(factors, axes, strict=True)
+    ]
+
+
+def _axes(factors: BlockFactors) -> tuple[Factor | None, Factor | None]:
+    """Return the factors whose eigenvectors are the basis, ``None`` for the standard basis."""
+    first = factors.products[0]
+    outputs, inputs = (
+        None if isinstance(factor, Diagonal) else factor
+        for factor in (first.gradients, first.inputs)
+    )
+    for other in factors.products[1:]:
+        if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
+            # those of lookups are the outputs of a head with the same weight
+            if relation(first.kind, other.kind) == "transposed":
+                outputs = None
+            else:
+                inputs = None
+    return outputs, inputs
+
+
+def _vectors(factor: Factor | None) -> Tensor | None:
+    return None if factor is None else factor.eigenvectors().tensor
+
+
+def _rotated(x: Tensor, basis: Tensor | None) -> Tensor:
+    """Multiply ``[*, G, n]`` by the transposed basis of each group."""
+    if basis is None:
+        return x
+    if len(basis) == 1:
+        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(x.shape)
+    return torch.einsum("...gi,gij->...gj", x, basis)
