@@ -13,7 +13,7 @@ from curvlinops.algorithms.convergence import fail
 from curvlinops.algorithms.krylov import KrylovSpace, RitzPairs
 from curvlinops.algorithms.matrix import Matrix
 from curvlinops.algorithms.products import ASYMMETRY
-from curvlinops.linear_operator.linear import Array
+from curvlinops.linear_operator.vectors import Array
 from curvlinops.support.progress import show_residuals
 
 #: With as few products left, the whole space comes before any confirmation.

@@ -1,8 +1,10 @@
-"""Backward passes over a model problem to a batch."""
+"""Backward passes over a model problem to a batch, with several columns at once."""
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from math import ceil
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -10,9 +12,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.linear_operator.columns import add, in_chunks
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.memory import lacks_memory
 from curvlinops.support.torch_internals import run_backward, without_torch_function
+from curvlinops.support.warnings import first_line
+
+_LOGGER = logging.getLogger("curvlinops")
+
+#: A batched pass needs about the graph's memory for each column. Several are faster while this
+#: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
+_BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 #: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -212,3 +222,74 @@ def pull_columns(
         name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
         for name, grad in found.items()
     }
+
+
+# --- several columns at once
+
+
+def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
+    """Return whether several times a graph's memory is still little enough to be fast."""
+    return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
+
+
+def in_chunks(
+    product: Callable[..., Columns], size: int | None
+) -> Callable[..., Iterator[tuple[slice, Columns]]]:
+    """Return a function that applies a product to any number of columns.
+
+    Args:
+        product: Takes and returns columns. Several at once it computes by ``vmap``, which some
+            operations do not support: then they are taken one by one.
+        size: How many at once, fewer if there is no memory for so many. Default: as many as have
+            ``_BUDGETS`` bytes with the tensors in the product's closure.
+
+    Returns:
+        A function of columns, of the dtypes to which ``product`` needs them cast, and of further
+        arguments of the product. It yields which columns it has multiplied, and their product.
+    """
+
+    def chunks(
+        V: Columns, dtypes: Mapping[str, torch.dtype], *args: Any
+    ) -> Iterator[tuple[slice, Columns]]:
+        nonlocal size
+        some = next(iter(V.values()))
+        num_columns, start = some.shape[0], 0
+        if num_columns > 1 and size is None:
+            budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
+            size = max(budget // max(footprint(product), 1), 1)
+        failure = None
+        while start < num_columns:
+            rest = 1 if failure else num_columns - start
+            # in equal parts
+            rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
+            try:
+                part = product(_take(V, rows, dtypes), *args)
+            except Exception as error:  # a user's own backward may raise anything
+                if rows.stop == start + 1:
+                    raise
+                if lacks_memory(error):
+                    size = (rows.stop - start) // 2
+                    _LOGGER.warning("No memory for so many columns at once, now %d.", size)
+                else:
+                    failure = first_line(error)
+                continue
+            if failure:  # what one column can do, vmap cannot
+                _LOGGER.info("Columns are multiplied one by one: %s", failure)
+                size, failure = 1, None
+            yield rows, part
+            start = rows.stop
+
+    return chunks
+
+
+def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[dict[str, Tensor]]:
+    """Yield the columns one by one, cast to ``dtypes``, without their column axis."""
+    for index in range(next(iter(V.values())).shape[0]):
+        column = _take(V, slice(index, index + 1), dtypes)
+        yield {name: value[0] for name, value in column.items()}
+
+
+def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
+    with without_torch_function():  # an evaluation watches what the model calls
+        # contiguous: the columns of a matrix are far apart in its memory
+        return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}

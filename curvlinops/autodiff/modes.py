@@ -28,13 +28,15 @@ from curvlinops.autodiff.backward import (
     Head,
     Problem,
     Tensors,
+    in_chunks,
     pull,
     pull_columns,
+    room_for,
+    single_columns,
 )
 from curvlinops.autodiff.evaluation import Evaluation
 from curvlinops.autodiff.graph_checks import check_memory
-from curvlinops.linear_operator.columns import add, in_chunks, room_for, single_columns
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.support.rng import preserved_rng
 
 with warnings.catch_warnings(), suppress(ImportError):

@@ -19,9 +19,8 @@ from curvlinops.autodiff.mode_selection import (
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.modes import Reverse
 from curvlinops.autodiff.parameters import split_blocks
-from curvlinops.linear_operator.columns import not_finite
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
@@ -318,8 +317,7 @@ class DataLinearOperator(TorchLinearOperator):
         self._flags = flags
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
-        together = space.common_memory(out)
-        if (name := not_finite(out, () if together is None else [together])) is None:
+        if (name := not_finite(out, space.joined_view(out))) is None:
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame

@@ -9,8 +9,7 @@ import torch
 
 from curvlinops.autodiff.backward import Tensors, pull
 from curvlinops.autodiff.mode_selection import Mode
-from curvlinops.linear_operator.columns import norm
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, norm
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
 

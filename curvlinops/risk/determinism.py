@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.autodiff import backward
-from curvlinops.linear_operator.columns import norm
+from curvlinops.linear_operator.space import norm
 from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 from curvlinops.risk.output_checks import check_finite, check_numbers
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples

@@ -13,8 +13,7 @@ from curvlinops.autodiff.backward import LossLike, Recording, Seed
 from curvlinops.autodiff.evaluation import Evaluation
 from curvlinops.autodiff.graph_checks import check_graph, needs_graph, own_ids
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.distributed import Ranks
 from curvlinops.risk.first_batch import BatchFacts, Look, learned

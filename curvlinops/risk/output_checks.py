@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvlinops.linear_operator.columns import not_finite
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.support.warnings import warn
 
