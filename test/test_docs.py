@@ -16,7 +16,8 @@ import curvlinops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-NAMES = ("quickstart", "migration", "per_sample", "kfac", "solvers", "spectra")
+NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
+NAMES += ("spectra",)
 PAGES += [f"docs/{name}.md" for name in NAMES]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
