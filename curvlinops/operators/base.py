@@ -1,7 +1,7 @@
 """What all operators over a data set share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
@@ -259,6 +259,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        if self.risk.ranks.size == 1:
+            return nullcontext(columns)
         options = self._settings() | {"seed": None}  # ranks never draw the same numbers
         return self.risk.ranks.synchronized(self.risk, task, columns, options=options, **details)
 
@@ -313,7 +315,7 @@ class DataLinearOperator(TorchLinearOperator):
             singles_of = type(self).__name__ if self._per_sample else None
             report_batch_statistics(self.risk.model.roots, singles_of)
             if not self._trusting:
-                check_repeatable(self.risk, independent=self._per_sample)
+                check_repeatable(self.risk, self._per_sample)
             self._checked.add(flags)
         self._flags = flags
 

@@ -1,6 +1,6 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.support.arguments import check_count
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
-from curvlinops.support.pytree import leaves, map_leaves, move
+from curvlinops.support.pytree import leaves, move
 
 
 @dataclass(frozen=True)
@@ -80,20 +79,13 @@ class Batches:
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
     def iterate(
-        self,
-        device: torch.device,
-        wrap: Callable[[Iterable], Iterable],
-        own: Collection[int] = (),
-    ) -> Iterator:
+        self, device: torch.device, wrap: Callable[[Iterable], Iterable]
+    ) -> Iterator[Batch]:
         """Yield one ``Batch`` after the other.
 
         Args:
             device: Where its tensors shall be.
             wrap: Applied to the data (a progress bar).
-            own: The ids of the model's own parameters.
-
-        Yields:
-            The batches, their tensors moved to ``device``.
 
         Raises:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
@@ -110,7 +102,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *_constant(move(tuple(pair), device), own))
+            batch = Batch(index, *move(tuple(pair), device))
             try:
                 num_data += self.size(batch)
             except ValueError:  # it is not evident
@@ -119,14 +111,14 @@ class Batches:
                 num_data = nan
             yield batch
             self._had_batches = True
-        if index == -1 and self._had_batches:
-            raise ValueError(
-                f"data ({type(self.data).__name__}) yields no batch any more, though it did "
-                "before, as streams do that are exhausted after one pass. Each iteration must "
-                "start anew."
-            )
         if index == -1:
-            raise ValueError("data is empty: it did not yield a single batch.")
+            kind = type(self.data).__name__
+            raise ValueError(
+                f"data ({kind}) yields no batch any more, though it did before, as streams do that "
+                "are exhausted after one pass. Each iteration must start anew."
+                if self._had_batches
+                else "data is empty: it did not yield a single batch."
+            )
         if self.num_data is not None and num_data != self.num_data:
             raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
         self._counts = index + 1, num_data
@@ -182,30 +174,6 @@ class Batches:
             "not its loss or another mean. If the batch has only as many samples as the output has "
             "rows, say so with batch_size_fn."
         )
-
-
-def _constant(tree: Any, own: Collection[int]) -> Any:
-    """Detach tensors that were computed from others, unless these are in the same batch.
-
-    In that case the model or the loss may differentiate one with respect to the other. Tensors that
-    were computed from the model's own parameters are detached in any case.
-    """
-    tensors = leaves(tree)
-    computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
-    connected, variables = False, set()
-    for leaf in computed:
-        nodes = set(graph_nodes(leaf))
-        variables |= {id(variable) for variable in leaf_variables(nodes)}
-        connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
-    connected |= not variables.isdisjoint(map(id, tensors))
-    if not computed or (connected and variables.isdisjoint(own)):
-        return tree
-
-    def detached(leaf: Any) -> Any:
-        has_graph = isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        return leaf.detach().requires_grad_() if has_graph else leaf
-
-    return map_leaves(tree, detached)
 
 
 def _first_axes(tree: Any) -> set[int]:

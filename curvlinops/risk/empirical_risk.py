@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.backward import LossLike, Recording, Seed
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import check_graph, needs_graph, own_ids
+from curvlinops.autodiff.graph_checks import check_graph, needs_graph
 from curvlinops.autodiff.model import Model, train_flags
 from curvlinops.linear_operator.columns import add
 from curvlinops.linear_operator.space import Columns, ParameterSpace
@@ -74,7 +74,7 @@ class BatchProblem:
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        self._risk.preserve_rng()
+        self._risk.current_pass.preserve_rng()
         return Evaluation(self.model, values, differentiation)
 
     def on(self, batch: Batch) -> "BatchProblem":
@@ -146,6 +146,44 @@ class BatchProblem:
             check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
 
 
+class Pass:
+    """One pass over the data, an iterator over its batches.
+
+    Args:
+        risk: Model, loss and data.
+        batches: Yields the batches.
+        stack: Is closed at the end of the pass.
+
+    Attributes:
+        batch: The batch that is in use, ``None`` while one is fetched.
+    """
+
+    def __init__(self, risk: "EmpiricalRisk", batches: Iterator[Batch], stack: ExitStack):
+        self._risk, self._batches, self._stack = risk, batches, stack
+        self._preserves_rng = False
+        self.batch: Batch | None = None
+
+    def __iter__(self) -> "Pass":
+        """Return itself."""
+        return self
+
+    def __next__(self) -> BatchProblem:
+        """Return the risk on the next batch."""
+        self.batch = None
+        self.batch = next(self._batches)
+        self._risk.current_pass = self  # another thread may have begun one meanwhile
+        return BatchProblem(self._risk, self.batch)
+
+    def preserve_rng(self) -> None:
+        """Restore the random number generators at the end of the pass.
+
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
+        """
+        if not self._preserves_rng:
+            self._stack.enter_context(preserved_rng())
+            self._preserves_rng = True
+
+
 class EmpiricalRisk:
     """``L = c * sum_t l_t`` over all terms of all batches.
 
@@ -162,7 +200,10 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
+        current_pass: The pass whose batch is in use, if there is one.
     """
+
+    current_pass: Pass | None = None
 
     def __init__(
         self,
@@ -176,7 +217,6 @@ class EmpiricalRisk:
         self.model, self.data = model, batches
         self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
-        self._pass, self._preserves_rng = ExitStack(), True  # no pass yet
         self.reconsider(loss)
 
     def reconsider(self, loss: LossLike | None) -> None:
@@ -187,9 +227,7 @@ class EmpiricalRisk:
         self._shared: dict[Hashable, Any] | None = None
 
     @contextmanager
-    def batches(
-        self, description: str, data: Batches | None = None
-    ) -> Iterator[Iterator[BatchProblem]]:
+    def batches(self, description: str, data: Batches | None = None) -> Iterator[Pass]:
         """Pass over the data, in a loop inside of a context. There are no other passes over data.
 
         Inside the context, no other thread evaluates models, PyTorch has its default modes, and
@@ -202,47 +240,29 @@ class EmpiricalRisk:
         Raises:
             Exception: Any error inside, with a note that names the batch.
         """
-        with exclusive(), ExitStack() as self._pass:
-            self._pass.callback(setattr, self, "_preserves_rng", True)
-            self._preserves_rng = False
-            if type((data or self.data).data) not in (list, tuple):  # loaders draw, too
-                self.preserve_rng()
-            self.model.follow()
-            current: list[Batch] = []
-            try:
-                yield self._iterate(description, data or self.data, current)
-            except Exception as error:
-                # what was learned from numbers that are not finite, say, may be wrong
-                for key in self._known:
-                    self._shared.pop(key, None)
-                self._known = {}
-                if current:
-                    current[-1].name_in(error)
-                raise
-
-    def preserve_rng(self) -> None:
-        """Restore the random number generators at the end of the current pass.
-
-        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
-        """
-        if not self._preserves_rng:
-            self._pass.enter_context(preserved_rng())
-            self._preserves_rng = True
-
-    def _iterate(
-        self, description: str, data: Batches, current: list[Batch]
-    ) -> Iterator[BatchProblem]:
-        device = self.space.device
+        data, device = data or self.data, self.space.device
         label = f"{self.name}.{description} on {device}"
 
         def wrap(items: Iterable) -> Iterable:
             shown_items = shown(items, label) if self.progressbar else items
             return shown_items if type(items) in (list, tuple) else fetched(shown_items)
 
-        for batch in data.iterate(device, wrap, own_ids(self.model)):
-            current[:] = [batch]
-            yield BatchProblem(self, batch)
-            current.clear()
+        with exclusive(), ExitStack() as stack:
+            iterator = Pass(self, data.iterate(device, wrap), stack)
+            if type(data.data) not in (list, tuple):  # loaders draw, too
+                iterator.preserve_rng()
+            try:
+                yield iterator
+            except Exception as error:
+                # what was learned from numbers that are not finite, say, may be wrong
+                for key in self._known:
+                    self._shared.pop(key, None)
+                self._known = {}
+                if iterator.batch is not None:
+                    iterator.batch.name_in(error)
+                raise
+            finally:
+                self.current_pass = None
 
     def known(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
         """See ``BatchProblem.known``."""

@@ -17,6 +17,7 @@ from curvlinops.support.autograd_graph import (
     signature,
 )
 from curvlinops.support.memory import suppressed
+from curvlinops.support.torch_internals import without_torch_function
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,16 @@ class Look:
             loss.needs_graph = depends
             with suppressed():  # products have better messages
                 value = loss.sum(output, y)
-        nodes = list(graph_nodes(value))
-        return BatchFacts(
-            graph_bytes=footprint(value),
-            dtypes=precisions(nodes, output),
-            custom_functions=frozenset(custom_functions(nodes) | self.watch.hooks),
-            model_differentiates=self.watch.differentiates,
-            loss_needs_graph=depends,
-            signature=signature(value),
-        )
+        with without_torch_function():  # the evaluation watches calls, which costs time
+            nodes = list(graph_nodes(value))
+            return BatchFacts(
+                graph_bytes=footprint(value),
+                dtypes=precisions(nodes, output),
+                custom_functions=frozenset(custom_functions(nodes) | self.watch.hooks),
+                model_differentiates=self.watch.differentiates,
+                loss_needs_graph=depends,
+                signature=signature(value),
+            )
 
 
 #: By model: what operators have learned of it, by everything that this depends on.

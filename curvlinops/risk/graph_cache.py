@@ -11,14 +11,20 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_modules
 
 from curvlinops.risk.data import Batch
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
-from curvlinops.support.fingerprint import PLAIN, Fingerprint, same_numbers
+from curvlinops.support.fingerprint import (
+    PLAIN,
+    Fingerprint,
+    array_differs,
+    children,
+    same_numbers,
+)
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.torch_internals import global_hooks
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -199,8 +205,6 @@ def check_cache(cache: Any, autodiff: str) -> str | int:
 def _copied(batch: Batch) -> Batch:
     """Return a copy of a batch that shares no memory with it; one of a view is as small as it."""
     tensors = leaves((batch.X, batch.y))
-    if any(tensor.grad_fn is not None for tensor in tensors):
-        raise ValueError("its tensors were computed from each other.")
     copies = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
     own = copy.deepcopy(batch, copies)
     for tensor in tensors:  # what users attach to tensors
@@ -219,6 +223,8 @@ def _same_batch(batch: Batch, own: Batch) -> bool:
 
 def _same_structure(now: Any, known: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Return whether two batches are alike but for numbers in tensors, which are gathered."""
+    if isinstance(now, type):
+        return now is known
     if type(now) is not type(known):
         return False
     if isinstance(now, Tensor):
@@ -227,35 +233,20 @@ def _same_structure(now: Any, known: Any, pairs: list[tuple[Tensor, Tensor]]) ->
     if isinstance(now, PLAIN):
         return now == known
     if isinstance(now, np.ndarray):
-        return not now.dtype.hasobject and _array(now) == _array(known)
-    if isinstance(now, Mapping):
-        if list(now) != list(known):
-            return False
-        now, known = list(now.values()), list(known.values())
-    elif not isinstance(now, list | tuple):
-        if callable(now) or not hasattr(now, "__dict__"):
-            return False
-        now, known = ([*vars(x), *vars(x).values()] for x in (now, known))
-    if len(now) != len(known):
+        return not array_differs(now, known)
+    is_container = isinstance(now, Mapping | list | tuple)
+    if not is_container and (callable(now) or not hasattr(now, "__dict__")):
         return False
-    return all(_same_structure(x, y, pairs) for x, y in zip(now, known, strict=True))
-
-
-def _array(array: np.ndarray) -> tuple:
-    return array.dtype, array.shape, array.tobytes()
-
-
-_GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
-    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
-    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
-)
+    before, after = children(known), children(now)
+    return len(before) == len(after) and all(
+        _same_structure(x, y, pairs) for x, y in zip(after, before, strict=True)
+    )
 
 
 def _settings(device: torch.device) -> list:
     """Return PyTorch's own settings that a forward pass depends on."""
     return [
-        *(getattr(torch_modules, name) for name in _GLOBAL_HOOKS),
+        *global_hooks(),
         torch.get_autocast_dtype(device.type),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),

@@ -130,7 +130,7 @@ class Fingerprint:
             return False
         if self._copies is None:
             return True
-        if any(map(_array_differs, self._arrays, self._array_copies)):
+        if any(map(array_differs, self._arrays, self._array_copies)):
             return False
         return _equal(zip(map(_bits, self.tensors), self._copies, strict=True))
 
@@ -176,7 +176,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _array_differs(array: np.ndarray, copy: np.ndarray) -> bool:
+def array_differs(array: np.ndarray, copy: np.ndarray) -> bool:
+    """Return whether two arrays have other numbers, bit by bit, or are of another kind."""
     if array.dtype.hasobject:
         raise TypeError("arrays of objects are not watched")
     return (array.dtype, array.shape, array.tobytes()) != (copy.dtype, copy.shape, copy.tobytes())

@@ -102,11 +102,13 @@ def copy_containers(tree: Any) -> Any:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in nested containers to a device.
+    """Move all that can be moved in nested containers to a device; tensors lose their history.
 
     Raises:
         ValueError: If a tensor has no values.
     """
+    if type(tree) is tuple and all(x is None or _is_on(x, device) for x in tree):
+        return tree
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -117,10 +119,20 @@ def move(tree: Any, device: torch.device) -> Any:
         if _has_to(leaf):
             # some containers move in place: not the user's own
             leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.grad_fn is not None:
+            return leaf.detach().requires_grad_()
         # autograd refuses tensors that were made in inference mode
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+        return leaf.clone() if leaf.is_inference() else leaf
 
     return map_leaves(tree, moved, _has_to)
+
+
+def _is_on(part: Any, device: torch.device) -> bool:
+    """Return whether a tensor needs no ``move``."""
+    plain = type(part) is Tensor and part.grad_fn is None and not part.is_inference()
+    return plain and part.device == device
 
 
 def _has_to(part: Any) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
 
@@ -69,10 +69,16 @@ def function_of(node: Any) -> type:
     return type(node)._forward_cls
 
 
-def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own buffers that are in its ``state_dict``."""
-    buffers = module.named_buffers(recurse=False)
-    return {n: x for n, x in buffers if n not in module._non_persistent_buffers_set}
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
+    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
+    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
+)
+
+
+def global_hooks() -> list[dict]:
+    """Return the hooks on all modules, by kind."""
+    return [getattr(modules, name, {}) for name in _GLOBAL_HOOKS]
 
 
 current_function_modes = internal("torch.overrides", "_get_current_function_mode_stack")

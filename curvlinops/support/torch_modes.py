@@ -15,7 +15,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Held while a model is evaluated: all threads share its modules and the random number generators.
-_LOCK = threading.RLock()
+_LOCK = threading.Lock()
+
+
+class _Thread(threading.local):
+    """Whether the current thread holds the lock."""
+
+    holds_lock = False
+
+
+_THREAD = _Thread()
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -27,21 +36,30 @@ def _autocasting() -> list[str]:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the package's lock and enter PyTorch's default modes.
+    """Hold the package's lock and enter PyTorch's default modes; nothing changes if that is held.
 
     The lock is released while ``fetched`` waits for data.
     """
-    with _LOCK, default_modes():
+    if _THREAD.holds_lock:
         yield
+        return
+    with _LOCK, default_modes():
+        _THREAD.holds_lock = True
+        try:
+            yield
+        finally:
+            _THREAD.holds_lock = False
 
 
 @contextmanager
 def _unlocked() -> Iterator[None]:
-    state = _LOCK._release_save()  # however often this thread has acquired it
+    _THREAD.holds_lock = False
+    _LOCK.release()
     try:
         yield
     finally:
-        _LOCK._acquire_restore(state)
+        _LOCK.acquire()
+        _THREAD.holds_lock = True
 
 
 def fetched(data: Iterable) -> Iterator:
