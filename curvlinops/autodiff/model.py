@@ -22,18 +22,7 @@ from curvlinops.autodiff.parameters import (
     without_ties,
 )
 from curvlinops.autodiff.used_modules import find_modules
-
-
-def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return modules and all their children, each once, faster than ``nn.Module.modules``."""
-    found, stack = {}, list(reversed([*roots]))
-    while stack:
-        module = stack.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:
-                stack += [x for x in reversed([*module._modules.values()]) if x is not None]
-    return list(found.values())
+from curvlinops.support.torch_internals import modules_of, tensor_tables, without_hooks
 
 
 class Model(ABC):
@@ -169,15 +158,15 @@ class ModuleModel(Model):
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
         tensors = {id(own): with_attributes(values[n], own) for n, own in self._targets.items()}
-        modules = modules_of([self.module])
-        found = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
-        if missing := [n for n, own in self._targets.items() if id(own) not in found]:
+        tables = (tensor_tables(module)[0] for module in modules_of([self.module]))
+        present = {id(x): x for table in tables for x in table.values() if x is not None}
+        if missing := [n for n, own in self._targets.items() if id(own) not in present]:
             raise ValueError(
                 f"The model's parameters {missing} were replaced by other tensors since the "
                 "operator was built (by load_state_dict(assign=True), an assignment, or pruning). "
                 "Build a new operator."
             )
-        return {key: tensors[key] if key in tensors else alias(x) for key, x in found.items()}
+        return {key: tensors[key] if key in tensors else alias(x) for key, x in present.items()}
 
 
 class FunctionalModel(Model):
@@ -237,15 +226,14 @@ class ClosureModel(Model):
     def requiring_gradients(self) -> Iterator[None]:
         """Let the user's tensors require gradients, and keep their hooks from changing them."""
         params = list(self.params.values())
-        found = [(param.requires_grad, param._backward_hooks) for param in params]
+        flags = [param.requires_grad for param in params]
         try:
-            for param in params:
-                param.requires_grad_(True)
-                param._backward_hooks = None
-            yield
+            with without_hooks(params):
+                for param in params:
+                    param.requires_grad_(True)
+                yield
         finally:
-            for param, (requires_grad, hooks) in zip(params, found, strict=True):
-                param._backward_hooks = hooks
+            for param, requires_grad in zip(params, flags, strict=True):
                 param.requires_grad_(requires_grad)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvlinops.support.arguments import as_integer
+from curvlinops.support.torch_internals import mark_as_parameter, original_module
 
 _COMPLEX = (
     " Let the model have its real and imaginary parts as a real parameter with a last axis of "
@@ -50,8 +51,8 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
     while True:
         if isinstance(module, wrappers):
             module = module.module
-        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
-            module = module._orig_mod
+        elif original_module(module) is not module:  # compiled code has no double backward
+            module = original_module(module)
         else:
             break
         names |= dict(module.named_parameters(remove_duplicate=False))
@@ -189,7 +190,7 @@ def with_attributes(values: Tensor, param: Tensor) -> Tensor:
     """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
     vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
-        values._is_param = True  # which lets isinstance say so
+        mark_as_parameter(values)
     return values
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from curvlinops.autodiff.model import Model
 from curvlinops.support.arguments import check_count
-from curvlinops.support.pytree import leaves, move
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
+from curvlinops.support.pytree import leaves, map_leaves, move
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ class Batches:
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
     def iterate(
-        self, device: torch.device, wrap: Callable[[Iterable], Iterable]
+        self, device: torch.device, wrap: Callable[[Iterable], Iterable], model: Model
     ) -> Iterator[Batch]:
         """Yield one ``Batch`` after the other.
 
         Args:
             device: Where its tensors shall be.
             wrap: Applied to the data (a progress bar).
+            model: The model. What was computed from its parameters is constant.
 
         Raises:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
@@ -102,7 +105,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *move(tuple(pair), device))
+            batch = Batch(index, *_without_history(move(tuple(pair), device), model))
             try:
                 num_data += self.size(batch)
             except ValueError:  # it is not evident
@@ -174,6 +177,33 @@ class Batches:
             "not its loss or another mean. If the batch has only as many samples as the output has "
             "rows, say so with batch_size_fn."
         )
+
+
+def _without_history(tree: Any, model: Model) -> Any:
+    """Detach tensors that were computed from others, unless these are in the same batch.
+
+    In that case the model or the loss may differentiate one with respect to the other. Tensors that
+    were computed from the model's own parameters are detached in any case.
+    """
+    tensors = leaves(tree)
+    computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
+    if not computed:
+        return tree
+    connected, sources = False, set()
+    for leaf in computed:
+        nodes = set(graph_nodes(leaf))
+        sources |= {id(variable) for variable in leaf_variables(nodes)}
+        connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
+    connected |= not sources.isdisjoint(map(id, tensors))
+    parameters = (*model.params.values(), *model.registered.values())
+    if connected and sources.isdisjoint(map(id, parameters)):
+        return tree
+
+    def detached(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        return leaf.detach().requires_grad_() if has_graph else leaf
+
+    return map_leaves(tree, detached)
 
 
 def _first_axes(tree: Any) -> set[int]:

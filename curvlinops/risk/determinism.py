@@ -14,8 +14,9 @@ from curvlinops.linear_operator.columns import norm
 from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 from curvlinops.risk.output_checks import check_finite, check_numbers
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
-from curvlinops.support.pytree import leaves, strided_tensors
+from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng, seed_everything
+from curvlinops.support.torch_internals import strided_tensors
 
 #: The summaries of batches, and of what model and loss make of each.
 _Observations = tuple[list[list[float]], list[list[float]]]

@@ -248,7 +248,7 @@ class EmpiricalRisk:
             return shown_items if type(items) in (list, tuple) else fetched(shown_items)
 
         with exclusive(), ExitStack() as stack:
-            iterator = Pass(self, data.iterate(device, wrap), stack)
+            iterator = Pass(self, data.iterate(device, wrap, self.model), stack)
             if type(data.data) not in (list, tuple):  # loaders draw, too
                 iterator.preserve_rng()
             try:

@@ -205,6 +205,8 @@ def check_cache(cache: Any, autodiff: str) -> str | int:
 def _copied(batch: Batch) -> Batch:
     """Return a copy of a batch that shares no memory with it; one of a view is as small as it."""
     tensors = leaves((batch.X, batch.y))
+    if any(tensor.grad_fn is not None for tensor in tensors):
+        raise ValueError("its tensors were computed from each other.")
     copies = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
     own = copy.deepcopy(batch, copies)
     for tensor in tensors:  # what users attach to tensors

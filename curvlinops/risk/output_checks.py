@@ -13,6 +13,7 @@ from curvlinops.support.warnings import warn
 #: What makes derivatives infinite where they exist, for messages.
 OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
 
 
@@ -22,8 +23,7 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
         name or type(module).__name__: module.running_mean is not None
         for root in roots
         for name, module in root.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
+        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
     }
     if not coupling:
         return

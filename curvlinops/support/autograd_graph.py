@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.support.pytree import strided_tensors
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
     plain_values,
     saved_values,
+    strided_tensors,
 )
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvlinops.support.torch_internals import version_of
+
 #: Values that are the same if they are equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.Size)
 _DICTS = (dict, OrderedDict)
@@ -165,8 +167,7 @@ def _place(tensor: Tensor) -> tuple:
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"tensors of layout {tensor.layout} are not watched")
-    version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.stride(), *_kind(tensor)
+    return tensor.data_ptr(), version_of(tensor), tensor.stride(), *_kind(tensor)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def copy_containers(tree: Any) -> Any:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in nested containers to a device; tensors lose their history.
+    """Move all that can be moved in nested containers to a device.
 
     Raises:
         ValueError: If a tensor has no values.
@@ -119,20 +119,15 @@ def move(tree: Any, device: torch.device) -> Any:
         if _has_to(leaf):
             # some containers move in place: not the user's own
             leaf = (leaf if isinstance(leaf, Tensor) else copy.copy(leaf)).to(device)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.grad_fn is not None:
-            return leaf.detach().requires_grad_()
         # autograd refuses tensors that were made in inference mode
-        return leaf.clone() if leaf.is_inference() else leaf
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
     return map_leaves(tree, moved, _has_to)
 
 
 def _is_on(part: Any, device: torch.device) -> bool:
     """Return whether a tensor needs no ``move``."""
-    plain = type(part) is Tensor and part.grad_fn is None and not part.is_inference()
-    return plain and part.device == device
+    return type(part) is Tensor and part.device == device and not part.is_inference()
 
 
 def _has_to(part: Any) -> bool:
@@ -215,17 +210,3 @@ def _map_samples(
         return function(part) if lists_samples(part) or has_length(part, num_samples) else part
 
     return map_leaves(tree, applied, lists_samples)
-
-
-def strided_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from curvlinops.support.torch_internals import in_transform
+from curvlinops.support.torch_internals import disable_compiler, in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,11 +113,8 @@ def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` calls as it is, where compiled functions call it.
-
-    This is ``torch.compiler.disable`` without the import of the compiler, which takes a second.
-    """
-    disabled = torch._disable_dynamo(function)
+    """Decorate a function that ``torch.compile`` calls as it is inside of compiled functions."""
+    disabled = disable_compiler(function)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
