@@ -1,5 +1,6 @@
 """What all operators over a data set share."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -121,7 +122,7 @@ class DataLinearOperator(TorchLinearOperator):
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
         self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
-        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks):
+        with exclusive(), ranks.synchronized(self.risk, "__init__", blocks=self._blocks):
             self._check_model()
         super().__init__(*self._spaces())
 
@@ -253,9 +254,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options, by name."""
-        shared = {field.name for field in fields(DataLinearOperator)}
-        own = {name: value for name, value in vars(self).items() if name not in shared}
-        return {n: v for n, v in own.items() if isinstance(v, int | float | str)}
+        options = ((n, v) for n, v in vars(self).items() if isinstance(v, int | float | str))
+        return {name: value for name, value in options if name not in _shared_arguments()}
 
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
@@ -330,3 +330,8 @@ class DataLinearOperator(TorchLinearOperator):
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
             f"derivative does not exist (norm or sqrt at zero?), or {OVERFLOW}."
         )
+
+
+@functools.cache
+def _shared_arguments() -> frozenset[str]:
+    return frozenset(field.name for field in fields(DataLinearOperator))

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
+from math import isclose, isnan
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
@@ -15,7 +16,7 @@ from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
 from curvlinops.risk.output_checks import check_finite, check_numbers
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.pytree import leaves
-from curvlinops.support.rng import preserved_rng, seed_everything
+from curvlinops.support.rng import seed_everything
 from curvlinops.support.torch_internals import strided_tensors
 
 #: The summaries of batches, and of what model and loss make of each.
@@ -57,17 +58,17 @@ def _observe(
 ) -> _Observations:
     """Pass over the data, and call ``look`` on each batch and output."""
     data, results, total = [], [], 0.0
-    with preserved_rng():
+    with risk.batches("check_deterministic") as batches:
+        batches.preserve_rng()
         seed_everything(seed)
-        with risk.batches("check_deterministic") as batches:
-            for problem in batches:
-                if seed == 0:  # on each batch, not only on the first
-                    risk.values_checked = risk.loss is None
-                data.append(_summary((problem.batch.X, problem.batch.y)))
-                result, output, terms = _evaluate(problem)
-                results.append(result)
-                total = total + terms
-                look(problem, output)
+        for problem in batches:
+            if seed == 0:  # on each batch, not only on the first
+                risk.values_checked = risk.loss is None
+            data.append(_summary((problem.batch.X, problem.batch.y)))
+            result, output, terms = _evaluate(problem)
+            results.append(result)
+            total = total + terms
+            look(problem, output)
     if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
         risk.scale(total)
     return data, results
@@ -105,8 +106,10 @@ def _agree(first: list[list[float]], second: list[list[float]], tolerance: float
     """Return whether the summaries of two passes agree up to a relative tolerance."""
     if list(map(len, first)) != list(map(len, second)):
         return False
-    pairs = zip(first, second, strict=True)
-    return all(np.allclose(x, y, rtol=tolerance, atol=1e-12, equal_nan=True) for x, y in pairs)
+    pairs = zip(chain(*first), chain(*second), strict=True)
+    return all(
+        isclose(x, y, rel_tol=tolerance, abs_tol=1e-12) or (isnan(x) and isnan(y)) for x, y in pairs
+    )
 
 
 def _explain_data(data: Any, first: list[list[float]], second: list[list[float]]) -> str:
