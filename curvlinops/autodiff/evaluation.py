@@ -129,13 +129,13 @@ class IsolatedModules:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Enter the context."""
-        found = [(x, _copy(x)) for x in filter(None, self._containers)]
+        before = [(x, _copy(x)) for x in filter(None, self._containers)]
         empty = [*filterfalse(None, self._containers)]
         try:
             _write(self._inside)
             yield
         finally:
-            changed = [contents for contents in found if _differ(*contents)]
+            changed = [contents for contents in before if _differ(*contents)]
             changed += [(x, ()) for x in filter(None, empty)]
             if self._is_new:
                 self._inside, self._is_new = [(x, _copy(x)) for x, _ in changed], False

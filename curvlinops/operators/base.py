@@ -189,7 +189,10 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
         """Linearize on a batch for a number of products, unless that is kept from before."""
-        keeps = self._cache.wants(("", problem.batch.index))
+        key = ("", problem.batch.index)
+        if (kept := self._cache.get(key, problem.batch)) is not None:
+            return kept
+        keeps = self._cache.wants(key)
         mode = self._mode_for(problem, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # forward mode has no graph
             return self._linearize(problem, mode)

@@ -147,9 +147,9 @@ class Batches:
             return int(batch.X.batch_sizes[0])
         sizes = _first_axes(batch.X)
         if len(sizes) != 1:
-            found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
+            axes = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
             raise ValueError(
-                f"The number of samples in batch {batch.index} is not evident: its X has {found}. "
+                f"The number of samples in batch {batch.index} is not evident: its X has {axes}. "
                 "Pass batch_size_fn, a function from X to the number of samples."
             )
         return sizes.pop()

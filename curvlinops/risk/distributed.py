@@ -121,17 +121,17 @@ class Ranks:
 
     def _compare(self, description: Mapping[str, Any]) -> None:
         """Refuse to begin unless all ranks have the same description, see ``_description``."""
-        own = {key: repr(value) for key, value in description.items()}
-        if len({*self.gather_objects(sha256(repr(sorted(own.items())).encode()).digest())}) == 1:
+        texts = {key: repr(value) for key, value in description.items()}
+        if len({*self.gather_objects(sha256(repr(sorted(texts.items())).encode()).digest())}) == 1:
             return
-        every = self.gather_objects(own)
-        keys = dict.fromkeys(key for other in every for key in other)
-        different = [key for key in keys if len({other.get(key) for other in every}) > 1]
+        all_texts = self.gather_objects(texts)
+        keys = dict.fromkeys(key for each in all_texts for key in each)
+        different = [key for key in keys if len({each.get(key) for each in all_texts}) > 1]
         for key in different:
             if not key.startswith(_VALUES):
                 raise ValueError(
                     f"All ranks must do the same, but they differ in {key}. "
-                    f"{self._listed(other.get(key) for other in every)}"
+                    f"{self._listed(each.get(key) for each in all_texts)}"
                 )
         names = ", ".join(key.removeprefix(_VALUES) for key in different)
         raise ValueError(

@@ -11,13 +11,13 @@ from torch import Tensor
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.backward import LossLike, Recording, Seed
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import check_graph, needs_graph
+from curvlinops.autodiff.graph_checks import Watch, check_graph, needs_graph
 from curvlinops.autodiff.model import Model, train_flags
 from curvlinops.linear_operator.columns import add
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.first_batch import BatchFacts, Look, learned
+from curvlinops.risk.first_batch import BatchFacts, facts_of, learned
 from curvlinops.risk.output_checks import check_finite, check_kind, check_numbers
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
@@ -31,10 +31,14 @@ class BatchProblem:
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
         self._risk = risk
         self.batch = batch
-        self.number = risk.ranks.number(batch.index)  # seeds what is random on it
         self.space = risk.space
         self.model, self.loss = risk.model, risk.loss
         self.leaves, self.constants = risk.model.leaves, risk.model.constants
+
+    @property
+    def number(self) -> int:
+        """The number of the batch among those of all ranks, which seeds what is random on it."""
+        return self._risk.ranks.number(self.batch.index)
 
     @property
     def facts(self) -> BatchFacts:
@@ -57,8 +61,9 @@ class BatchProblem:
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
-        known = self.loss is None or self.loss.is_function_of_values
-        return not known and self.facts.loss_needs_graph
+        if self.loss is None or self.loss.is_function_of_values:
+            return False
+        return self.facts.loss_needs_graph
 
     @property
     def num_samples(self) -> int:
@@ -70,7 +75,7 @@ class BatchProblem:
 
         Other operators on the same model share it, as long as all is alike but for numbers.
         """
-        return self._risk.known(self, make, *args)
+        return self._risk.learner(self, make, *args)
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
@@ -96,10 +101,9 @@ class BatchProblem:
         """
         leaves = self.leaves()
         evaluation = self.evaluation(leaves, differentiation)
-        look = Look(self, leaves) if self.is_first else None
         with evaluation.active():
-            if look is not None:
-                output = self._first_output(evaluation, leaves, look)
+            if self.is_first:
+                output = self._first_output(evaluation, leaves)
             else:
                 output = self.output(evaluation)
                 self._risk.look_at_loss(self.batch, output, leaves)
@@ -107,13 +111,11 @@ class BatchProblem:
                     check_graph(output, self.model, leaves)
             yield Recording(evaluation, leaves, output)
 
-    def _first_output(
-        self, evaluation: Evaluation, leaves: dict[str, Tensor], look: Look
-    ) -> Tensor:
+    def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
         """Evaluate the model for the first time, and look at its graph."""
-        with look.watch:
+        with Watch(self.model, leaves) as watch:
             output = self.output(evaluation)
-            facts = look.facts(output)
+            facts = facts_of(self, output, leaves, watch)
             value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
         check_graph(value, self.model, leaves)
         self._risk.facts = facts
@@ -139,11 +141,12 @@ class BatchProblem:
     def check(self, output: Tensor) -> None:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
-        seen = output if self.loss is not None and self.loss.needs_graph else output.detach()
-        if self.loss is None or (self.loss.needs_graph and not output.requires_grad):
+        with_graph = self.loss is not None and self.loss.needs_graph
+        if self.loss is None or (with_graph and not output.requires_grad):
             check_numbers(self.batch, output)
         else:
-            check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
+            value = self.loss.sum(output if with_graph else output.detach(), self.batch.y)
+            check_finite(self.batch, value.detach(), {})
 
 
 class Pass:
@@ -223,7 +226,7 @@ class EmpiricalRisk:
         """Use a loss from now on, and forget all that is known of loss and model."""
         self.loss, self.values_checked, self.term_size = loss, loss is None, None
         self.facts: BatchFacts | None = None
-        self._known: dict[Hashable, Any] = {}
+        self._learners: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
 
     @contextmanager
@@ -255,22 +258,22 @@ class EmpiricalRisk:
                 yield iterator
             except Exception as error:
                 # what was learned from numbers that are not finite, say, may be wrong
-                for key in self._known:
+                for key in self._learners:
                     self._shared.pop(key, None)
-                self._known = {}
+                self._learners = {}
                 if iterator.batch is not None:
                     iterator.batch.name_in(error)
                 raise
             finally:
                 self.current_pass = None
 
-    def known(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
+    def learner(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
         """See ``BatchProblem.known``."""
         key = (make, *args)
-        if key not in self._known:
-            found = self.shared(problem).setdefault(key, make(*args))
-            self._known[key] = found if found.is_complete else make(*args)
-        return self._known[key]
+        if key not in self._learners:
+            shared = self.shared(problem).setdefault(key, make(*args))
+            self._learners[key] = shared if shared.is_complete else make(*args)
+        return self._learners[key]
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.

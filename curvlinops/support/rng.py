@@ -62,7 +62,7 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = [(own, own.get_state()) for own in _global_generators()]
+        self._torch = [(generator, generator.get_state()) for generator in _global_generators()]
 
     def are_current(self) -> bool:
         """Return whether nothing was drawn since."""
@@ -72,15 +72,15 @@ class GeneratorStates:
             self._python == random.getstate()
             and position == new_position
             and np.array_equal(words, new_words)
-            and all(torch.equal(state, own.get_state()) for own, state in self._torch)
+            and all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        for own, state in self._torch:
-            own.set_state(state)
+        for generator, state in self._torch:
+            generator.set_state(state)
 
 
 #: The states that contexts of all threads will restore, in the order in which these began.

@@ -158,8 +158,8 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor._backward_hooks = None
         yield
     finally:
-        for tensor, own in hooks:
-            tensor._backward_hooks = own
+        for tensor, saved in hooks:
+            tensor._backward_hooks = saved
 
 
 def strided_tensors(tensor: Tensor) -> list[Tensor]:
