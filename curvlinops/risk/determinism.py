@@ -19,9 +19,6 @@ from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import seed_everything
 from curvlinops.support.torch_internals import strided_tensors
 
-#: The summaries of batches, and of what model and loss make of each.
-_Observations = tuple[list[list[float]], list[list[float]]]
-
 
 def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
     """Pass twice over the data, with different random seeds, and compare.
@@ -35,29 +32,23 @@ def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
             interact.
         RuntimeError: If data, outputs, loss or gradient differ between the passes.
     """
-    verdicts: list[bool | None] = []
-
-    def look(problem: BatchProblem, output: Tensor) -> None:
-        if per_sample and not any(verdict is not None for verdict in verdicts):
-            verdicts.append(couples_samples(problem, output))
-
-    data, results = _observe(risk, 0, look)
-    data_again, results_again = _observe(risk, 1, lambda *_: None)
+    data, results, coupled = _observe(risk, 0, per_sample)
+    data_again, results_again, _ = _observe(risk, 1, False)
     if not _agree(data, data_again, 1e-6):
         raise RuntimeError(_explain_data(risk.data.data, data, data_again))
     tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
     for index, (one, two) in enumerate(zip(results, results_again, strict=True)):
         if not _agree([one], [two], tolerance):
             raise RuntimeError(f"{_explain_model(risk, index)} (Noticed on batch {index}.)")
-    if any(verdicts):  # only now it is known that it is not by chance
+    if coupled:  # only now it is known that it is not by chance
         raise ValueError(COUPLED)
 
 
 def _observe(
-    risk: EmpiricalRisk, seed: int, look: Callable[[BatchProblem, Tensor], None]
-) -> _Observations:
-    """Pass over the data, and call ``look`` on each batch and output."""
-    data, results, total = [], [], 0.0
+    risk: EmpiricalRisk, seed: int, per_sample: bool
+) -> tuple[list[list[float]], list[list[float]], bool | None]:
+    """Return summaries of batches and of what is made of them, and whether samples interact."""
+    data, results, coupled, total = [], [], None, 0.0
     with risk.batches("check_deterministic") as batches:
         batches.preserve_rng()
         seed_everything(seed)
@@ -68,10 +59,11 @@ def _observe(
             result, output, terms = _evaluate(problem)
             results.append(result)
             total = total + terms
-            look(problem, output)
+            if per_sample and coupled is None:  # on the first batch of which there is a verdict
+                coupled = couples_samples(problem, output)
     if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
         risk.scale(total)
-    return data, results
+    return data, results, coupled
 
 
 def _evaluate(problem: BatchProblem) -> tuple[list[float], Tensor, Tensor]:

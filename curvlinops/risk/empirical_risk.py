@@ -75,7 +75,11 @@ class BatchProblem:
 
         Other operators on the same model share it, as long as all is alike but for numbers.
         """
-        return self._risk.learner(self, make, *args)
+        learners, key = self._risk.learners, (make, *args)
+        if key not in learners:
+            shared = self._risk.shared(self).setdefault(key, make(*args))
+            learners[key] = shared if shared.is_complete else make(*args)
+        return learners[key]
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
@@ -106,7 +110,7 @@ class BatchProblem:
                 output = self._first_output(evaluation, leaves)
             else:
                 output = self.output(evaluation)
-                self._risk.look_at_loss(self.batch, output, leaves)
+                self._look_at_loss(output, leaves)
                 if not self.loss_needs_graph:
                     check_graph(output, self.model, leaves)
             yield Recording(evaluation, leaves, output)
@@ -122,9 +126,44 @@ class BatchProblem:
         self.model.differentiates |= facts.model_differentiates
         return output
 
+    def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Find out whether a user's loss needs the graph of the output now.
+
+        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
+        """
+        loss, risk = self.loss, self._risk
+        if loss is None or loss.is_function_of_values or loss.needs_graph:
+            return
+        if needs_graph(loss, output, self.batch.y, leaves, self.model.params):
+            loss.needs_graph = True
+            risk.facts = replace(risk.facts, loss_needs_graph=True)
+
     def terms(self, output: Tensor) -> Tensor:
-        """Return the batch's share of the normalization, after checking that all fits."""
-        return self._risk.terms(output, self.batch)
+        """Return the batch's share of the normalization.
+
+        Raises:
+            ValueError: If output and target do not fit, or not to those of other batches.
+        """
+        loss, risk, index, y = self.loss, self._risk, self.batch.index, self.batch.y
+        if loss is None:
+            return torch.zeros((), device=output.device)
+        try:
+            loss.check(output, y)
+            risk.data.check_rows(self.batch, len(output))
+            if not risk.values_checked:
+                loss.check_values(output, y)
+                risk.values_checked = True
+        except ValueError as error:
+            raise ValueError(f"Batch {index}: {error}") from error
+        size = loss.term_size(output)
+        risk.term_size = size if risk.term_size is None else risk.term_size
+        if size != risk.term_size:
+            raise ValueError(
+                f"Batch {index} has outputs with a last axis of length {size}, others "
+                f"{risk.term_size}; their mean is not defined. Use reduction='sum', or batches "
+                "that agree."
+            )
+        return loss.denominator(output, y)
 
     def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum over the batch's terms, and its share of the normalization."""
@@ -203,6 +242,8 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
+        term_size: The length of the outputs' last axis, where it must be equal in all batches.
+        learners: What learns about the model, see ``BatchProblem.known``.
         current_pass: The pass whose batch is in use, if there is one.
     """
 
@@ -226,7 +267,7 @@ class EmpiricalRisk:
         """Use a loss from now on, and forget all that is known of loss and model."""
         self.loss, self.values_checked, self.term_size = loss, loss is None, None
         self.facts: BatchFacts | None = None
-        self._learners: dict[Hashable, Any] = {}
+        self.learners: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
 
     @contextmanager
@@ -258,22 +299,14 @@ class EmpiricalRisk:
                 yield iterator
             except Exception as error:
                 # what was learned from numbers that are not finite, say, may be wrong
-                for key in self._learners:
+                for key in self.learners:
                     self._shared.pop(key, None)
-                self._learners = {}
+                self.learners = {}
                 if iterator.batch is not None:
                     iterator.batch.name_in(error)
                 raise
             finally:
                 self.current_pass = None
-
-    def learner(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
-        """See ``BatchProblem.known``."""
-        key = (make, *args)
-        if key not in self._learners:
-            shared = self.shared(problem).setdefault(key, make(*args))
-            self._learners[key] = shared if shared.is_complete else make(*args)
-        return self._learners[key]
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.
@@ -289,44 +322,6 @@ class EmpiricalRisk:
             key = (problem.facts.signature, flags, kinds, tuple(self.model.params), loss)
             self._shared = learned(self.model.source, key)
         return self._shared
-
-    def look_at_loss(self, batch: Batch, output: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Find out whether a user's loss needs the graph of the output now.
-
-        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
-        """
-        loss = self.loss
-        if loss is None or loss.is_function_of_values or loss.needs_graph:
-            return
-        if needs_graph(loss, output, batch.y, leaves, self.model.params):
-            loss.needs_graph = True
-            self.facts = replace(self.facts, loss_needs_graph=True)
-
-    def terms(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return a batch's share of the normalization.
-
-        Raises:
-            ValueError: If output and target do not fit, or not to those of other batches.
-        """
-        if self.loss is None:
-            return torch.zeros((), device=output.device)
-        try:
-            self.loss.check(output, batch.y)
-            self.data.check_rows(batch, len(output))
-            if not self.values_checked:
-                self.loss.check_values(output, batch.y)
-                self.values_checked = True
-        except ValueError as error:
-            raise ValueError(f"Batch {batch.index}: {error}") from error
-        size = self.loss.term_size(output)
-        self.term_size = size if self.term_size is None else self.term_size
-        if size != self.term_size:
-            raise ValueError(
-                f"Batch {batch.index} has outputs with a last axis of length {size}, others "
-                f"{self.term_size}; their mean is not defined. Use reduction='sum', or batches "
-                "that agree."
-            )
-        return self.loss.denominator(output, batch.y)
 
     def scale(self, total: Tensor | float) -> float:
         """Return ``c``, given the sum of the batches' terms.

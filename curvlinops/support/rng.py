@@ -1,7 +1,7 @@
 """Generators of random numbers: seeded ones, and the global ones, which are lent out."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -88,15 +88,12 @@ _PRESERVED: list[GeneratorStates] = []
 
 
 @contextmanager
-def preserved_rng() -> Iterator[Callable[[], bool]]:
-    """Restore all global random number generators on exit (loaders draw from them, too).
-
-    What it yields tells whether nothing has been drawn from them so far.
-    """
+def preserved_rng() -> Iterator[None]:
+    """Restore all global random number generators on exit (loaders draw from them, too)."""
     states = GeneratorStates()
     _PRESERVED.append(states)
     try:
-        yield states.are_current
+        yield
     finally:
         states.restore()
         # other threads began meanwhile, and end later
