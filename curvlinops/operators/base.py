@@ -122,7 +122,7 @@ class DataLinearOperator(TorchLinearOperator):
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
         self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
-        with exclusive(), ranks.synchronized(self.risk, "__init__", blocks=self._blocks):
+        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 

@@ -285,15 +285,16 @@ class EmpiricalRisk:
             Exception: Any error inside, with a note that names the batch.
         """
         data, device = data or self.data, self.space.device
-        label = f"{self.name}.{description} on {device}"
+        in_memory = type(data.data) in (list, tuple)
 
         def wrap(items: Iterable) -> Iterable:
-            shown_items = shown(items, label) if self.progressbar else items
-            return shown_items if type(items) in (list, tuple) else fetched(shown_items)
+            if self.progressbar:
+                items = shown(items, f"{self.name}.{description} on {device}")
+            return items if in_memory else fetched(items)
 
         with exclusive(), ExitStack() as stack:
             iterator = Pass(self, data.iterate(device, wrap, self.model), stack)
-            if type(data.data) not in (list, tuple):  # loaders draw, too
+            if not in_memory:  # loaders draw, too
                 iterator.preserve_rng()
             try:
                 yield iterator
