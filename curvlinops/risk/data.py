@@ -80,15 +80,8 @@ class Batches:
         self._had_batches = False
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
-    def iterate(
-        self, device: torch.device, wrap: Callable[[Iterable], Iterable], model: Model
-    ) -> Iterator[Batch]:
-        """Yield one ``Batch`` after the other.
-
-        Args:
-            device: Where its tensors shall be.
-            wrap: Applied to the data (a progress bar).
-            model: The model. What was computed from its parameters is constant.
+    def iterate(self, items: Iterable, device: torch.device, model: Model) -> Iterator[Batch]:
+        """Yield the items of the data as batches on a device, constant with respect to the model.
 
         Raises:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
@@ -96,7 +89,7 @@ class Batches:
         """
         index, num_data = -1, 0.0
         must_count = self.num_data is not None or self.batch_size_fn is not None
-        for index, pair in enumerate(wrap(self.data)):
+        for index, pair in enumerate(items):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
@@ -157,10 +150,8 @@ class Batches:
     def check_rows(self, batch: Batch, num_rows: int) -> None:
         """Refuse an output with fewer rows than targets, such as the mean over all samples.
 
-        Args:
-            batch: The batch. Nothing is said if its targets disagree on their number, or if it has
-                as many samples as the output has rows.
-            num_rows: The length of the output's first axis.
+        Nothing is said if the targets disagree on their number, or if the batch has as many samples
+        as the output has rows.
 
         Raises:
             ValueError: If there are fewer.

@@ -1,6 +1,6 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -189,12 +189,7 @@ class BatchProblem:
 
 
 class Pass:
-    """One pass over the data, an iterator over its batches.
-
-    Args:
-        risk: Model, loss and data.
-        batches: Yields the batches.
-        stack: Is closed at the end of the pass.
+    """One pass over the data, an iterator over its batches; ``stack`` is closed at its end.
 
     Attributes:
         batch: The batch that is in use, ``None`` while one is fetched.
@@ -285,16 +280,14 @@ class EmpiricalRisk:
             Exception: Any error inside, with a note that names the batch.
         """
         data, device = data or self.data, self.space.device
-        in_memory = type(data.data) in (list, tuple)
-
-        def wrap(items: Iterable) -> Iterable:
-            if self.progressbar:
-                items = shown(items, f"{self.name}.{description} on {device}")
-            return items if in_memory else fetched(items)
-
+        items = data.data
+        if self.progressbar:
+            items = shown(items, f"{self.name}.{description} on {device}")
+        is_loader = type(data.data) not in (list, tuple)
+        items = fetched(items) if is_loader else items
         with exclusive(), ExitStack() as stack:
-            iterator = Pass(self, data.iterate(device, wrap, self.model), stack)
-            if not in_memory:  # loaders draw, too
+            iterator = Pass(self, data.iterate(items, device, self.model), stack)
+            if is_loader:  # they draw random numbers, too
                 iterator.preserve_rng()
             try:
                 yield iterator

@@ -45,14 +45,7 @@ class BatchFacts:
 
 
 def facts_of(problem: Any, output: Tensor, leaves: dict[str, Tensor], watch: Watch) -> BatchFacts:
-    """Return what the graph of an output and its loss shows.
-
-    Args:
-        problem: The risk on the batch.
-        output: The model's output.
-        leaves: The tensors by which the parameters are replaced.
-        watch: Has watched the evaluation of the model, and watches that of the loss here.
-    """
+    """Return what the graph of an output and its loss shows; ``watch`` is active."""
     loss, y, value, depends = problem.loss, problem.batch.y, output, False
     if loss is not None:
         if not loss.is_function_of_values:
