@@ -190,10 +190,12 @@ def pull_several(
     Returns:
         ``[K, *input]`` for each input; ``None`` where no output depends on it.
     """
-    if len(next(iter(cotangents.values()))) == 1:
-        columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
+    with without_torch_function():  # an evaluation watches what the model calls
+        single = len(next(iter(cotangents.values()))) == 1
+        columns = {name: cotangent[0] for name, cotangent in cotangents.items()} if single else {}
+    if single:
         grads = pull(outputs, columns, inputs, retain=retain)
-        with without_torch_function():  # an evaluation watches what the model calls
+        with without_torch_function():
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
                 for name, grad in grads.items()
@@ -205,8 +207,8 @@ def pull_several(
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        found = torch.func.vmap(product)(cotangents)
-    return {name: found.get(name) for name in inputs}
+        grads = torch.func.vmap(product)(cotangents)
+    return {name: grads.get(name) for name in inputs}
 
 
 def pull_columns(
@@ -216,12 +218,11 @@ def pull_columns(
     retain: bool = True,
 ) -> Columns:
     """Multiply like ``pull_several``; zeros where no output depends on an input."""
-    num_columns = len(next(iter(cotangents.values())))
-    found = pull_several(outputs, cotangents, inputs, retain)
-    return {
-        name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
-        for name, grad in found.items()
-    }
+    grads = pull_several(outputs, cotangents, inputs, retain)
+    missing = [name for name, grad in grads.items() if grad is None]
+    num_columns = len(next(iter(cotangents.values()))) if missing else 0
+    zeros = {name: inputs[name].new_zeros(num_columns, *inputs[name].shape) for name in missing}
+    return grads | zeros
 
 
 # --- several columns at once

@@ -173,8 +173,8 @@ with torch.no_grad():
     }
 
 # %%
-# The first three letters cannot be known. From then on the sequence follows from its first word. The
-# Laplace approximation is less certain than one set of adapters.
+# The first three letters cannot be known. From then on the sequence follows from its first word.
+# The Laplace approximation is less certain than one set of adapters.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 for name, pairs in found.items():

@@ -73,7 +73,9 @@ print(f"{sum(p.numel() for p in params)} parameters")
 # starts from the eigenvector that the one before has found.
 
 model.eval()
-H = HessianLinearOperator(model, loss_func, params, list(zip(X.split(128), y.split(128))))
+H = HessianLinearOperator(
+    model, loss_func, params, list(zip(X.split(128), y.split(128), strict=True))
+)
 num_epochs, interval = (4, 2) if FAST else (30, 3)
 optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
 epochs, losses, curves = [], [], {"largest": [], "smallest": [], "trace": []}

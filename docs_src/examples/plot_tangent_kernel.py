@@ -102,8 +102,11 @@ for name, K in [("initialization", before), ("after training", after)]:
     values = torch.linalg.eigvalsh(K[:num_train, :num_train]).flip(0)
     left.loglog(range(1, num_train + 1), values.clamp(min=1e-12) / values[0], label=name)
     right.semilogx(range(1, num_train + 1), alignment(K), label=name)
-left.set(xlabel="index", ylabel="eigenvalue / largest eigenvalue", ylim=(1e-8, 2), title="Spectrum")
-right.set(xlabel="number of eigenvectors", ylabel="explained share of the labels", title="Alignment")
+left.set(xlabel="index", ylabel="eigenvalue / largest eigenvalue", title="Spectrum")
+left.set_ylim(1e-8, 2)
+right.set(
+    xlabel="number of eigenvectors", ylabel="explained share of the labels", title="Alignment"
+)
 left.legend()
 right.legend()
 fig.savefig("tangent_kernel.png", dpi=150)
