@@ -8,7 +8,7 @@ from curvlinops.algorithms.convergence import (
     NegativeCurvatureError,
 )
 from curvlinops.algorithms.dottest import dottest
-from curvlinops.algorithms.eigsh import eigsh
+from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
 from curvlinops.algorithms.exchangeable import xdiag, xtrace
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
@@ -17,7 +17,6 @@ from curvlinops.algorithms.hutchinson import (
     hutchpp_trace,
 )
 from curvlinops.algorithms.inverse import Solution
-from curvlinops.algorithms.lanczos import Eigenpairs
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
