@@ -57,8 +57,8 @@ def train(num_epochs: int) -> None:
 # Densities
 # ---------
 #
-# Eighty products for each of ten random vectors. Gaussians must not be narrower than the distance of
-# Lanczos' nodes, which would show up as peaks: ``kappa`` fits the number of steps. Bands reach two
+# Eighty products for each of ten random vectors. Gaussians must not be narrower than the distances
+# of the nodes, which would show up as peaks: ``kappa`` fits the number of steps. Bands reach two
 # standard errors to both sides. As a check, we mark the ten largest eigenvalues of the generalized
 # Gauss-Newton matrix (GGN), which is the part of the Hessian that has the outliers.
 
