@@ -66,6 +66,15 @@ def test_single_precision(inverse: type, name: str):
     assert (true_residuals(A, X, B) <= 1.01e-3 * np.linalg.norm(B, axis=0)).all()
 
 
+@pytest.mark.parametrize("scales", [(1e-18, 1.0), (1e18, 1.0), (1.0, 1e-25)])
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: tuple):
+    A, B = system("positive", np.float32)
+    expected = np.linalg.solve(A.astype(float), B.astype(float)) * (scales[1] / scales[0])
+    found = inverse(np.float32(scales[0]) * A) @ (np.float32(scales[1]) * B)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
+
+
 @PARAMETRIZE
 def test_no_more_iterations_than_scipy(inverse: type, name: str):
     A, B = system(name)
@@ -407,6 +416,17 @@ def test_least_squares_like_scipy(name: str, damp: float):
     np.testing.assert_allclose([found.normr[0], found.normar[0]], norms, rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(found.normx, np.linalg.norm(found.x))
     np.testing.assert_allclose(found.normr[0], expected[3], rtol=1e-3, atol=1e-4)
+
+
+def test_least_squares_have_true_residuals():
+    """Estimates of scipy's do not see the rounding of products."""
+    A, b = RECTANGULAR["tall"].astype(np.float32), RNG.standard_normal(60)
+    products = (lambda x, M=M: (M @ x.astype(np.float32)).astype(float) for M in (A, A.T))
+    operator = sla.LinearOperator(A.shape, *products, dtype=float)
+    inverse = LSMRInverseLinearOperator(operator, atol=1e-12, btol=1e-12)
+    with pytest.warns(ConvergenceWarning, match="rounding prevents it"):
+        found = inverse.matvec_with_info(b)
+    np.testing.assert_allclose(found.normr[0], np.linalg.norm(b - A @ found.x), rtol=1e-6)
 
 
 def test_least_squares_of_a_jacobian():

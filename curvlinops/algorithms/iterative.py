@@ -151,11 +151,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         rtol, atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
         if rtol == atol == 0:
             raise ValueError("rtol and atol must not both be zero.")
-        self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
-        self.rtol, self.atol = rtol, atol
+        maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
         without_graph(x0, "x0")
-        self._x0 = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
+        start = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
+        self.rtol, self.atol, self.maxiter, self._x0 = rtol, atol, maxiter, start
 
     def _improve(
         self, A: "DampedMatrix", X: Tensor, iterations: Tensor, systems: "Systems", budget: int
@@ -212,7 +212,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             # each call has its own, so that calls in several threads do not meet
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = double_norm(B, 1)
-            # squares of others are no numbers of float64
+            # float64 cannot hold the squares of other norms
             if bool((sizes != sizes.clamp(1e-150, 1e150))[B.any(dim=1)].any()):
                 raise ValueError(
                     "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale "
@@ -302,8 +302,7 @@ class DampedMatrix:
         if last is None or last[0].shape != rows.shape:
             return
         difference = double_dots(last[0], products) - double_dots(last[1], rows)
-        sizes = [double_norm(x, 1) for x in (*last, rows, products)]
-        size_x, size_Ax, size_y, size_Ay = sizes
+        size_x, size_Ax, size_y, size_Ay = (double_norm(x, 1) for x in (*last, rows, products))
         norm = torch.cat([size_Ax / size_x, size_Ay / size_y]).nan_to_num().max()
         if bool((difference.abs() > ASYMMETRY * norm * size_x * size_y).any()):
             raise ValueError(

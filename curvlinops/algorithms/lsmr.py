@@ -143,25 +143,30 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         X = B.new_zeros(len(B), shape[1])
         info = torch.zeros(7, len(B), dtype=torch.float64, device=B.device)
         with solver(type(self).__name__, self):
-            products = [_on_host(product) for product in (multiply, transposed)]
+            # scipy overestimates the condition number of matrices with a norm below one
+            norms = double_norm(transposed(B.T), 0) / double_norm(B, 1)
+            unit = max(norms.nan_to_num().tolist(), default=0.0) or 1.0  # at most the norm of A
+            products = [_on_host(product, unit) for product in (multiply, transposed)]
             A = LinearOperator(shape, *products, dtype=float)
+            damp = self.damp / unit
             for k, b in enumerate(B):
                 # scipy divides by zero where a space ends
                 with np.errstate(all="ignore"):
                     b = b.double().cpu().numpy()
-                    x, *numbers = lsmr(A, b, self.damp, atol, btol, self.conlim, self.maxiter)
-                X[k], info[:, k] = torch.from_numpy(x).to(X), info.new_tensor(numbers)
+                    x, *numbers = lsmr(A, b, damp, atol, btol, self.conlim, self.maxiter)
+                X[k], info[:, k] = torch.from_numpy(x / unit).to(X), info.new_tensor(numbers)
             R = B - multiply(X.T).T
             gradient = transposed(R.T).T - self.damp**2 * X
-        istop, itn, _, _, norma, conda, _ = info
+        istop, itn, (norma, conda) = *info[:2].long(), info[4:6]
+        norma = unit * norma
         normx, normar = double_norm(X, 1), double_norm(gradient, 1)
         normr = torch.hypot(double_norm(R, 1), self.damp * normx)
-        # rounding adds to residuals
-        slack = 10 * (atol + eps)
+        # true residuals have rounding errors of products
+        slack = 10 * (atol + 10 * eps)
         solved = normr <= 10 * btol * double_norm(B, 1) + slack * norma * normx
         solved |= normar <= slack * norma * normr
-        self._report(istop.long(), solved, normar / (norma * normr))
-        return X, istop.long(), itn.long(), normr, normar, norma, conda, normx
+        self._report(istop, solved, normar / (norma * normr))
+        return X, istop, itn, normr, normar, norma, conda, normx
 
     def _report(self, istop: Tensor, solved: Tensor, residuals: Tensor) -> None:
         """Say which problems are not solved, or solved only as scipy's estimates see it."""
@@ -178,10 +183,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         )
 
 
-def _on_host(multiply: Product) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a product of tensors ``[D, K]`` as one of numpy arrays ``[D]``."""
+def _on_host(multiply: Product, unit: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a product of tensors ``[D, K]``, over ``unit``, as one of numpy arrays ``[D]``."""
 
     def product(x: np.ndarray) -> np.ndarray:
-        return multiply(torch.from_numpy(x).reshape(-1, 1))[:, 0].double().cpu().numpy()
+        return multiply(torch.from_numpy(x).reshape(-1, 1))[:, 0].double().cpu().numpy() / unit
 
     return product

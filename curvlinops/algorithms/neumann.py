@@ -84,30 +84,19 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         return [self._matrix.operator._formula()]
 
     def _apply(self, columns: Columns) -> Columns:
-        rows = self._precondition(self.domain.join(columns), adjoint=False)
-
-        def step(rows: Tensor) -> Tensor:
-            return self._precondition(self._multiply(rows, adjoint=False), adjoint=False)
-
-        return self.codomain.split(self._sum(rows, step))
+        A, P = self._matrix, self._preconditioner
+        rows = self._sum(
+            _times(P, self.domain.join(columns)), lambda rows: _times(P, _times(A, rows))
+        )
+        return self.codomain.split(rows)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         # (I - s P A)^k s P has the transpose s P^T (I - s A^T P^T)^k
-        def step(rows: Tensor) -> Tensor:
-            return self._multiply(self._precondition(rows, adjoint=True), adjoint=True)
-
-        rows = self._sum(self.codomain.join(columns), step)
-        return self.domain.split(self._precondition(rows, adjoint=True))
-
-    def _multiply(self, rows: Tensor, adjoint: bool) -> Tensor:
-        matrix = self._matrix
-        return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T
-
-    def _precondition(self, rows: Tensor, adjoint: bool) -> Tensor:
-        matrix = self._preconditioner
-        if matrix is None:
-            return rows
-        return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)
+        A, P = self._matrix, self._preconditioner
+        rows = self._sum(
+            self.codomain.join(columns), lambda rows: _times(A, _times(P, rows, True), True)
+        )
+        return self.domain.split(_times(P, rows, True))
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
         """Return ``scale * sum_k (I - scale * step)^k rows``, for rows ``[K, D]``."""
@@ -147,3 +136,10 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             f"The Neumann series diverges (term {k} of {self.num_terms}). Choose a scale below two "
             f"over the largest eigenvalue (it is {self.scale}), and a positive definite matrix."
         ) from cause
+
+
+def _times(matrix: Matrix | None, rows: Tensor, adjoint: bool = False) -> Tensor:
+    """Multiply rows ``[K, D]`` by a matrix or its adjoint; by the identity if there is none."""
+    if matrix is None:
+        return rows
+    return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)
