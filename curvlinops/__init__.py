@@ -16,7 +16,7 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
-from curvlinops.algorithms.inverse import Solution
+from curvlinops.algorithms.iterative import Solution
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator

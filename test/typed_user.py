@@ -112,7 +112,7 @@ cg = c.CGInverseLinearOperator(H, preconditioner=K.inverse(1e-3), rtol=1e-3, M=N
 assert_type(cg @ w, np.ndarray)
 assert_type(cg.solve(v), c.Solution[Tensor])
 assert_type(cg.solve(params).x, list[Tensor])
-assert_type(cg.solve_shifted(w, [0.1, 0.2]), list[c.Solution[np.ndarray]])
+assert_type(cg.solve(w), c.Solution[np.ndarray])
 assert_type(c.MINRESInverseLinearOperator(np.eye(8)).solve(named).x, dict[str, Tensor])
 assert_type(c.LSMRInverseLinearOperator(J).matvec_with_info(w).x, np.ndarray)
 assert_type(c.NeumannInverseLinearOperator(G, 5, preconditioner=K.inverse(1.0)) @ v, Tensor)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iterative import ASYMMETRY
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.algorithms.products import ASYMMETRY
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
