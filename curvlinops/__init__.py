@@ -9,7 +9,6 @@ from curvlinops.algorithms.convergence import (
 )
 from curvlinops.algorithms.dottest import dottest
 from curvlinops.algorithms.eigsh import eigsh
-from curvlinops.algorithms.exchangeable import xdiag, xtrace
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
     hutchinson_squared_fro,
@@ -21,7 +20,6 @@ from curvlinops.algorithms.lanczos import Eigenpairs
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
-from curvlinops.algorithms.nystrom import xnystrace
 from curvlinops.algorithms.plotting import plot_spectrum
 from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (
@@ -31,6 +29,7 @@ from curvlinops.algorithms.spectrum import (
     lanczos_approximate_spectrum,
 )
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
+from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
