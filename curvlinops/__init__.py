@@ -8,7 +8,7 @@ from curvlinops.algorithms.convergence import (
     NegativeCurvatureError,
 )
 from curvlinops.algorithms.dottest import dottest
-from curvlinops.algorithms.eigsh import eigsh
+from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
     hutchinson_squared_fro,
@@ -16,12 +16,11 @@ from curvlinops.algorithms.hutchinson import (
     hutchpp_trace,
 )
 from curvlinops.algorithms.inverse import Solution
-from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
 from curvlinops.algorithms.plotting import plot_spectrum
-from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,

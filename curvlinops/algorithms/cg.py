@@ -17,8 +17,7 @@ from curvlinops.algorithms.inverse import (
 )
 from curvlinops.algorithms.matrix import AnyMatrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, dots, norms, scaled, solutions, unit_rows
-from curvlinops.linear_operator.linear import Array
-from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import without_graph
 from curvlinops.support.progress import show_residuals, solver
 from curvlinops.support.torch_modes import default_modes
@@ -192,7 +191,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         found, least = [], shifts.min()
         without_graph(B, "The right-hand side")
         with solver(type(self).__name__, self), default_modes(), self._vectors_like(B):
-            columns, write = read(B, self.domain)
+            columns, write = to_columns(B, self.domain)
             rows, family = self.domain.join(columns), self._products(float(least))
             starts, shared = self._solve_family(family, rows, (shifts - least).to(rows.device))
             for damping, start in zip(shifts.tolist(), starts.unbind(1), strict=True):

@@ -12,10 +12,9 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import NegativeCurvatureError, check_on_failure, fail
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.products import Products, multiples, norms, solutions, unit_rows
-from curvlinops.linear_operator.linear import Array
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.progress import solver
 from curvlinops.support.torch_modes import default_modes
@@ -110,7 +109,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
         self.rtol, self.atol = rtol, atol
         without_graph(x0, "x0")
-        self._x0 = None if x0 is None else self.domain.join(read(x0, self.domain)[0])
+        self._x0 = None if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
 
     # --- products
 
@@ -137,8 +136,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """
         without_graph(B, "The right-hand side")
         with solver(type(self).__name__, self), default_modes(), self._vectors_like(B):
-            columns, write = read(B, self.domain)
-            start = self._x0 if x0 is None else self.domain.join(read(x0, self.domain)[0])
+            columns, write = to_columns(B, self.domain)
+            start = self._x0 if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
             X, *info = self._solve(self._products(self.damping), self.domain.join(columns), start)
             return Solution(write(self.codomain.split(X), self.codomain), *info)
 
@@ -152,7 +151,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
         def written(rows: Tensor) -> Any:
             with default_modes():
-                _, write = read(B, self.domain)
+                _, write = to_columns(B, self.domain)
                 return write(self.domain.split(rows), self.domain)
 
         try:

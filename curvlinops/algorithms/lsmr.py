@@ -13,10 +13,9 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.inverse import Kind, Systems
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
 from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
-from curvlinops.linear_operator.linear import Array
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.progress import show_residuals, solver
 from curvlinops.support.torch_modes import default_modes
@@ -116,7 +115,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Solve for right-hand sides, and return all that is known about the solutions."""
         without_graph(x, "The right-hand side")
         with default_modes():
-            columns, write = read(x, self.domain)
+            columns, write = to_columns(x, self.domain)
             X, *info = self._solve(self.domain.join(columns), adjoint=False)
             return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
 

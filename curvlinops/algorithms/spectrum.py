@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
+from curvlinops.algorithms.lanczos import Lanczos, Quadrature, check_ncv
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
 from curvlinops.algorithms.probes import Average, P, Probes, Value
-from curvlinops.algorithms.quadrature import Lanczos, Quadrature, check_ncv
 from curvlinops.support.arguments import check_count
 from curvlinops.support.progress import solves
 from curvlinops.support.torch_modes import in_default_modes

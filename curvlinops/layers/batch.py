@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, pull_several
+from curvlinops.autodiff.backward import Problem, in_chunks, pull_several
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares
 from curvlinops.layers.detection import tolerance_of
@@ -21,7 +21,6 @@ from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
 from curvlinops.layers.products import BYTES
 from curvlinops.layers.search import Search
-from curvlinops.linear_operator.columns import in_chunks
 from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.support.memory import lacks_memory

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
 #: there are several.
@@ -96,7 +95,7 @@ def add_sums(
 
 def written(groups: list[Group], space: ParameterSpace) -> Columns:
     """Return what ``write_rows`` writes, ``{name: [N, entries]}``; it empties the list, too."""
-    rows = space.apart(groups[0][1].num_samples)
+    rows = space.lazy_empty(groups[0][1].num_samples)
     write_rows(groups, space, rows)
     return {name: flat(x) for name, x in rows.items()}
 

@@ -11,6 +11,7 @@ from curvlinops.losses.base import KNOWN_LOSSES, Loss
 from curvlinops.losses.cross_entropy import CrossEntropy, NegativeLogLikelihood
 from curvlinops.losses.elementwise import BinaryCrossEntropy, Huber, PoissonNLL, SquaredError
 from curvlinops.losses.generic import AdditiveLoss
+from curvlinops.support.torch_internals import has_forward_hooks
 
 __all__ = ["Loss", "wrap_loss"]
 
@@ -101,6 +102,5 @@ def _computes_the_same(loss_func: nn.Module, known: type[nn.Module]) -> bool:
         type(loss_func).forward is known.forward
         and type(loss_func).__call__ is nn.Module.__call__
         and "forward" not in vars(loss_func)
-        and not loss_func._forward_hooks
-        and not loss_func._forward_pre_hooks
+        and not has_forward_hooks(loss_func)
     )

@@ -9,10 +9,14 @@ from torch import Tensor
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.columns import add, mark_last
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
+from curvlinops.operators.vectors import (
+    check_sampling,
+    hessian_roots,
+    mark_last,
+    would_be_gradients,
+)
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 

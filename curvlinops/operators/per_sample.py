@@ -13,8 +13,7 @@ from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.operators.rows import AddRows, RowMaps, RowPlaces, RowsLinearOperator, row_indices
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_choice
@@ -170,7 +169,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     @in_default_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        return self.domain.join(self._write(self.domain.together(self.shape[0])))
+        return self.domain.join(self._write(self.domain.split(self.domain.empty(self.shape[0]))))
 
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
@@ -182,7 +181,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        return self.risk.model.pack(self._write(self.domain.apart(self.shape[0])))
+        return self.risk.model.pack(self._write(self.domain.lazy_empty(self.shape[0])))
 
     def _write(self, out: Columns) -> Columns:
         """Write all rows to ``{name: [N, *shape]}``, and return these."""
@@ -194,7 +193,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             if place.stop - place.start == len(where):
                 write_rows(groups, self.domain, out, place)
                 return
-            rows = self.domain.apart(len(where))
+            rows = self.domain.lazy_empty(len(where))
             write_rows(groups, self.domain, rows)
             for name, x in rows.items():
                 out[name][where] = x

@@ -49,7 +49,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         domain = self._join_spaces(domains, dtype)
         if space is not None:
             self._check_space(domain, space)
-            domain = space.widened(dtype)
+            domain = space.to(dtype=torch.promote_types(space.dtype, dtype))
         super().__init__(domain, all(block.self_adjoint for block in self))
 
     def _join_spaces(self, domains: list[ParameterSpace], dtype: torch.dtype) -> ParameterSpace:

@@ -107,6 +107,8 @@ def move(tree: Any, device: torch.device) -> Any:
     Raises:
         ValueError: If a tensor has no values.
     """
+    if type(tree) is tuple and all(x is None or _is_on(x, device) for x in tree):
+        return tree
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -121,6 +123,11 @@ def move(tree: Any, device: torch.device) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
     return map_leaves(tree, moved, _has_to)
+
+
+def _is_on(part: Any, device: torch.device) -> bool:
+    """Return whether a tensor needs no ``move``."""
+    return type(part) is Tensor and part.device == device and not part.is_inference()
 
 
 def _has_to(part: Any) -> bool:
@@ -190,17 +197,3 @@ def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) ->
         return function(part) if lists_samples(part) or has_length(part, num_samples) else part
 
     return map_leaves(tree, applied, lists_samples)
-
-
-def strided_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]
