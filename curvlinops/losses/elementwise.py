@@ -103,6 +103,9 @@ class SquaredError(ElementwiseLoss):
     def _second(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.full_like(z[:1], 2.0)
 
+    def _root(self, z: Tensor, y: Tensor) -> Tensor:
+        return torch.full_like(z[:1], (2.0 * self._inner_scale(z)) ** 0.5)
+
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         options = {"generator": generator, "dtype": z.dtype, "device": z.device}
         return self._root(z, y) * torch.randn(num_samples, *z.shape, **options)
