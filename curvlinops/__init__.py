@@ -9,7 +9,6 @@ from curvlinops.algorithms.convergence import (
 )
 from curvlinops.algorithms.dottest import dottest
 from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
-from curvlinops.algorithms.exchangeable import xdiag, xtrace
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
     hutchinson_squared_fro,
@@ -17,12 +16,11 @@ from curvlinops.algorithms.hutchinson import (
     hutchpp_trace,
 )
 from curvlinops.algorithms.iterative import Solution
+from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
-from curvlinops.algorithms.nystrom import xnystrace
 from curvlinops.algorithms.plotting import plot_spectrum
-from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
@@ -30,6 +28,7 @@ from curvlinops.algorithms.spectrum import (
     lanczos_approximate_spectrum,
 )
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
+from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator

@@ -262,7 +262,7 @@ SOLVERS = {
     "xtrace": (lambda A: xtrace(A, 10, seed=0), False),
     "hutchinson_diag": (lambda A: hutchinson_diag(A, 10, seed=0), False),
     "approximate_spectrum": (lambda A: lanczos_approximate_spectrum(A, 5, seed=0), False),
-    "trace_function": (lambda A: lanczos_logdet(A, 5, num_repeats=2, seed=0), False),
+    "lanczos_logdet": (lambda A: lanczos_logdet(A, 5, num_repeats=2, seed=0), False),
 }
 
 

@@ -29,7 +29,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     (``mc_samples=0``) backpropagates the columns of the square root of each term's loss Hessian: C
     vectors if a sample has one term, else C vectors for each position of a term in its sample
     (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
-    expectation is the exact one. Implemented for MSELoss, CrossEntropyLoss and BCEWithLogitsLoss.
+    expectation is the exact one. Implemented for the losses of ``FisherMCLinearOperator``; the
+    exact one also for HuberLoss and SmoothL1Loss.
 
     The diagonal is kept like graphs are, see ``cache``. What does not follow the model any
     more, but has inverses, powers and a determinant, is

@@ -81,7 +81,7 @@ def signed_hessian_roots(
 def _roots(problem: BatchProblem, output: Tensor, num_samples: int | None) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
     problem.check(output)
-    roots = problem.loss.to_terms(problem.loss.hessian_root(output, problem.batch.y))
+    roots = problem.loss.to_terms(problem.loss.hessian_sqrt(output, problem.batch.y, minimal=True))
     return roots.unflatten(1, (num_samples or output.shape[0], -1))
 
 

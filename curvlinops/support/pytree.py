@@ -143,9 +143,7 @@ def has_length(leaf: Any, length: int) -> bool:
     return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0 and leaf.shape[0] == length
 
 
-def select_samples(
-    tree: Any, samples: slice, num_samples: int, shared: Tensor | None = None
-) -> Any:
+def select_samples(tree: Any, samples: slice, num_samples: int) -> Any:
     """Return some samples of a batch.
 
     Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
@@ -155,14 +153,13 @@ def select_samples(
         tree: X, y, or both.
         samples: Which samples.
         num_samples: How many the batch has.
-        shared: A tensor that belongs to all samples, and stays.
     """
 
     def select(part: Any) -> Any:
         # no view: it would keep all samples in memory
         return part[samples].clone() if isinstance(part, Tensor) else part[samples]
 
-    return _map_samples(tree, select, num_samples, shared)
+    return _map_samples(tree, select, num_samples)
 
 
 def duplicate_sample(tree: Any) -> Any:
@@ -181,16 +178,8 @@ def _at(part: Any, indices: list[int]) -> Any:
     return type(part)(part[i] for i in indices) if is_list else part[indices]
 
 
-def possibly_shared(tree: Any, num_samples: int) -> list[Tensor]:
-    """Return the tensors with an entry for each sample if one may belong to all samples instead."""
-    tensors = {id(leaf): leaf for leaf in leaves(tree) if has_length(leaf, num_samples)}
-    return list(tensors.values()) if len(tensors) > 1 else []
-
-
-def _map_samples(
-    tree: Any, function: Callable[[Any], Any], num_samples: int, shared: Tensor | None = None
-) -> Any:
-    """Apply a function to all that has one entry for each sample, but not to ``shared``."""
+def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
+    """Apply a function to all that has one entry for each sample."""
 
     def lists_samples(part: Any) -> bool:
         """Return whether a list has one thing for each sample."""
@@ -203,8 +192,6 @@ def _map_samples(
         return not inner or not all(has_length(x, num_samples) for x in inner)
 
     def applied(part: Any) -> Any:
-        if part is shared:
-            return part
         if isinstance(part, Tensor) and has_length(part, num_samples):
             return function(part.detach()).requires_grad_(part.requires_grad)
         return function(part) if lists_samples(part) or has_length(part, num_samples) else part

@@ -1,25 +1,22 @@
-"""Stochastic Lanczos quadrature: traces of functions of a symmetric matrix."""
+"""Lanczos runs from random vectors, and traces of functions of a symmetric matrix by quadrature."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import Estimate, Goal, Probes, average, number_estimator
+from curvlinops.algorithms.probes import Average, Probes, StoppingRule, estimator
 from curvlinops.support.arguments import check_count
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import solves
 
 #: Products for each random vector in ``lanczos_logdet``.
 _DEFAULT_NCV = 50
 
 
-@dataclass(frozen=True)
-class Quadrature:
+class Quadrature(NamedTuple):
     """Gauss quadrature rules of a symmetric matrix A, one for each of K starting vectors.
 
     ``x^T f(A) x / x^T x = sum_m weights_m f(nodes_m)``, exact for polynomials f of degree below
@@ -50,83 +47,81 @@ class Lanczos:
     def __init__(self, matrix: Matrix, X: Tensor):
         self.matrix = matrix
         self._next = X.T / X.norm(dim=0).unsqueeze(1)
-        self._basis = self._next.new_empty(len(self._next), 0, matrix.shape[0])
-        self._diagonal = self._next.new_empty(len(self._next), 0)
-        self._off_diagonal = self._next.new_empty(len(self._next), 0)
-        self._alive = torch.ones(len(self._next), dtype=torch.bool, device=matrix.device)
-        self._scale = self._next.new_full((len(self._next),), torch.finfo(matrix.dtype).tiny)
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps were made."""
-        return self._diagonal.shape[1]
+        num = len(self._next)
+        self._basis = self._next.new_empty(num, 0, matrix.shape[0])
+        self._diagonal: list[Tensor] = []
+        self._off_diagonal: list[Tensor] = []
+        #: Which vectors do not lie in the invariant subspaces that their runs span.
+        self._alive = torch.ones(num, dtype=torch.bool, device=matrix.device)
+        self._scale = self._next.new_full((num,), torch.finfo(matrix.dtype).tiny)
 
     @property
     def exhausted(self) -> bool:
-        """Whether all vectors lie in invariant subspaces that have been found."""
-        return self.num_steps == self.matrix.shape[0] or not bool(self._alive.any())
+        """Whether all runs span invariant subspaces."""
+        return len(self._diagonal) == self.matrix.shape[0] or not bool(self._alive.any())
 
     def extend(self, num_steps: int) -> Quadrature:
-        """Continue until ``num_steps`` steps are made; fewer if exhausted."""
-        num_steps, done = min(num_steps, self.matrix.shape[0]), self.num_steps
-        wider = self._basis.new_empty(len(self._next), num_steps, self.matrix.shape[0])
-        wider[:, :done] = self._basis
-        self._basis = wider
-        while self.num_steps < num_steps and not self.exhausted:
+        """Continue to ``num_steps`` steps.
+
+        Returns:
+            Rules of that many nodes. Nodes beyond the dimension of an invariant subspace have no
+            weight.
+        """
+        done = len(self._diagonal)
+        basis = self._basis.new_empty(len(self._next), num_steps, self.matrix.shape[0])
+        basis[:, :done] = self._basis[:, :done]
+        self._basis = basis
+        while len(self._diagonal) < num_steps and not self.exhausted:
             self._step()
-        return self._quadrature()
+        missing = num_steps - len(self._diagonal)
+        # nodes without weight are Rayleigh quotients, to which functions of the spectrum apply
+        diagonal = torch.stack(self._diagonal + missing * self._diagonal[:1], dim=1).double()
+        zeros = torch.zeros_like(self._diagonal[0])
+        off_diagonal = torch.stack(self._off_diagonal + missing * [zeros], dim=1).double()
+        inner = off_diagonal[:, :-1]
+        T = torch.diag_embed(diagonal) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
+        nodes, vectors = torch.linalg.eigh(T)
+        return Quadrature(
+            nodes, vectors[:, 0].square(), off_diagonal[:, -1:] * vectors[:, -1].abs()
+        )
 
     def _step(self) -> None:
-        step = self.num_steps
+        step = len(self._diagonal)
         self._basis[:, step] = self._next
-        known = self._basis[:, : step + 1]
+        basis = self._basis[:, : step + 1]
         W = (self.matrix @ self._next.T).T
-        overlaps = torch.zeros_like(known[:, :, 0])
+        overlaps = torch.zeros_like(basis[:, :, 0])
         for _ in range(2):
-            more = torch.bmm(known, W.unsqueeze(2)).squeeze(2)
-            W = W - torch.bmm(more.unsqueeze(1), known).squeeze(1)
+            more = torch.bmm(basis, W.unsqueeze(2)).squeeze(2)
+            W = W - torch.bmm(more.unsqueeze(1), basis).squeeze(1)
             overlaps = overlaps + more
         # in double precision, which has room for squares
         norms = double_norm(W, 1).to(W)
         largest = torch.maximum(overlaps.abs().amax(dim=1), norms)
         self._scale = torch.maximum(self._scale, largest)
-        self._check_symmetric(overlaps)
-        # one that has found its invariant subspace goes on with zeros; what it adds has no weight,
-        # but is a number to which functions of the spectrum can be applied
-        first = self._diagonal[:, 0] if step else overlaps[:, 0]
-        diagonal = torch.where(self._alive, overlaps[:, step], first)
-        self._diagonal = torch.cat([self._diagonal, diagonal.unsqueeze(1)], dim=1)
+        if step and not self.matrix.operator.self_adjoint:
+            self._check_symmetric(overlaps)
+        # a run that has ended goes on with zeros
+        first = self._diagonal[0] if step else overlaps[:, 0]
+        self._diagonal.append(torch.where(self._alive, overlaps[:, step], first))
         eps = torch.finfo(self.matrix.dtype).eps
         self._alive = self._alive & (norms > 100 * eps * self._scale)
-        alive = self._alive.unsqueeze(1)
-        self._next = torch.where(alive, W / norms.unsqueeze(1), 0.0)
-        off_diagonal = torch.where(alive, norms.unsqueeze(1), 0.0)
-        self._off_diagonal = torch.cat([self._off_diagonal, off_diagonal], dim=1)
+        self._next = torch.where(self._alive.unsqueeze(1), W / norms.unsqueeze(1), 0.0)
+        self._off_diagonal.append(torch.where(self._alive, norms, 0.0))
 
     def _check_symmetric(self, overlaps: Tensor) -> None:
-        """Check that the last product overlaps as little with old vectors as it must."""
-        if self.matrix.operator.self_adjoint or self.num_steps == 0:
-            return
-        expected = torch.zeros_like(overlaps[:, :-1])
-        expected[:, -1] = self._off_diagonal[:, -1]
-        wrong = (overlaps[:, :-1] - expected).abs().amax(dim=1)
-        if bool((wrong > torch.finfo(self.matrix.dtype).eps ** 0.5 * self._scale).any()):
+        """Check that the last product is orthogonal to all vectors but the last two."""
+        wrong = overlaps[:, :-1].clone()
+        wrong[:, -1] -= self._off_diagonal[-1]
+        tolerance = torch.finfo(self.matrix.dtype).eps ** 0.5 * self._scale
+        if bool((wrong.abs().amax(dim=1) > tolerance).any()):
             raise ValueError(
                 "The matrix is not symmetric, which Lanczos' method needs. Take its symmetric part "
                 "(A + A.T) / 2 if that is meant."
             )
 
-    def _quadrature(self) -> Quadrature:
-        inner = self._off_diagonal[:, :-1].double()
-        T = torch.diag_embed(self._diagonal.double())
-        T = T + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
-        nodes, vectors = torch.linalg.eigh(T)
-        residuals = self._off_diagonal[:, -1:].double() * vectors[:, -1].abs()
-        return Quadrature(nodes, vectors[:, 0].square(), residuals)
 
-
-@number_estimator
-@solves("trace_function")
+@estimator("trace_function", np.floating)
 def trace_function(
     A: AnyMatrix,
     f: Callable[[Tensor], Tensor],
@@ -139,7 +134,7 @@ def trace_function(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
+) -> Any:
     """Estimate the trace of a function of a symmetric matrix, ``tr f(A) = sum_d f(lambda_d)``.
 
     ``E[x^T f(A) x]``, with the quadratic forms from Lanczos quadrature (Ubaru, Chen and Saad, Fast
@@ -170,19 +165,13 @@ def trace_function(
             finite at an approximate eigenvalue, or an argument is not among its choices.
         TypeError: If f returns complex numbers.
     """
-    matrix, goal = Matrix(A, square=True), Goal(rtol, return_error)
+    matrix = Matrix(A, square=True)
     ncv = check_ncv(ncv, matrix)
     probes = Probes(matrix, distribution, chunk_size, seed, generator, held=ncv)
-
-    def sample(X: Tensor) -> Tensor:
-        rule = Lanczos(matrix, X).extend(ncv)
-        forms = (rule.weights * _evaluate(f, rule.nodes)).sum(1)
-        return forms.to(matrix.dtype) * X.square().sum(0)
-
-    return average(probes, goal.check_count("num_repeats", num_repeats), goal, sample)
+    return _average(probes, f, ncv, num_repeats, StoppingRule(rtol, return_error))
 
 
-@number_estimator
+@estimator("lanczos_logdet", np.floating)
 def lanczos_logdet(
     A: AnyMatrix,
     ncv: int | None = None,
@@ -194,18 +183,18 @@ def lanczos_logdet(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
+) -> Any:
     """Estimate the log-determinant of a symmetric positive definite matrix.
 
     ``log det A = tr log A``, by stochastic Lanczos quadrature. Matrices with few large eigenvalues
     above a damping need few products.
 
     Args:
-        A: See ``trace_function``, also for the other arguments.
-        ncv: The number of products for each random vector, at most D. Default: 50, or D if that is
-            less. On matrices with smallest eigenvalues down to ``1e-5`` of the largest one, with
-            decaying and with uniform spectra, what a larger one changes was less than a tenth of
-            the standard error.
+        A: A symmetric positive definite matrix. The arguments are those of ``trace_function``.
+        ncv: The number of products for each random vector. Default: 50, or D if that is less. On
+            matrices with smallest eigenvalues down to ``1e-5`` of the largest one, with decaying
+            and with uniform spectra, a larger one changed the result by less than a tenth of the
+            standard error.
         num_repeats: The number of random vectors; an upper limit if ``rtol`` is given.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
@@ -215,8 +204,7 @@ def lanczos_logdet(
         generator: Draws the random vectors.
 
     Returns:
-        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
-        ``standard_error``.
+        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
 
     Raises:
         ValueError: If the matrix turns out not to be positive definite, up to rounding.
@@ -234,19 +222,24 @@ def lanczos_logdet(
         return nodes.log()
 
     matrix = Matrix(A, square=True)
-    ncv = min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv
-    return trace_function(
-        A,
-        log,
-        ncv,
-        num_repeats,
-        distribution,
-        rtol=rtol,
-        return_error=return_error,
-        chunk_size=chunk_size,
-        seed=seed,
-        generator=generator,
-    )
+    ncv = check_ncv(min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv, matrix)
+    probes = Probes(matrix, distribution, chunk_size, seed, generator, held=ncv)
+    return _average(probes, log, ncv, num_repeats, StoppingRule(rtol, return_error))
+
+
+def _average(
+    probes: Probes, f: Callable[[Tensor], Tensor], ncv: int, num_repeats: int, rule: StoppingRule
+) -> Any:
+    """Average ``x^T f(A) x`` over random vectors; see ``trace_function``."""
+    num_repeats = check_count("num_repeats", num_repeats, at_least=1 + rule.return_error)
+    average = Average()
+
+    def update(X: Tensor) -> tuple[Tensor, Tensor]:
+        nodes, weights, _ = Lanczos(probes.matrix, X).extend(ncv)
+        forms = (weights * _evaluate(f, nodes)).sum(1)
+        return average.update(forms.to(probes.matrix.dtype) * X.square().sum(0))
+
+    return rule.run(probes, rule.chunks(num_repeats, probes.chunk_size), update)
 
 
 def check_ncv(ncv: Any, matrix: Matrix, at_least: int = 1) -> int:
