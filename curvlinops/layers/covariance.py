@@ -5,10 +5,9 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.layers.patches import pad, view_patches
+from curvlinops.layers.patches import Window, pad, view_patches
 from curvlinops.layers.shifts import ShiftedProducts
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
-from curvlinops.layers.window import Window
 from curvlinops.support.norms import wide
 
 #: How many numbers are copied at once: patches, and shifted inputs.

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Form
-from curvlinops.layers.products import BYTES, GradientMaps, in_parts
+from curvlinops.layers.forms import BYTES, Form
 from curvlinops.layers.uses import Sort, Use, handles
 from curvlinops.support.norms import wide
 
@@ -94,11 +93,6 @@ class Lookup(Form):
         self.shape = tuple(shape)
         self.num_rows = prod(shape) // max(g.shape[-1], 1)
 
-    @property
-    def num_multiplications(self) -> int:
-        """One for each entry that is looked up."""
-        return self.num_positions * self.g.shape[-1]
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
@@ -113,19 +107,6 @@ class Lookup(Form):
     def to(self, dtype: torch.dtype) -> "Lookup":
         """Return the same gradients in another dtype."""
         return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)
-
-    def products(self) -> GradientMaps:
-        """Return products with the rows that were looked up, and sums into them."""
-        g, indices, num_rows = self.g[0], self.indices, self.num_rows
-
-        def multiply(columns: Tensor) -> Tensor:
-            found = columns.to(g).reshape(len(columns), num_rows, g.shape[-1])[:, indices]
-            return torch.einsum("knsi,nsi->kn", found, g)
-
-        def combine(weights: Tensor) -> Tensor:
-            return self._table(g * weights.to(g).reshape(*weights.shape, 1, 1))
-
-        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum, in memory proportional to the table."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.place import Place
-from curvlinops.layers.products import BYTES, GradientMaps
+
+#: Temporary tensors are kept below this size, where a quantity can be computed in parts.
+BYTES = 32 * 2**20
 
 #: How many numbers a processor's cache holds.
 _CACHED = 2**18
@@ -36,11 +38,6 @@ class Form(ABC):
     def num_entries(self) -> int:
         """The number of the parameter's entries."""
         return prod(self.shape)
-
-    @property
-    def num_multiplications(self) -> int:
-        """How many a layer needs to multiply with one vector for each sample."""
-        return self.num_entries
 
     @abstractmethod
     def rows(self, samples: slice | Tensor) -> Tensor:
@@ -73,10 +70,6 @@ class Form(ABC):
             rows = self.rows(part)
             total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
         return total
-
-    def products(self) -> GradientMaps | None:
-        """Return products with vectors, ``None`` if gradients must be written down for them."""
-        return None
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
@@ -130,24 +123,10 @@ class Direct(Form):
         self._compute = compute
         self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
 
-        self._given: Tensor | None = None
-
     @classmethod
     def of(cls, rows: Tensor) -> "Direct":
         """Return gradients ``[V, N, *shape]`` that are there."""
-        form = cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
-        form._given = rows
-        return form
-
-    def products(self) -> GradientMaps | None:
-        """Return matrix products, if the gradients are there."""
-        if self._given is None:
-            return None
-        rows, shape = _flat(self._given)[0], self.shape
-        return (
-            lambda v: v.reshape(len(v), rows.shape[1]).to(rows) @ rows.T,
-            lambda u: (u.to(rows) @ rows).reshape(len(u), *shape),
-        )
+        return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
 
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
@@ -168,11 +147,6 @@ class Total(Form):
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
         self.shape = forms[0].shape
 
-    @property
-    def num_multiplications(self) -> int:
-        """Those of all uses."""
-        return sum(form.num_multiplications for form in self._forms)
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
@@ -180,14 +154,6 @@ class Total(Form):
     def select(self, samples: Tensor) -> "Total":
         """Return the gradients of some samples only."""
         return Total([form.select(samples) for form in self._forms])
-
-    def products(self) -> GradientMaps | None:
-        """Return the sums of the uses' products."""
-        found = [form.products() for form in self._forms]
-        if None in found:
-            return None
-        multiply, combine = zip(*found, strict=True)
-        return lambda v: sum(f(v) for f in multiply), lambda u: sum(f(u) for f in combine)
 
 
 class Mapped(Form):
@@ -203,11 +169,6 @@ class Mapped(Form):
         self.form, self._pull = form, pull
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
-
-    @property
-    def num_multiplications(self) -> int:
-        """Those of the layer, which uses the function's value."""
-        return self.form.num_multiplications
 
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
@@ -232,37 +193,12 @@ class Within(Form):
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
-    @property
-    def num_multiplications(self) -> int:
-        """Those of the layer, which uses the part."""
-        return self.form.num_multiplications
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         part = _flat(self.form.rows(samples))
         rows = part.new_zeros(*part.shape[:2], prod(self.shape))
         rows[:, :, self.place.entries(part.device)] = part
         return rows.reshape(*part.shape[:2], *self.shape)
-
-    def products(self) -> GradientMaps | None:
-        """Return the products with the part."""
-        found = self.form.products()
-        if found is None:
-            return None
-        (multiply, combine), entries = found, self.place.entries
-        part, shape = self.form.shape, self.shape
-
-        def restrict(v: Tensor) -> Tensor:
-            own = v.reshape(len(v), prod(shape))[:, entries(v.device)]
-            return multiply(own.reshape(len(v), *part))
-
-        def scatter(u: Tensor) -> Tensor:
-            sums = combine(u).reshape(len(u), prod(part))
-            out = sums.new_zeros(len(u), prod(shape))
-            out[:, entries(u.device)] = sums
-            return out.reshape(len(u), *shape)
-
-        return restrict, scatter
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms: those of the part."""

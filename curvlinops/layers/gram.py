@@ -6,10 +6,9 @@ from itertools import accumulate, combinations_with_replacement
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.groups import Group, in_one_row
 from curvlinops.layers.outer import Outer
-from curvlinops.layers.products import BYTES
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
 from curvlinops.linear_operator.space import ParameterSpace
 

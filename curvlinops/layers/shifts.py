@@ -5,8 +5,8 @@ from math import prod
 
 from torch import Tensor
 
+from curvlinops.layers.patches import Window
 from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
-from curvlinops.layers.window import Window
 
 
 class ShiftedProducts:
