@@ -143,14 +143,14 @@ def test_moments_by_shifts(problem, positions):
 
 
 CHOICES = {
-    "shifts": ((2, 16, 20, 20), 3, 1, 1, 1, 1, True),
-    "shifts, rectangular": ((12, 16, 30, 12), (5, 1), 1, "same", 1, 1, True),
+    "shifts": ((16, 16, 20, 20), 3, 1, 1, 1, 1, True),
+    "shifts, rectangular": ((24, 16, 30, 12), (5, 1), 1, "same", 1, 1, True),
     "shifts, groups": ((9, 32, 20, 20), 3, 1, 0, 2, 2, True),
     "symmetric": ((3, 64, 4, 4), 3, 1, 1, 1, 1, False),
     "stride": ((2, 16, 20, 20), 3, 2, 1, 1, 1, False),
-    "shifts, stride of another axis": ((9, 16, 20, 20), 3, (1, 2), 1, 1, 1, True),
+    "shifts, stride of another axis": ((24, 16, 20, 20), 3, (1, 2), 1, 1, 1, True),
     "shifts, few channels": ((64, 3, 20, 20), 3, 1, 1, 1, 1, True),
-    "shifts, depthwise": ((5, 32, 20, 20), 7, 1, 3, 1, 32, True),
+    "shifts, depthwise": ((5, 32, 28, 28), 7, 1, 3, 1, 32, True),
     "few numbers": ((2, 3, 20, 20), 3, 1, 1, 1, 1, False),
     "one by one": ((2, 16, 9, 9), 1, 1, 0, 1, 1, False),
     "small image": ((2, 16, 2, 2), 3, 1, 2, 2, 1, False),

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.layers.covariance import input_covariance
+from curvlinops.layers.covariance import input_covariance, second_moment
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
 from curvlinops.layers.patches import Patches, patch_sums
-from curvlinops.layers.symmetric import second_moment
 from curvlinops.support.records import recorded
 
 
