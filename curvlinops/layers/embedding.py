@@ -30,14 +30,23 @@ def embedding(
 
 def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
     def uses(input: Tensor, *args: Any, **options: Any) -> dict[int, Use]:
-        numbers = torch.arange(input.numel(), device=input.device).reshape(input.shape)
-        found = function(numbers, *args, **options)
-        width = _width(found, input.shape)
-        lead = tuple(found.shape if width == 1 else found.shape[: 1 - input.ndim]) or (1,)
-        indices = (found.reshape(-1, width)[:, 0] // width).reshape(lead)
+        # views of two short vectors, in place of a number for each entry of a large table
+        num_rows, width = input.shape[0] if input.ndim else 1, prod(input.shape[1:])
+        numbers = torch.arange(num_rows, device=input.device).reshape(-1, *(1,) * (input.ndim - 1))
+        columns = torch.arange(width, device=input.device).reshape(input.shape[1:])
+        rows, columns = (
+            function(axis.expand(num_rows, *input.shape[1:]).reshape_as(input), *args, **options)
+            for axis in (numbers, columns)
+        )
+        lead, indices = tuple(rows.shape), rows * width + columns
+        whole = width > 1 and _are_whole(rows, columns, input.shape)
+        if whole:
+            lead, indices = lead[: 1 - input.ndim], rows.reshape(-1, width)[:, 0]
+        lead = lead or (1,)
+        indices = indices.reshape(lead)
 
         def split(g: Tensor) -> Tensor:
-            return g.reshape(len(g), *lead, width)
+            return g.reshape(len(g), *lead, width if whole else 1)
 
         def form(g: Tensor, sort: Sort) -> Form:
             return Lookup(sort(indices), wide(g), input.shape)
@@ -47,20 +56,20 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
     return uses
 
 
-def _width(found: Tensor, shape: torch.Size) -> int:
-    """Return the length of a table's rows if they were looked up as a whole, else 1.
+def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
+    """Return whether a table's rows were looked up as a whole.
 
     Args:
-        found: Which entries were looked up.
+        rows: In which rows the entries are that were looked up.
+        columns: And in which columns.
         shape: The table's shape.
     """
+    if columns.shape[1 - len(shape) :] != shape[1:]:
+        return False
     width = prod(shape[1:])
-    if width <= 1 or found.shape[1 - len(shape) :] != shape[1:]:
-        return 1
-    rows = found.reshape(-1, width)
-    first = rows[:, :1]
-    whole = (first % width == 0) & (rows == first + torch.arange(width, device=found.device))
-    return width if bool(whole.all()) else 1
+    rows, columns = rows.reshape(-1, width), columns.reshape(-1, width)
+    in_order = columns == torch.arange(width, device=columns.device)
+    return bool((in_order & (rows == rows[:, :1])).all())
 
 
 #: Ways to read entries of a tensor.
