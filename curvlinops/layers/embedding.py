@@ -109,10 +109,6 @@ class Lookup(Form):
         rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
         return rows.reshape(*g.shape[:2], *self.shape)
 
-    def select(self, samples: Tensor) -> "Lookup":
-        """Return the gradients of some samples only."""
-        return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
-
     def to(self, dtype: torch.dtype) -> "Lookup":
         """Return the same gradients in another dtype."""
         return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)

@@ -44,19 +44,8 @@ class Form(ABC):
         """Return the gradients of some samples, ``[V, n, *shape]``."""
 
     def write(self, samples: slice, out: Tensor) -> None:
-        """Write the gradients of some samples, for the only vector, to rows ``[n, *]``."""
-        out.copy_(self.rows(samples)[0].reshape(out.shape))
-
-    def bound(self) -> Tensor | None:
-        """Return a bound of absolute values, if there is one that is cheaper than a look at all.
-
-        It is infinite or NaN if anything that they are made of is.
-        """
-        return None
-
-    @abstractmethod
-    def select(self, samples: Tensor) -> "Form":
-        """Return the gradients of some samples only, in the given order."""
+        """Write the gradients of some samples to ``[V, n, *shape]``."""
+        out.copy_(self.rows(samples))
 
     def to(self, dtype: torch.dtype) -> "Form":
         """Return the same gradients in another dtype."""
@@ -83,9 +72,9 @@ class Form(ABC):
         return total.reshape(self.shape)
 
     def moments(self) -> Tensor:
-        """Return the sums of the only vector's gradients, and of their squares, ``[2, *shape]``."""
+        """Return the sums of all gradients, and of their squares, ``[2, *shape]``."""
         ones = torch.ones(self.num_samples, device="cpu")
-        return torch.cat([self.weighted_sum(ones), self.sum_of_squares().unsqueeze(0)])
+        return torch.stack([self.weighted_sum(ones).sum(0), self.sum_of_squares()])
 
     def has_inner(self, other: "Form") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""
@@ -132,12 +121,6 @@ class Direct(Form):
         """Return the gradients of some samples."""
         return self._compute(samples)
 
-    def select(self, samples: Tensor) -> "Direct":
-        """Return the gradients of some samples only."""
-        return Direct(
-            lambda part: self._compute(samples[part]), self.num_vectors, len(samples), self.shape
-        )
-
 
 class Total(Form):
     """The sum of several uses' gradients."""
@@ -150,10 +133,6 @@ class Total(Form):
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
-
-    def select(self, samples: Tensor) -> "Total":
-        """Return the gradients of some samples only."""
-        return Total([form.select(samples) for form in self._forms])
 
 
 class Mapped(Form):
@@ -173,10 +152,6 @@ class Mapped(Form):
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._pull(self.form.rows(samples))
-
-    def select(self, samples: Tensor) -> "Mapped":
-        """Return the gradients of some samples only."""
-        return Mapped(self.form.select(samples), self._pull, self.shape)
 
 
 class Within(Form):
@@ -203,10 +178,6 @@ class Within(Form):
     def squared_norms(self) -> Tensor:
         """Return the squared norms: those of the part."""
         return self.form.squared_norms()
-
-    def select(self, samples: Tensor) -> "Within":
-        """Return the gradients of some samples only."""
-        return Within(self.form.select(samples), self.place, self.shape)
 
 
 def innermost(form: Form) -> tuple[Place | None, Form, bool]:

@@ -101,31 +101,18 @@ class Outer(Form):
         return self._arranged(matrices)
 
     def write(self, samples: slice, out: Tensor) -> None:
-        """Write the gradients of some samples, for the only vector, without a copy if possible."""
+        """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
         indirect = self.arrangement.stages or groups > 1 or self._by_convolution
-        if indirect or out.dtype != self.g.dtype:
+        if indirect or self.num_vectors > 1 or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
         x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
-        out = out.unflatten(1, (g.shape[-1], inputs))
+        out = out[0].view(len(g), g.shape[-1], inputs)
         if x.shape[1] == 1:
             torch.mul(g.transpose(1, 2), x, out=out)
         else:
             torch.bmm(g.transpose(1, 2), x, out=out)
-
-    def bound(self) -> Tensor | None:
-        """Return the product of the norms of all inputs and all output gradients."""
-        size = self.num_samples * self.num_entries
-        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
-            return None
-        return torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
-
-    def select(self, samples: Tensor) -> "Outer":
-        """Return the gradients of some samples only."""
-        x = self.x
-        x = Patches(x.images[samples], x.window) if isinstance(x, Patches) else x[samples]
-        return Outer(x, self.g[:, samples], self.shape, self.arrangement)
 
     def to(self, dtype: torch.dtype) -> "Outer":
         """Return the same gradients, made of inputs and output gradients of another dtype."""

@@ -137,7 +137,7 @@ def has_length(leaf: Any, length: int) -> bool:
 
 
 def select_samples(
-    tree: Any, samples: slice, num_samples: int, shared: Tensor | None = None
+    tree: Any, samples: slice | list[int], num_samples: int, shared: Tensor | None = None
 ) -> Any:
     """Return some samples of a batch.
 
@@ -152,6 +152,8 @@ def select_samples(
     """
 
     def select(part: Any) -> Any:
+        if isinstance(samples, list):
+            return _at(part, samples)
         # no view: it would keep all samples in memory
         return part[samples].clone() if isinstance(part, Tensor) else part[samples]
 
