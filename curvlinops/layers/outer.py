@@ -114,6 +114,17 @@ class Outer(Form):
         else:
             torch.bmm(g.transpose(1, 2), x, out=out)
 
+    def is_surely_finite(self) -> bool:
+        """Return whether norms of inputs and output gradients, which are fewer numbers, are small.
+
+        The product of both is a bound of all entries.
+        """
+        size = self.num_vectors * self.num_samples * self.num_entries
+        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
+            return False
+        bound = torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
+        return float(bound) < torch.finfo(self.g.dtype).max / 2  # sums are rounded
+
     def to(self, dtype: torch.dtype) -> "Outer":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
         return Outer(self.x.to(dtype), self.g.to(dtype), self.shape, self.arrangement)
