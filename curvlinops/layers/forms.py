@@ -75,11 +75,6 @@ class Form(ABC):
         total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
         return total.reshape(self.shape)
 
-    def moments(self) -> Tensor:
-        """Return the sums of all gradients, and of their squares, ``[2, *shape]``."""
-        ones = torch.ones(self.num_samples, device="cpu")
-        return torch.stack([self.weighted_sum(ones).sum(0), self.sum_of_squares()])
-
     def has_inner(self, other: "Form") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""
         return False

@@ -59,17 +59,7 @@ class Window(NamedTuple):
         dilation: Lengths,
         groups: int,
     ) -> "Window":
-        """Return the window of a convolution of ``x`` with the arguments of PyTorch's.
-
-        Args:
-            x: The input, ``[N, C, *I]``.
-            kernel_size: The kernel's lengths.
-            stride: Steps between patches.
-            padding: Zeros on both sides of each axis, or pairs of those before and behind it, or
-                "valid" (none), or "same" (the output is as long as the input; where the number is
-                odd, one more behind than before).
-            dilation: Steps within a patch.
-            groups: Number of groups of channels.
+        """Return the window for ``x``, ``[N, C, *I]``, and the arguments of ``extract_patches``.
 
         Raises:
             ValueError: If there are no such patches.
@@ -194,9 +184,9 @@ def extract_averaged_patches(
 
     Args:
         x: Input of the convolution, ``[N, C, *I]``.
-        kernel_size: Lengths K of the kernel, a number or one for each axis.
+        kernel_size: As those of ``extract_patches``, like all that follows.
         stride: Steps between patches.
-        padding: As that of ``extract_patches``.
+        padding: Zeros around the input.
         dilation: Steps within a patch.
         groups: Number G of groups of channels. Patches are averaged over groups.
 

@@ -41,11 +41,11 @@ Place = Callable[[Tensor], Tensor]
 
 
 class Selection(NamedTuple):
-    """The samples of a batch that have wanted rows.
+    """What is computed of a batch.
 
     Attributes:
         shapes: The shapes of the batch's tensors.
-        samples: The samples; ``None`` for all, as the batch cannot be cut.
+        samples: The samples that have wanted rows; ``None`` for all, as the batch cannot be cut.
         rows: The rows of these samples among all rows of the data.
         stop: How many rows the data has up to this batch.
     """
@@ -155,17 +155,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             have = wanted.reshape(num_samples, -1).any(1)
             if int(have.sum()) == 1:  # models may treat a single sample in another way
                 have[1 if bool(have[0]) else 0] = True
-            if bool(have.all()) or len(output) != num_samples:
-                return None
             samples = have.nonzero().flatten()
-            part = _cut(problem, samples.tolist())
-            few = evaluate(part)
-            pairs = [(few, output)]
-            if not problem.loss_needs_graph:
-                gradients = self._loss_gradient(part, few), self._loss_gradient(problem, output)
-                pairs.append(gradients)
-            if all(x.shape == y[samples].shape and not differs(x, y[samples], y) for x, y in pairs):
-                return samples
+            sizes = {len(output), *(len(y) for y in leaves(problem.batch.y))}
+            if len(samples) < num_samples and sizes == {num_samples}:
+                few, expected = evaluate(_cut(problem, samples.tolist())), output[samples]
+                if few.shape == expected.shape and not differs(few, expected, output):
+                    return samples
         return None
 
     @contextmanager
@@ -251,8 +246,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         if not problem.loss_needs_graph:
             return super()._linearize_adjoint(problem)
-        rows = self._alone.rows(problem)
-        self._fallbacks = self._alone.fallbacks
+        rows = self._written(problem)
 
         def apply(u: Tensor, out: Columns) -> None:
             add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
@@ -344,7 +338,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if self._indices is not None:
             return self.dense().double().var(0, correction=0).to(self.torch_dtype)
         space = ParameterSpace(self.domain.shapes, torch.float64, self.device)
-        means = self._means("variance", lambda form: form.to(space.dtype).moments(), space, 2)
+        means = self._means("variance", _moments, space, 2)
         return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
 
     def _means(
@@ -401,6 +395,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
 
             yield samples.backward(u.to(output.dtype)), place
+
+
+def _moments(form: Form) -> Tensor:
+    """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
+    form, ones = form.to(torch.float64), torch.ones(form.num_samples, device="cpu")
+    return torch.stack([form.weighted_sum(ones).sum(0), form.sum_of_squares()])
 
 
 def _shapes(problem: BatchProblem) -> list[torch.Size]:
