@@ -45,7 +45,7 @@ class Form(ABC):
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples to ``[V, n, *shape]``."""
-        out.copy_(self.rows(samples))
+        out.copy_(self.rows(samples).reshape(out.shape))
 
     def is_surely_finite(self) -> bool:
         """Return whether no gradient overflows, as far as that is cheaper than a look at all."""

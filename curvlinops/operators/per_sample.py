@@ -294,8 +294,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         doubtful: set[str] = set()
         with self._batches("gradients") as batches:
             for groups, place in self._gradients(batches):
-                for names, form in groups:
-                    doubtful.update(() if form.is_surely_finite() else names)
+                doubtful.update(*(names for names, form in groups if not form.is_surely_finite()))
                 write_rows(groups, self.domain, out, place)
         out = {name: out[name] for name in self.domain.names}
         if doubtful:
