@@ -143,7 +143,7 @@ def has_length(leaf: Any, length: int) -> bool:
     return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0 and leaf.shape[0] == length
 
 
-def select_samples(tree: Any, samples: slice, num_samples: int) -> Any:
+def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> Any:
     """Return some samples of a batch.
 
     Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
@@ -156,6 +156,8 @@ def select_samples(tree: Any, samples: slice, num_samples: int) -> Any:
     """
 
     def select(part: Any) -> Any:
+        if isinstance(samples, list):
+            return _at(part, samples)
         # no view: it would keep all samples in memory
         return part[samples].clone() if isinstance(part, Tensor) else part[samples]
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.layers.covariance import mirror
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.symmetric import mirror
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.options import FisherType, Options
@@ -23,9 +23,6 @@ from curvlinops.structured.kronecker import (
 )
 from curvlinops.structured.linalg import batches
 from curvlinops.structured.rearranged import RearrangedLinearOperator
-
-#: Of how many rows the lower half is copied at once.
-_MIRRORED = 64
 
 
 class Product(NamedTuple):
@@ -120,7 +117,7 @@ def _mirrored(matrix: Tensor) -> Tensor:
     """Return what nobody else has without the asymmetry of rounding."""
     if matrix.ndim == 3:
         # it is a sum of outer products, which some processors do not round symmetrically
-        mirror(matrix, _MIRRORED)
+        mirror(matrix)
     return matrix
 
 
