@@ -1,28 +1,30 @@
 """Turns sums over the data into structured matrices."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.outer import IN_ORDER
 from curvlinops.layers.symmetric import mirror
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.entries import Entries
+from curvlinops.operators.kronecker.layout import unused_views, view_of
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.sums import Sums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
-from curvlinops.structured.factor import Dense, Diagonal, Factor
+from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
     SumOfKroneckersLinearOperator,
 )
+from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.structured.linalg import batches
-from curvlinops.structured.rearranged import RearrangedLinearOperator
 
 #: Of how many rows the lower half is copied at once.
 _MIRRORED = 64
@@ -70,7 +72,7 @@ def normalized(
     wanted = {key: own for key, own in sums.products.items() if key[0] not in without}
     if options.fisher_type is FisherType.FORWARD_ONLY:
         gradients = {
-            key: Diagonal(own.inputs.new_ones(key[1].groups, key[1].outputs))
+            key: Factor(own.inputs.new_ones(key[1].groups, key[1].outputs), psd=True)
             for key, own in wanted.items()
         }
     else:
@@ -125,9 +127,7 @@ def _mirrored(matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> Factor:
-    if matrix.ndim == 2:
-        return Diagonal(matrix)
-    return Dense(matrix, symmetric=True, psd=True)
+    return Factor(matrix, symmetric=True, psd=True)
 
 
 #: Operators by the names of their parameters.
@@ -147,15 +147,17 @@ def assemble(factors: Sequence[BlockFactors], space: ParameterSpace, build: Buil
     """
     blocks: Blocks = {}
     for names, own in _by_names(factors):
-        shapes = {name: space.shapes[name] for name in names}
-        entries = Entries.of(shapes, [each.block for each in own])
+        own_space = space.restricted(names)
+        layouts = [_layout(each.block, own_space) for each in own]
+        unused = _unused(layouts, own_space)
+        if unused.views:
+            layouts = [*layouts, unused]
+            # they have their share of damping
+            zeros = _zeros(unused.size, space).unsqueeze(0)
+            own = [*own, BlockFactors(Block(names, "zero"), matrix=zeros)]
         with about(names):
-            if entries.num_rest:
-                own = [*own, _unused(names, entries.num_rest, space)]
             operators = [build(each) for each in own]
-        one = operators[0] if len(operators) == 1 else BlockDiagonalLinearOperator(operators)
-        own_space = ParameterSpace(shapes, space.dtype, space.device)
-        blocks[names] = RearrangedLinearOperator(one, own_space, entries)
+        blocks[names] = BlockDiagonalLinearOperator(operators, own_space, layouts)
     return blocks
 
 
@@ -166,9 +168,28 @@ def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[Blo
     return iter(groups.items())
 
 
-def _unused(names: tuple[str, ...], size: int, space: ParameterSpace) -> BlockFactors:
-    """Return the entries of parameters that no layer uses, which have their share of damping."""
-    return BlockFactors(Block(names, "zero"), matrix=_zeros(size, space).unsqueeze(0))
+def _layout(block: Block, space: ParameterSpace) -> Layout:
+    """Return where a block's entries are: of several inputs, the last one is the bias."""
+    if not block.kinds:
+        return Layout((view_of(block.names[0], space.shapes[block.names[0]], None, IN_ORDER),))
+    kind = block.kinds[0]
+    arrangements = kind.arrangement, IN_ORDER
+    views = [
+        view_of(name, space.shapes[name], place, arrangement)
+        for name, place, arrangement in zip(block.names, block.places, arrangements, strict=False)
+    ]
+    return Layout(tuple(views), kind.groups * kind.outputs)
+
+
+def _unused(layouts: Sequence[Layout], space: ParameterSpace) -> Layout:
+    """Return the entries of parameters that no layer uses."""
+    if sum(layout.size for layout in layouts) == space.dim:
+        return Layout(())
+    views = [view for layout in layouts for view in layout.views]
+    unused: list[ParameterView] = []
+    for name, shape in space.shapes.items():
+        unused += unused_views(name, shape, [view for view in views if view.name == name])
+    return Layout(tuple(unused))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:
@@ -181,8 +202,7 @@ def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinea
         return summed(factors.products)
     if factors.matrix is not None:
         return KroneckerProductLinearOperator(_factor(factors.matrix))
-    size = Entries.of(space.shapes, [factors.block]).sizes[0]
-    return DiagonalLinearOperator(_zeros(size, space))
+    return DiagonalLinearOperator(_zeros(prod(space.shapes[factors.block.names[0]]), space))
 
 
 def factors_of(product: Product) -> list[Factor]:
