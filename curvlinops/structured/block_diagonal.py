@@ -26,8 +26,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         space: The parameters on which the operator acts. Default: those of the blocks if these
             have names of which none occurs twice; otherwise it acts on plain vectors, the
             concatenation of those of its blocks.
-        layouts: Where the entries of each block's vectors are in the parameters. Default: blocks
-            act on parameters of the space, or one block after the other on all their entries.
+        layouts: Where the entries of each block's plain vectors are in the parameters. Default:
+            blocks act on parameters of the space, or one block after the other on all entries.
 
     Raises:
         TypeError: If a block has no structure.
@@ -73,7 +73,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
                 f"the parameters {space.shapes}."
             )
-        if self._layouts is not None and [one.size for one in self._layouts] != sizes:
+        if self._layouts is None:
+            return
+        if not all(block.domain.is_flat for block in self):
+            raise ValueError("Only blocks on plain vectors can have a layout.")
+        if [one.size for one in self._layouts] != sizes:
             raise ValueError(
                 f"The blocks have vectors of {sizes} entries, their layouts "
                 f"{[one.size for one in self._layouts]}."
@@ -126,11 +130,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Return the blocks' vectors."""
         if self._is_named:
             return [{name: columns[name] for name in block.domain.names} for block in self]
-        if self._layouts is None:
-            flat = self.domain.join(columns)
-            vectors = flat.split([block.domain.dim for block in self], dim=1)
-        else:
-            vectors = [layout.gather(columns) for layout in self._layouts]
+        if self._layouts is not None:
+            return [{"": layout.gather(columns)} for layout in self._layouts]
+        flat = self.domain.join(columns)
+        vectors = flat.split([block.domain.dim for block in self], dim=1)
         return [block.domain.split(own) for block, own in zip(self, vectors, strict=True)]
 
     def _join(self, parts: list[Columns]) -> Columns:
@@ -138,10 +141,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         if self._is_named:
             merged = {name: column for part in parts for name, column in part.items()}
             return {name: merged[name] for name in self.domain.names}
+        if self._layouts is not None:
+            return scatter(self._layouts, [part[""] for part in parts], self.domain.shapes)
         vectors = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
-        if self._layouts is None:
-            return self.domain.split(vectors[0] if len(self) == 1 else torch.cat(vectors, dim=1))
-        return scatter(self._layouts, vectors, self.domain.shapes)
+        return self.domain.split(torch.cat(vectors, dim=1))
 
     def _join_vectors(self, vectors: list[Tensor]) -> Tensor:
         """Return the vector ``[D]`` whose parts are the blocks' vectors, ``[D_b]`` each."""

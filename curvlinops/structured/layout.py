@@ -45,6 +45,10 @@ class ParameterView:
         in_order = steps == [self.strides[axis] for axis in axes] and self.offset == 0
         return tuple(axes) if in_order else None
 
+    def is_all(self, size: int) -> bool:
+        """Return whether the view has all entries of a parameter of some size, in order."""
+        return self.size == size and self.order in ((), (0,))
+
     def permuted(self, shape: Sequence[int], order: Sequence[int]) -> "ParameterView | None":
         """Return the view of the same entries in the order in which they were before a permutation.
 
@@ -82,6 +86,11 @@ class ParameterView:
         strides = vectors.stride(0), *(step * stride for stride in self.strides)
         offset = vectors.storage_offset() + step * self.offset
         return vectors.as_strided((len(vectors), *self.sizes), strides, offset)
+
+    def gather(self, columns: Columns) -> Tensor:
+        """Return the entries as vectors, ``[K, n]``, given those of parameters."""
+        vectors = flat(columns[self.name])
+        return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
 
 
 def _grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
@@ -128,23 +137,28 @@ class Layout:
         """The number of entries."""
         return sum(view.size for view in self.views)
 
+    @cached_property
+    def widths(self) -> list[int]:
+        """The numbers of the views' columns."""
+        return [view.size // self.rows for view in self.views]
+
     def gather(self, columns: Columns) -> Tensor:
         """Turn vectors of parameters, ``{name: [K, *shape]}``, into the block's, ``[K, n]``."""
-        parts = [view.of(flat(columns[view.name])) for view in self.views]
+        parts = [view.gather(columns) for view in self.views]
         if len(parts) == 1:
-            return flat(parts[0])
-        shapes = [(len(parts[0]), self.rows, view.size // self.rows) for view in self.views]
-        parts = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return torch.cat(parts, dim=2).flatten(1)
+            return parts[0]
+        sides = [
+            part.reshape(part.shape[0], self.rows, width)
+            for part, width in zip(parts, self.widths, strict=True)
+        ]
+        return torch.cat(sides, dim=2).flatten(1)
 
     def split(self, vectors: Tensor) -> Sequence[Tensor]:
-        """Turn vectors of the block, ``[K, n]``, into those of its views, ``[K, *sizes]``."""
-        matrices = vectors.reshape(len(vectors), self.rows, self.size // self.rows)
-        parts = matrices.split([view.size // self.rows for view in self.views], dim=2)
-        return [
-            part.reshape(len(vectors), *view.sizes)
-            for view, part in zip(self.views, parts, strict=True)
-        ]
+        """Turn vectors of the block, ``[K, n]``, into those of its views, ``[K, *]``."""
+        if len(self.views) == 1:
+            return [vectors]
+        matrices = vectors.reshape(vectors.shape[0], self.rows, sum(self.widths))
+        return matrices.split(self.widths, dim=2)
 
 
 def scatter(
@@ -160,14 +174,17 @@ def scatter(
     Returns:
         Vectors ``{name: [K, *shape]}``.
     """
-    K, out = len(vectors[0]), dict[str, Tensor]()
+    K, out = vectors[0].shape[0], dict[str, Tensor]()
     for layout, own in zip(layouts, vectors, strict=True):
         for view, part in zip(layout.views, layout.split(own), strict=True):
-            size = prod(shapes[view.name])
-            if view.size == size and view.order is not None:
-                out[view.name] = part.permute(0, *(1 + axis for axis in view.order))
-                continue
-            if view.name not in out:
-                out[view.name] = part.new_empty(K, size)
-            view.of(out[view.name]).copy_(part)
+            name, size = view.name, prod(shapes[view.name])
+            if view.is_all(size):
+                out[name] = part
+            elif view.size == size and view.order is not None:
+                part = part.reshape(K, *view.sizes)
+                out[name] = part.permute(0, *(1 + axis for axis in view.order))
+            else:
+                if name not in out:
+                    out[name] = part.new_empty(K, size)
+                view.of(out[name]).copy_(part.reshape(K, *view.sizes))
     return {name: out[name].reshape(K, *shape) for name, shape in shapes.items()}
