@@ -47,27 +47,27 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             dtype = torch.promote_types(dtype, space.dtype)
         self._blocks = {name: block._cast(dtype) for name, block in named.items()}
         self._layouts = None if layouts is None else tuple(layouts)
-        spaces = [block.domain for block in self]
-        names = [name for space in spaces for name in space.names]
-        self._is_named = layouts is None and "" not in names and len(set(names)) == len(names)
-        domain = self._space_of(spaces, dtype) if space is None else space
+        names = [] if layouts else [name for block in self for name in block.domain.shapes]
+        self._is_named = not layouts and "" not in names and len(set(names)) == len(names)
+        domain = self._concatenated() if space is None else space
         self._check_space(domain)
-        domain = domain.to(spaces[0].device, dtype)
+        domain = domain.to(next(iter(self)).device, dtype)
         super().__init__(domain, all(block.self_adjoint for block in self))
 
-    def _space_of(self, spaces: list[ParameterSpace], dtype: torch.dtype) -> ParameterSpace:
-        if self._is_named:
-            return ParameterSpace({n: shape for one in spaces for n, shape in one.shapes.items()})
-        return ParameterSpace.flat(sum(one.dim for one in spaces), dtype, spaces[0].device)
+    def _concatenated(self) -> ParameterSpace:
+        """Return the space of all parameters of the blocks, or of plain vectors."""
+        spaces = [block.domain for block in self]
+        if not self._is_named:
+            return ParameterSpace({"": (sum(space.dim for space in spaces),)})
+        return ParameterSpace({n: shape for space in spaces for n, shape in space.shapes.items()})
 
     def _check_space(self, space: ParameterSpace) -> None:
-        sizes = [block.domain.dim for block in self]
-        shapes = {name: shape for block in self for name, shape in block.domain.shapes.items()}
-        if self._is_named and space.shapes != shapes:  # in any order
+        if self._is_named and space.shapes != self._concatenated().shapes:  # in any order
             raise ValueError(
-                f"The blocks act on {shapes}, which are not the parameters of the space: "
-                f"{space.shapes}."
+                f"The blocks act on {self._concatenated().shapes}, which are not the parameters of "
+                f"the space: {space.shapes}."
             )
+        sizes = [block.domain.dim for block in self]
         if sum(sizes) != space.dim:
             raise ValueError(
                 f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
@@ -77,10 +77,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             return
         if not all(block.domain.is_flat for block in self):
             raise ValueError("Only blocks on plain vectors can have a layout.")
-        if [one.size for one in self._layouts] != sizes:
+        if [layout.size for layout in self._layouts] != sizes:
             raise ValueError(
                 f"The blocks have vectors of {sizes} entries, their layouts "
-                f"{[one.size for one in self._layouts]}."
+                f"{[layout.size for layout in self._layouts]}."
             )
 
     # --- blocks
@@ -293,6 +293,7 @@ def _check(blocks: dict) -> None:
             )
         if block.shape[0] != block.shape[1]:
             raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
-    devices = {str(block.device) for block in blocks.values()}
+    devices = {block.device for block in blocks.values()}
     if len(devices) > 1:
-        raise ValueError(f"The blocks live on {sorted(devices)}. Move them with to_device().")
+        names = sorted(map(str, devices))
+        raise ValueError(f"The blocks live on {names}. Move them with to_device().")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import islice
 from math import prod
 
 import torch
@@ -307,9 +308,9 @@ def invert(
             some = [numbers[member] for member in members]
             shift = torch.cat([_by_group(shifts[i], factors[i]) for i in some])
             inverse, _, valid = cholesky_inverse(batch, shift, eps, psd, retry_double_precision)
-            results = zip(some, inverse.split(sizes), valid.cpu().split(sizes), strict=True)
-            for i, result, is_valid in results:
-                if bool(is_valid.all()):
+            flags = iter(valid.tolist())
+            for i, size, result in zip(some, sizes, inverse.split(sizes), strict=True):
+                if all(list(islice(flags, size))):
                     inverses[i] = Factor(result, symmetric=True, psd=psd)
     others = [i for i in range(len(factors)) if i not in inverses]
     accurate = [retry_double_precision] * len(others)

@@ -1,6 +1,7 @@
 """Turns sums over the data into structured matrices."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -148,8 +149,9 @@ def assemble(factors: Sequence[BlockFactors], space: ParameterSpace, build: Buil
     blocks: Blocks = {}
     for names, own in _by_names(factors):
         own_space = space.restricted(names)
-        layouts = [_layout(each.block, own_space) for each in own]
-        unused = _unused(layouts, own_space)
+        layouts, unused = _layouts(
+            tuple(each.block for each in own), tuple(own_space.shapes.items())
+        )
         if unused.views:
             layouts = [*layouts, unused]
             # they have their share of damping
@@ -168,28 +170,33 @@ def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[Blo
     return iter(groups.items())
 
 
-def _layout(block: Block, space: ParameterSpace) -> Layout:
+@lru_cache(maxsize=1024)  # the same blocks come again with each inverse
+def _layouts(
+    blocks: tuple[Block, ...], shapes: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[list[Layout], Layout]:
+    """Return where the entries of blocks are in their parameters, and the entries of no block."""
+    layouts = [_layout(block, dict(shapes)) for block in blocks]
+    if sum(layout.size for layout in layouts) == sum(prod(shape) for _, shape in shapes):
+        return layouts, Layout(())
+    views = [view for layout in layouts for view in layout.views]
+    unused: list[ParameterView] = []
+    for name, shape in shapes:
+        unused += unused_views(name, shape, [view for view in views if view.name == name])
+    return layouts, Layout(tuple(unused))
+
+
+def _layout(block: Block, shapes: Mapping[str, Sequence[int]]) -> Layout:
     """Return where a block's entries are: of several inputs, the last one is the bias."""
     if not block.kinds:
-        return Layout((view_of(block.names[0], space.shapes[block.names[0]], None, IN_ORDER),))
+        [name] = block.names
+        return Layout((view_of(name, shapes[name], None, IN_ORDER),))
     kind = block.kinds[0]
     arrangements = kind.arrangement, IN_ORDER
     views = [
-        view_of(name, space.shapes[name], place, arrangement)
+        view_of(name, shapes[name], place, arrangement)
         for name, place, arrangement in zip(block.names, block.places, arrangements, strict=False)
     ]
     return Layout(tuple(views), kind.groups * kind.outputs)
-
-
-def _unused(layouts: Sequence[Layout], space: ParameterSpace) -> Layout:
-    """Return the entries of parameters that no layer uses."""
-    if sum(layout.size for layout in layouts) == space.dim:
-        return Layout(())
-    views = [view for layout in layouts for view in layout.views]
-    unused: list[ParameterView] = []
-    for name, shape in space.shapes.items():
-        unused += unused_views(name, shape, [view for view in views if view.name == name])
-    return Layout(tuple(unused))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:
