@@ -45,12 +45,16 @@ from curvlinops.operators.kronecker.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kronecker.kfac import KFACLinearOperator
 from curvlinops.operators.kronecker.options import FisherType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.identity import IdentityLinearOperator
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator
-from curvlinops.structured.loading import load
+from curvlinops.structured.kronecker import (
+    KroneckerProductLinearOperator,
+    SumOfKroneckersLinearOperator,
+)
+from curvlinops.structured.saving import load
+from curvlinops.structured.shifted import ShiftedLinearOperator
 
 __version__ = "0.1.0"
 
@@ -86,8 +90,11 @@ __all__ = [
     "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "ShiftedLinearOperator",
     "Solution",
+    "StructuredLinearOperator",
     "SubmatrixLinearOperator",
+    "SumOfKroneckersLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
     "dottest",

@@ -13,7 +13,6 @@ import curvlinops as c
 from curvlinops import kfac_utils
 from curvlinops.algorithms.probes import Estimate
 from curvlinops.algorithms.spectrum import SpectralDensity
-from curvlinops.structured.base import StructuredLinearOperator
 
 model, loss = nn.Linear(3, 2), nn.MSELoss()
 params = list(model.parameters())
@@ -90,7 +89,7 @@ assert_type(J.gram(), Tensor)
 assert_type(K.inverse(damping=1e-3), c.KFACInverseLinearOperator)
 assert_type(c.KFACInverseLinearOperator(EK, damping=(1e-3, 1e-2)) @ v, Tensor)
 assert_type(K.logdet(), Tensor)
-assert_type(2 * K, StructuredLinearOperator)
+assert_type(2 * K, c.StructuredLinearOperator)
 assert_type(K.sample(seed=0), Tensor)
 assert_type(
     c.EKFACLinearOperator.from_state_dict(EK.state_dict(), model, loss, params, data),
@@ -102,8 +101,10 @@ c.KFACInverseLinearOperator(K, use_exact=True)  # type: ignore[call-arg]
 
 blocks = [c.DiagonalLinearOperator(v), c.KroneckerProductLinearOperator(torch.eye(2), torch.eye(4))]
 assert_type(c.BlockDiagonalLinearOperator(blocks).trace(), Tensor)
-assert_type(c.EighDecomposedLinearOperator(v, torch.eye(8)).inverse(0.1), StructuredLinearOperator)
-assert_type(c.load("file"), StructuredLinearOperator)
+assert_type(
+    c.EighDecomposedLinearOperator(v, torch.eye(8)).inverse(0.1), c.StructuredLinearOperator
+)
+assert_type(c.load("file"), c.StructuredLinearOperator)
 c.load("file", devise="cpu")  # type: ignore[call-arg]
 
 # --- solvers

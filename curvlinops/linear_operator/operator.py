@@ -414,6 +414,10 @@ class TorchLinearOperator(LinearOperator):
     def _raised(self, exponent: Any) -> "TorchLinearOperator":
         return PowerLinearOperator(self, exponent)
 
+    def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
+        """Return k eigenvalues and eigenvectors as ``eigsh``, or None if no structure has them."""
+        return None
+
     def _adjoint(self) -> "TorchLinearOperator":
         return self if self.self_adjoint else self._transposed()
 

@@ -15,7 +15,7 @@ from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.storage import take, take_squares
 from curvlinops.risk.distributed import Ranks
-from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, unit
+from curvlinops.structured.factor import Factor, decompose, identity
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Basis:
 
     Attributes:
         kind: The shape of these matrices.
-        outputs: The basis of their columns; a unit factor for the standard basis.
+        outputs: The basis of their columns; the identity for the standard basis.
         inputs: The basis of their rows; ``None`` for biases.
         bias: The last entry of all inputs if the block has a bias.
     """
@@ -37,7 +37,7 @@ class Basis:
     def to(self, device: torch.device | str) -> "Basis":
         """Return the basis on another device."""
         moved = (
-            None if factor is None else factor.to(torch.device(device), factor.diagonal().dtype)
+            None if factor is None else factor.to(torch.device(device), factor.tensor.dtype)
             for factor in (self.outputs, self.inputs)
         )
         return Basis(self.kind, *moved, self.bias)
@@ -47,7 +47,7 @@ class Basis:
         if ranks.size == 1:
             return self
         same = (
-            Dense(ranks.first(axis.tensor), symmetric=False) if isinstance(axis, Dense) else axis
+            axis if _is_identity(axis) else Factor(ranks.first(axis.tensor), symmetric=False)
             for axis in (self.outputs, self.inputs)
         )
         return Basis(self.kind, *same, self.bias)
@@ -62,11 +62,11 @@ class Basis:
         Args:
             parts: All uses of the block's weight on a batch.
         """
-        forms = [part.form.to(self.outputs.diagonal().dtype) for part in parts]
+        forms = [part.form.to(self.outputs.tensor.dtype) for part in parts]
         whole = sum_of(forms)
         if isinstance(whole, Outer):
             return self._of_matrices(whole)
-        if all(isinstance(form, Lookup) for form in forms) and _is_unit(self.inputs):
+        if all(isinstance(form, Lookup) for form in forms) and _is_identity(self.inputs):
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
@@ -147,19 +147,20 @@ def _axes_of(factors: BlockFactors) -> tuple[Factor, Factor | None]:
     first: Product = factors.products[0]
     outputs, inputs = first.gradients, first.inputs
     for other in factors.products[1:]:
-        if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
+        is_diagonal = other.inputs is not None and other.inputs.is_diagonal
+        if is_diagonal and not first.inputs.is_diagonal:
             # those of lookups are the outputs of a head with the same weight
             if relation(first.kind, other.kind) == "transposed":
-                outputs = Diagonal(other.inputs.entries)
+                outputs = other.inputs
             else:
-                inputs = Diagonal(other.inputs.entries)
+                inputs = other.inputs
     return outputs, inputs
 
 
 def unpacked(prefix: str, factors: BlockFactors, rest: dict[str, Tensor]) -> tuple[Basis, Tensor]:
     """Return a block's basis and second moments from a saved state."""
     kind, scale, axes = factors.products[0].kind, factors.block.scale, _axes_of(factors)
-    like = axes[0].diagonal()
+    like = axes[0].tensor
     sizes = kind.outputs, kind.inputs + (scale is not None)
     shape = (kind.groups, *sizes)
     moment = take_squares(rest, f"{prefix}moment", shape, like.dtype, matrix=False)
@@ -168,11 +169,11 @@ def unpacked(prefix: str, factors: BlockFactors, rest: dict[str, Tensor]) -> tup
         key = f"{prefix}basis.{name}"
         if axis is None:
             basis.append(None)
-        elif isinstance(axis, Dense) or key in rest:  # more data may have made an axis diagonal
+        elif not axis.is_diagonal or key in rest:  # more data may have made an axis diagonal
             shape = (kind.groups, size, size)
-            basis.append(Dense(take(rest, key, shape, like.dtype), symmetric=False))
+            basis.append(Factor(take(rest, key, shape, like.dtype), symmetric=False))
         else:
-            basis.append(unit(size, like))
+            basis.append(identity(size, like))
     return Basis(kind, *basis, scale), moment
 
 
@@ -186,13 +187,13 @@ def _basis(factors: BlockFactors) -> Basis:
     )
 
 
-def _is_unit(factor: Factor | None) -> bool:
-    return factor is None or isinstance(factor, Diagonal)
+def _is_identity(factor: Factor | None) -> bool:
+    return factor is None or factor.is_identity
 
 
 def _rotated(x: Tensor, basis: Factor | None) -> Tensor:
     """Multiply ``[*, G, n]`` by the transposed basis of each group."""
-    if _is_unit(basis):
+    if _is_identity(basis):
         return x
     Q = basis.tensor
     if len(Q) == 1:

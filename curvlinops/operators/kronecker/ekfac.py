@@ -25,7 +25,7 @@ from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Dense, unit
+from curvlinops.structured.factor import identity
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -210,7 +210,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         for number, basis in self._bases.items():
             state[f"{number}.moment"] = self._moments[number]
             for name, factor in (("outputs", basis.outputs), ("inputs", basis.inputs)):
-                if isinstance(factor, Dense):
+                if factor is not None and not factor.is_diagonal:
                     state[f"{number}.basis.{name}"] = factor.tensor
         return state
 
@@ -243,7 +243,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             basis, moment = self._bases[number], self._moments[number]
             vectors = [basis.outputs] + ([] if basis.inputs is None else [basis.inputs])
             if len({factor.groups for factor in vectors} - {1}) == 0 and basis.kind.groups > 1:
-                vectors.insert(0, unit(basis.kind.groups, moment))
+                vectors.insert(0, identity(basis.kind.groups, moment))
             return EighDecomposedLinearOperator(
                 scale * _without_rounding(moment.flatten()),
                 KroneckerProductLinearOperator(*vectors),

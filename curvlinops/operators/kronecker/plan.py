@@ -9,6 +9,7 @@ from typing import Any
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.kronecker.layout import view_of
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 from curvlinops.operators.kronecker.usage import Usage, Uses
 from curvlinops.support.records import recorded
@@ -187,6 +188,9 @@ def _known(
         kinds = tuple(_ordered({usage.kind for usage in own}, lambda k: (k.lookup, repr(k))))
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
+            return [_fallback(name, reason, space, options)]
+        if view_of(name, space.shapes[name], place, kinds[0].arrangement) is None:
+            reason = "layers use its entries in an order that is no strided view of it"
             return [_fallback(name, reason, space, options)]
         names, places, scale = (name,), (place,), None
         if bias is not None:

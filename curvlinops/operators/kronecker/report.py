@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
-from curvlinops.structured.factor import Diagonal, Factor, tensor_of
+from curvlinops.structured.factor import Factor
 from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -38,7 +38,7 @@ def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[Blo
         BlockReport(
             each.block.names,
             each.block.structure,
-            tuple(tuple(tensor_of(f).shape) for p in each.products for f in factors_of(p))
+            tuple(tuple(f.tensor.shape) for p in each.products for f in factors_of(p))
             + (() if each.matrix is None else (tuple(each.matrix.shape),)),
             each.block.reason or _reason(each, fisher_type),
         )
@@ -50,10 +50,10 @@ def _reason(factors: BlockFactors, fisher_type: FisherType) -> str:
     """Say which matrices of a Kronecker product are diagonal, and why."""
     reasons = []
     for product in factors.products:
-        if isinstance(product.inputs, Diagonal):
+        if product.inputs is not None and product.inputs.is_diagonal:
             why = "inputs are looked up" if product.kind.lookup else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
-        if isinstance(product.gradients, Diagonal):
+        if product.gradients.is_diagonal:
             is_identity = fisher_type is FisherType.FORWARD_ONLY
             why = "the identity by fisher_type" if is_identity else "it is too large"
             reasons.append(f"gradient factor diagonal: {why}")
@@ -209,5 +209,4 @@ class Watched:
 
 def _single(factor: Factor) -> Tensor:
     """Return a factor without the axis of groups if there is one group only."""
-    tensor = tensor_of(factor)
-    return tensor[0] if len(tensor) == 1 else tensor
+    return factor.tensor[0] if factor.groups == 1 else factor.tensor

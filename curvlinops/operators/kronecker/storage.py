@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Mapping, MutableMapping
 from functools import partial
+from math import prod
 from types import MethodType
 from typing import Any
 from uuid import uuid4
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
-from curvlinops.operators.kronecker.entries import Entries
 from curvlinops.operators.kronecker.estimate import stays_whole
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import plan
@@ -135,7 +135,7 @@ def _take_all(
             count = take_squares(tensors, f"{prefix}.count", (), torch.float64, matrix=False)
             sums.products[number, kind] = Factors(inputs, count, gradients)
         if block.structure in ("dense", "diagonal"):
-            (size,) = Entries.of({n: space.shapes[n] for n in block.names}, [block]).sizes
+            size = prod(space.shapes[block.names[0]])
             shape, whole = (block.groups, size // block.groups), block.structure == "dense"
             sums.matrices[number] = factor(f"{number}.matrix", shape, whole)
 
