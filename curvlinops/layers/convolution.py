@@ -61,12 +61,9 @@ def _transposed(
         patches = make_patches(g.flatten(0, 1), window)
         return patches.unflatten(0, g.shape[:2])
 
-    lead = ["n", "position"]
     use = contraction(
+        "n group in position, group in out -> n position group out",
         x.unflatten(1, (groups, -1)).flatten(3),
-        ["n", "group", "in", "position"],
-        ["group", "in", "out"],
-        [*lead, "group", "out"],
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
         split,
     )

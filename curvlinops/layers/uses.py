@@ -6,7 +6,7 @@ import the file in ``layers/__init__.py``.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -118,21 +118,18 @@ def handles(
 
 
 def contraction(
+    equation: str,
     x: Tensor | Callable[[], Tensor],
-    x_labels: Sequence[Hashable],
-    w_labels: Sequence[Hashable],
-    out_labels: Sequence[Hashable],
     w_shape: Sequence[int],
     split: Callable[[Tensor], Tensor] = lambda g: g,
     x_shape: Sequence[int] | None = None,
 ) -> Use | None:
-    """Return the use of ``w`` in ``out = einsum(x, w)``.
+    """Return the use of ``w`` in ``out = einsum(equation, x, w)``.
 
     Args:
+        equation: A name for each axis of ``x``, ``w`` and ``out``, such as
+            ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
         x: The other factor, or a function that returns it.
-        x_labels: A label for each of its axes.
-        w_labels: A label for each of the argument's axes.
-        out_labels: A label for each of the output's axes.
         w_shape: The argument's shape.
         split: Turns gradients of the call's output, ``[V, *]``, into gradients of ``out``.
         x_shape: The other factor's shape, if ``x`` is a function.
@@ -140,7 +137,8 @@ def contraction(
     Returns:
         The use, or ``None`` if an axis is repeated, or ``w`` is summed on its own.
     """
-    axes = _Axes.of(tuple(x_labels), tuple(w_labels), tuple(out_labels))
+    x_shape = x.shape if x_shape is None else x_shape
+    axes = _Axes.of(equation, len(x_shape))
     if axes is None:
         return None
     lengths = [w_shape[place] for place in axes.of_argument]
@@ -163,7 +161,6 @@ def contraction(
         arrangement = Arrangement.of(lengths, axes.of_entries)
         return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
-    x_shape = x.shape if x_shape is None else x_shape
     return Use(tuple(x_shape[place] for place in axes.lead), rows, form)
 
 
@@ -195,8 +192,15 @@ class _Axes(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
-    def of(cls, x: tuple, w: tuple, out: tuple) -> "_Axes | None":
-        """Sort labels; ``None`` if one is repeated, or ``w`` is summed on its own."""
+    def of(cls, equation: str, x_ndim: int) -> "_Axes | None":
+        """Sort axes; ``None`` if one is repeated, or ``w`` is summed on its own."""
+        factors, _, output = equation.partition("->")
+        x, w, out = ([*term.split()] for term in (*factors.split(","), output))
+        dots = [f"...{axis}" for axis in range(x_ndim - len(x) + 1)] if "..." in x else []
+        x, w, out = (
+            tuple(axis for name in term for axis in (dots if name == "..." else [name]))
+            for term in (x, w, out)
+        )
         if any(len(set(axes)) < len(axes) for axes in (x, w, out)) or {*w} - {*x} - {*out}:
             return None
         groups = tuple(axis for axis in w if axis in x and axis in out)
