@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import curvlinops.operators.kronecker.passes as passes_room
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
-from curvlinops.layers.symmetric import second_moment
+from curvlinops.layers.covariance import second_moment
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
 LAYERS = [

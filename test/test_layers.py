@@ -1295,10 +1295,10 @@ def table() -> str:
         operator = PerSampleGradients(model, nn.MSELoss(), list(model.parameters()), data)
         without_rows: list[str] = []
 
-        def note(groups: list, where: Tensor, names: list[str] = without_rows) -> None:
-            names += [group[0] for group, form in groups if isinstance(form, Outer | Lookup)]
-
-        operator._visit("gradients", note)
+        with operator._batches("gradients") as batches:
+            for groups, _ in operator._gradients(batches):
+                known = (names[0] for names, form in groups if isinstance(form, Outer | Lookup))
+                without_rows += known
         names = [n for n, _ in model.named_parameters()]
         single = [n for n in names if n in operator.fallbacks]
         cells = ([n for n in names if n not in single], without_rows, single)

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, pull_several
+from curvlinops.autodiff.backward import Problem, in_chunks, pull_several
 from curvlinops.layers.capture import Call, Capture, Change, Recorded
 from curvlinops.layers.check import disagreeing, probe, shares
 from curvlinops.layers.detection import tolerance_of
 from curvlinops.layers.flow import layout_of, samples_by_edge
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
-from curvlinops.layers.products import BYTES
 from curvlinops.layers.search import Search
-from curvlinops.linear_operator.columns import in_chunks
 from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.support.memory import lacks_memory

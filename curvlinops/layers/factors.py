@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.layers.covariance import input_covariance, second_moment
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
-from curvlinops.layers.inputs import Shortcut
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
-from curvlinops.layers.symmetric import second_moment
+from curvlinops.layers.patches import Patches, patch_sums
 from curvlinops.support.records import recorded
 
 
@@ -146,8 +146,8 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
         counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    if isinstance(form.x, Shortcut) and not diagonal:
-        found = form.x.second_moment()
+    if isinstance(form.x, Patches) and not diagonal:
+        found = input_covariance(form.x.images.flatten(0, 1), form.x.window)
     else:
         some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
         found = total(moment(x, diagonal) for x in some)
@@ -188,8 +188,9 @@ def _reduced_inputs(
 
 def _totals(form: Outer) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
-    if isinstance(form.x, Shortcut):
-        return form.x.totals()
+    if isinstance(form.x, Patches):
+        sums = patch_sums(form.x.images.flatten(0, 1), form.x.window)
+        return sums.unflatten(0, form.x.images.shape[:2]).sum(1)
     return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
 
 

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.forms import Form
+from curvlinops.layers.forms import BYTES, Form
 from curvlinops.layers.groups import Group
 from curvlinops.layers.parts import Part
-from curvlinops.layers.products import BYTES
 from curvlinops.layers.shares import Shares
 
 

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import pull_columns
+from curvlinops.autodiff.backward import in_chunks, pull_columns
 from curvlinops.layers.forms import Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
 from curvlinops.layers.place import Place
 from curvlinops.layers.views import view_of
-from curvlinops.linear_operator.columns import in_chunks
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 
 #: Those who ask know how many vectors the memory allows.

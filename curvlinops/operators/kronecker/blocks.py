@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.layers.covariance import mirror
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.outer import IN_ORDER
-from curvlinops.layers.symmetric import mirror
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.layout import unused_views, view_of
 from curvlinops.operators.kronecker.options import FisherType, Options
@@ -26,9 +26,6 @@ from curvlinops.structured.kronecker import (
 )
 from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.structured.linalg import batches
-
-#: Of how many rows the lower half is copied at once.
-_MIRRORED = 64
 
 
 class Product(NamedTuple):
@@ -123,7 +120,7 @@ def _mirrored(matrix: Tensor) -> Tensor:
     """Return what nobody else has without the asymmetry of rounding."""
     if matrix.ndim == 3:
         # it is a sum of outer products, which some processors do not round symmetrically
-        mirror(matrix, _MIRRORED)
+        mirror(matrix)
     return matrix
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, squared_sum
-from curvlinops.layers.inputs import Inputs
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Inputs, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.storage import take, take_squares
@@ -64,15 +63,16 @@ class Basis:
             parts: All uses of the block's weight on a batch.
         """
         forms = [part.form.to(self.outputs.tensor.dtype) for part in parts]
-        if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
-            return self._of_matrices(Outer.merge(forms) if len(forms) > 1 else forms[0])
+        whole = sum_of(forms)
+        if isinstance(whole, Outer):
+            return self._of_matrices(whole)
         if all(isinstance(form, Lookup) for form in forms) and _is_identity(self.inputs):
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
             shape = forms[0].num_rows, g.shape[-1]
             return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
-        return self._of_rows(sum_of(forms), self.kind.arrangement)
+        return self._of_rows(whole, self.kind.arrangement)
 
     def _of_matrices(self, form: Outer) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""

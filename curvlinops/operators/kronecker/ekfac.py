@@ -10,7 +10,6 @@ from torch import Tensor
 
 from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
-from curvlinops.linear_operator.columns import mark_last
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases, unpacked
@@ -21,6 +20,7 @@ from curvlinops.operators.kronecker.plan import Block
 from curvlinops.operators.kronecker.storage import check_kind
 from curvlinops.operators.kronecker.sums import Sums, successors
 from curvlinops.operators.kronecker.usage import Uses
+from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator

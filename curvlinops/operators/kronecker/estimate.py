@@ -11,12 +11,12 @@ from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
-from curvlinops.linear_operator.columns import mark_last
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kronecker.options import Options
 from curvlinops.operators.kronecker.plan import Block, plan
 from curvlinops.operators.kronecker.sums import Factors, Sums
 from curvlinops.operators.kronecker.usage import Uses, kind_of
+from curvlinops.operators.vectors import mark_last
 
 #: Why there may be no factors in the reduce setting.
 _OPEN = (

@@ -9,6 +9,7 @@ from curvlinops.operators.kronecker.blocks import BlockFactors, factors_of
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import Block
 from curvlinops.structured.factor import Factor
+from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes
 
 HOW_TO_DAMP = "Damp with inverse(damping=...), or with damped(delta)."
@@ -196,18 +197,14 @@ class Watched:
         key = (kind, name)
         if key not in self._known:
             matrix = matrix.diag_embed() if matrix.ndim == 1 else matrix
-            self._known[key] = matrix, id(matrix), _version(matrix)
+            self._known[key] = matrix, id(matrix), version_of(matrix)
         return self._known[key][0]
 
     @property
     def written(self) -> bool:
         """Whether a matrix was changed in place since it was read."""
         # copies of an operator have other tensors, which nobody has read, with other versions
-        return any(id(x) == i and _version(x) != v for x, i, v in self._known.values())
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+        return any(id(x) == i and version_of(x) != v for x, i, v in self._known.values())
 
 
 def _single(factor: Factor) -> Tensor:
