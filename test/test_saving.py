@@ -41,7 +41,7 @@ def assert_equal(found: TorchLinearOperator, expected: TorchLinearOperator) -> N
     assert found.torch_dtype == expected.torch_dtype
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["itself", "damped", "inverse", "eigendecomposition", "float32"])
 @pytest.mark.parametrize("name", ALL)
 def test_files(name: str, change: str, tmp_path):
     operator, _ = CHANGES[change](*ALL[name]())
