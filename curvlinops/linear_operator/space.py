@@ -90,7 +90,10 @@ class ParameterSpace:
 
     def joined_view(self, columns: Columns) -> Tensor | None:
         """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
-        first = columns[next(iter(self.shapes))]
+        filled = [columns[name] for name, place in self._slices.items() if place.start < place.stop]
+        if not filled:
+            return None
+        first = filled[0]
         num_columns, start = first.shape[0], first.storage_offset()
         if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
             return None

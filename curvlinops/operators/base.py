@@ -178,6 +178,7 @@ class DataLinearOperator(TorchLinearOperator):
         scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
             flat.mul_(scale)
+        out = codomain.split(flat)
         self._check_finite(out, codomain)
         return out
 
