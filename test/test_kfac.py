@@ -86,6 +86,10 @@ def test_all_options_of_losses(name: str):
 def test_layers(name: str, reduce: bool, joint: bool):
     p = kfac_models.make(name)
     fisher = "type-2" if p.mc and joint else "empirical"
+    if reduce and name == "lstm-packed":  # its rows are along no axis of samples
+        with pytest.raises(NotImplementedError, match="not known to which samples"):
+            build(p, fisher, reduce, joint).trace()
+        return
     expected = kfac_reference.kfac(p, fisher, reduce=reduce, joint=joint)
     assert error(matrix(build(p, fisher, reduce, joint)), expected) <= p.tolerance
 

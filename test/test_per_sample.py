@@ -24,6 +24,8 @@ from curvlinops.layers import forms, gram
 UNCOVERED = {
     "pinn": {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"},
     "inner-steps": {"weight", "bias", "size"},
+    # its rows are along no axis of samples
+    "lstm-packed": {f"layer.{kind}_{of}_l0" for kind in ("weight", "bias") for of in ("ih", "hh")},
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff import backward
-from curvlinops.layers.detection import TOLERANCES
+from curvlinops.layers.check import TOLERANCES
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns, add

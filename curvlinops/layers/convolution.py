@@ -61,22 +61,15 @@ def _transposed(
         patches = make_patches(g.flatten(0, 1), window)
         return patches.unflatten(0, g.shape[:2])
 
-    def order(g: Tensor) -> Tensor:  # without the zeros of patches that leave the output
-        g = g if batched else g.unsqueeze(1)
-        return g.flatten(2)[:, :, :1, None, None].expand(-1, -1, use.lead[1], -1, -1)
-
-    lead = ["n", "position"]
     use = contraction(
+        "n group in position, group in out -> n position group out",
         x.unflatten(1, (groups, -1)).flatten(3),
-        ["n", "group", "in", "position"],
-        ["group", "in", "out"],
-        [*lead, "group", "out"],
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
         split,
     )
     biases = _bias(bias, x, size, batched)
     # positions of the filters are those of the input
-    return {"weight": replace(use.reshaped(weight.shape), order=order)} | {
+    return {"weight": use.reshaped(weight.shape)} | {
         name: replace(use, elsewhere=True) for name, use in biases.items()
     }
 

@@ -82,7 +82,7 @@ _CALLS = (
     (torch.masked_select, Tensor.masked_select),
 )
 for _same in _CALLS:
-    handles(*_same, reads=True)(_lookup(_same[0]))
+    handles(*_same)(_lookup(_same[0]))
 
 
 class Lookup(Form):

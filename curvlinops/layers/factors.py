@@ -133,10 +133,7 @@ def _gradients(form: Form) -> Tensor:
 def _positions(part: Part) -> Tensor:
     """Return the number of each sample's positions, ``[N]``."""
     form, device = part.form, _gradients(part.form).device
-    if part.rows is None:
-        return torch.full((form.num_samples,), float(form.num_positions), device=device)
-    # a row may be an image with many positions
-    return part.rows * (form.num_positions / max(int(part.rows.max()), 1))
+    return torch.full((form.num_samples,), float(form.num_positions), device=device)
 
 
 def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -202,13 +199,8 @@ def _lookups(part: Part) -> Tensor:
 
 
 def _is_lookup(part: Part) -> Tensor:
-    """Return which indices are neither padding nor fill samples up to the longest, ``[N, S]``."""
-    form = part.form
-    valid = form.indices != form.padding
-    if part.rows is None:
-        return valid
-    place = torch.arange(form.num_positions, device=valid.device)
-    return valid & (place < part.rows[:, None])
+    """Return which indices are no padding, ``[N, S]``."""
+    return part.form.indices != part.form.padding
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:

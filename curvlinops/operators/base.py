@@ -125,11 +125,6 @@ class DataLinearOperator(TorchLinearOperator):
             self._check_model()
         super().__init__(*self._spaces())
 
-    @property
-    def _trusting(self) -> bool:
-        # whoever does not want checks gets none on the batches either
-        return not self.check_deterministic
-
     # --- what a subclass says
 
     def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
@@ -316,7 +311,7 @@ class DataLinearOperator(TorchLinearOperator):
         if flags not in self._checked:
             singles_of = type(self).__name__ if self._per_sample else None
             report_batch_statistics(self.risk.model.roots, singles_of)
-            if not self._trusting:
+            if self.check_deterministic:
                 check_repeatable(self.risk, self._per_sample)
             self._checked.add(flags)
         self._flags = flags

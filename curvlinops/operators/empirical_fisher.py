@@ -107,7 +107,7 @@ class EFLinearOperator(DataLinearOperator):
         return self.terms == "term" and num_terms != len(output)
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+        found = problem.known(SampleBackward, type(self).__name__, False)
         return found.capture(problem)
 
     def _gradient(self, problem: BatchProblem, output: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         )
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+        found = problem.known(SampleBackward, type(self).__name__)
         return found.capture(problem)
 
     def _apply(self, columns: Columns) -> Columns:

@@ -69,7 +69,7 @@ class OutputsLinearOperator(RowsLinearOperator):
         with self._batches("gram") as passed:
             places = RowPlaces(sum(self._lengths))
             for problem in places.of(passed):
-                found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+                found = problem.known(SampleBackward, type(self).__name__, False)
                 gradients = found.capture(problem)
                 output = gradients.output
                 size = output.shape[1:].numel()

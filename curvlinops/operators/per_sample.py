@@ -237,7 +237,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _written(self, problem: BatchProblem) -> Columns:
         """Return the rows of a batch, ``{name: [M, entries]}``."""
         num_rows, gradients = self._backward(problem)
-        rows = self.domain.apart(num_rows)
+        rows = self.domain.lazy_empty(num_rows)
         for groups, place in gradients:
             write_rows(groups, self.domain, rows, place)
         return {name: flat(x) for name, x in rows.items()}
@@ -273,7 +273,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     @in_default_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        return self._chosen(self.domain.join(self._write(self.domain.together(self._all.dim))))
+        return self._chosen(
+            self.domain.join(self._write(self.domain.split(self.domain.empty(self._all.dim))))
+        )
 
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
@@ -285,7 +287,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        rows = self._write(self.domain.apart(self._all.dim))
+        rows = self._write(self.domain.lazy_empty(self._all.dim))
         return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
     def _write(self, out: Columns) -> Columns:
@@ -365,7 +367,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             group = self._alone.group(problem)
             self._fallbacks = self._alone.fallbacks
             return group[1].num_samples, iter([([group], lambda x: x.unsqueeze(0))])
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+        found = problem.known(SampleBackward, type(self).__name__)
         samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(problem, output).unsqueeze(0)

@@ -164,11 +164,6 @@ def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> A
     return _map_samples(tree, select, num_samples)
 
 
-def duplicate_sample(tree: Any) -> Any:
-    """Return a batch of one sample with this sample twice, see ``select_samples``."""
-    return _map_samples(tree, lambda part: _at(part, [0, 0]), 1)
-
-
 def tile_samples(tree: Any, few: int, num_samples: int) -> Any:
     """Return as many samples, which are copies of the first few, see ``select_samples``."""
     indices = [i % few for i in range(num_samples)]

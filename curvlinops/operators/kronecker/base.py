@@ -86,8 +86,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
-    #: Whether eigenvalues are corrected, see ``Passes``.
-    _corrected = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""
@@ -115,7 +113,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
         kind = type(self).__name__, self.risk, self._options
-        self._passes = Passes(*kind, terms, self._trusting, self._corrected)
+        self._passes = Passes(*kind, terms)
         self._sums: Sums | None = None
         self._forget()
 

@@ -94,11 +94,27 @@ class Basis:
         matrix = (*matrix, form.num_entries // prod(matrix))
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)
-            rows = arrangement.undo(rows, 1).reshape(len(rows), *matrix)
-            rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
-            rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
-            total = total + squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
-        return total.permute(1, 2, 0)
+            total = total + self._squares(arrangement.undo(rows, 1).reshape(len(rows), *matrix))
+        return total
+
+    def _squares(self, rows: Tensor) -> Tensor:
+        """Return the sum of squares of gradients ``[P, G, O, I]``, rotated, ``[G, O, I]``."""
+        rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
+        rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
+        return squared_sum(rows.flatten(1)).reshape(rows.shape[1:]).permute(1, 2, 0)
+
+    def second_moment_of_rows(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the sum of squared gradients in this basis, ``[G, O, I]``.
+
+        Args:
+            weight: Gradients of what a layer uses of the weight, ``[P, entries]``.
+            bias: Those of its bias, ``None`` if the block has none.
+        """
+        dtype, matrix = self.outputs.diagonal().dtype, (self.kind.groups, self.kind.outputs)
+        rows = self.kind.arrangement.undo(weight.to(dtype), 1).reshape(len(weight), *matrix, -1)
+        if bias is not None:
+            rows = torch.cat([rows, bias.to(dtype).reshape(len(bias), *matrix, 1)], 3)
+        return self._squares(rows)
 
 
 class Rotated:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvlinops.layers.factors import relation
 from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.groups import split
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import BlockFactors, Blocks, Build, assemble, operator_of
 from curvlinops.operators.kronecker.correction import Basis, bases, unpacked
@@ -58,8 +59,6 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``; ``fisher_type`` cannot be
     ``"forward-only"``.
     """
-
-    _corrected = True
 
     def __post_init__(self) -> None:
         """Check the options, too."""
@@ -187,8 +186,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 if not sums.uses.include(Uses.of(parts, samples.fallbacks)):
                     raise ValueError(_OTHER_USES)
                 for number, own in by_block(blocks, parts).items():
-                    moment = found[number].second_moment(own).to(self.torch_dtype)
-                    moments = _added(moments, {number: moment})
+                    if any(part.unsorted for part in own):
+                        moment = self._one_by_one(found[number], blocks[number], samples, u)
+                    else:
+                        moment = found[number].second_moment(own)
+                    moments = _added(moments, {number: moment.to(self.torch_dtype)})
 
         ranks = self.risk.ranks
         with self._passes.synchronized("eigenvalues"):
@@ -200,6 +202,21 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         if batches is None and not same:
             raise ValueError(_NOT_PRESENT)
         return moments
+
+    def _one_by_one(
+        self, basis: Basis, block: Block, samples: SampleGradients, u: Tensor
+    ) -> Tensor:
+        """Return the second moment of gradients that are computed sample by sample."""
+        ((names, form),) = samples.one_by_one(u, block.names)
+        total: Tensor | float = 0.0
+        for some in form.parts():
+            found = split(names, form.rows(some).flatten(0, 1), self.space)
+            rows = [
+                found[name].flatten(1)[:, slice(None) if p is None else p.entries(u.device)]
+                for name, p in zip(block.names, block.places, strict=True)
+            ]
+            total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
+        return total
 
     # --- saving
 

@@ -23,6 +23,7 @@ _OPEN = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
+_UNSORTED = "it is not known to which samples the rows of its layer belong"
 
 
 class Estimator:
@@ -65,13 +66,21 @@ class Estimator:
             if number == 0:
                 self._look(sums, parts, samples.fallbacks)
             rest = samples.rest(u)
+            exact = {name for b in sums.blocks if b.structure != "kronecker" for name in b.names}
+            unsorted = {part.name for part in parts if part.unsorted}
+            rest += samples.one_by_one(u, (exact & unsorted).difference(samples.fallbacks))
             self._add(sums, parts, rest, with_inputs=number == 0)
 
     def _look(self, sums: Sums, parts: list[Part], unknown: dict[str, str]) -> None:
         """Choose the structure of the blocks, given one more batch."""
         reduced = self._options.reduced
         lost = {p.name for p in parts if p.open and p.name in reduced and kind_of(p) is not None}
-        unknown = unknown | dict.fromkeys(lost, _OPEN)
+        unsorted = {
+            part.name
+            for part in parts
+            if part.unsorted and (part.name in reduced or kind_of(part) is None)
+        }
+        unknown = unknown | dict.fromkeys(lost, _OPEN) | dict.fromkeys(unsorted, _UNSORTED)
         uses = sums.uses.union(Uses.of(parts, unknown))
         if sums.blocks is None or uses != sums.uses:
             sums.adopt(uses, self.plan(uses))
@@ -84,7 +93,7 @@ class Estimator:
         }
         by_name: dict[str, list[Form]] = {}
         for part in parts:
-            if part.name in numbers:
+            if part.name in numbers and not part.unsorted:
                 by_name.setdefault(part.name, []).append(part.form)
         found = by_block(sums.blocks, parts)
         parts.clear()  # what was added is not kept in memory

@@ -30,9 +30,6 @@ class Passes:
         risk: Model, loss and data.
         options: The options of the approximation.
         terms_per_sample: How many terms each sample has to have; ``None`` for any number.
-        trusting: See ``SampleBackward``.
-        corrected: Whether eigenvalues are, by gradients of single samples. If not, the first batch
-            decides which rows of exact blocks belong to which sample.
     """
 
     def __init__(
@@ -41,12 +38,9 @@ class Passes:
         risk: EmpiricalRisk,
         options: Options,
         terms_per_sample: int | None,
-        trusting: bool,
-        corrected: bool,
     ):
         self._name, self._risk, self._options = name, risk, options
         self._terms_per_sample = terms_per_sample
-        self._trusting, self._corrected = trusting, corrected
         self._estimator = Estimator(risk.space, options)
 
     def plan(self, uses: Uses) -> list[Block]:
@@ -117,13 +111,12 @@ class Passes:
             self._estimator.add(sums, samples, vectors)
             sums.terms = sums.terms + problem.terms(samples.output)
 
-        def trusting() -> bool:
+        def by_sample() -> bool:
             # factors that sum over all rows need no samples; exact blocks do
-            by_sample = self._options.reduced or (self._corrected and sums.matrices)
-            return self._trusting or not by_sample
+            return bool(self._options.reduced or sums.matrices or sums.blocks is None)
 
         sums.num_batches = self.visit(
-            batches_of, "factors", use, batches, sums.num_batches, trusting
+            batches_of, "factors", use, batches, sums.num_batches, by_sample
         )
 
     def visit(
@@ -133,15 +126,15 @@ class Passes:
         use: Callable[[BatchProblem, SampleGradients], Any],
         data: Batches | None = None,
         first: int = 0,
-        trusting: Callable[[], bool] | None = None,
+        by_sample: Callable[[], bool] = lambda: True,
     ) -> int:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
         with batches_of(description, data) as batches:
             for number, problem in enumerate(batches, first + 1):
                 own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
-                found = own.known(SampleBackward, self._name, self._trusting, True, True)
-                samples = found.capture(own, None if trusting is None else trusting())
+                found = own.known(SampleBackward, self._name, True, True)
+                samples = found.capture(own, by_sample())
                 self._check_terms(own, samples)
                 if samples.num_samples:
                     use(own, samples)
