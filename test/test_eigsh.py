@@ -11,7 +11,7 @@ import spectra
 import torch
 from contract import CASES, dense
 
-from curvlinops import ConvergenceError, ConvergenceWarning, Eigenpairs, eigsh
+from curvlinops import ConvergenceError, ConvergenceWarning, Eigenpairs, KFACLinearOperator, eigsh
 
 WHICH = ["LM", "LA", "SA", "BE"]
 # the small ends of these are dense, relative to the whole spectrum
@@ -348,3 +348,14 @@ def test_matrix_that_is_not_symmetric():
         eigsh(A[:-1], 3)
     with pytest.raises(ValueError, match="from 1 to 0"):
         eigsh(A[:0, :0], 1)
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_structured_operators_know_their_eigenpairs(which: str):
+    problem = problems.make("mlp-ce-all-mean")
+    arguments = (problem.model, problem.loss, problem.params, problem.data)
+    K = KFACLinearOperator(*arguments, fisher_type="type-2")
+    A = (K @ torch.eye(K.shape[0], dtype=torch.float64)).numpy()
+    pairs = eigsh(K, 4, which)
+    check(A, pairs, 4, which, 1e-12)
+    assert pairs.num_products == 4

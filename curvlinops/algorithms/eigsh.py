@@ -86,7 +86,8 @@ def eigsh(
 
     Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
     Appl. 2000). As with scipy's ``eigsh``, a search from one vector may find fewer copies of a
-    multiple eigenvalue than there are; ``block_size=m`` finds up to m copies.
+    multiple eigenvalue than there are; ``block_size=m`` finds up to m copies. Structured operators,
+    such as KFAC, answer with eigenpairs of their own.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
@@ -134,6 +135,11 @@ def eigsh(
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
     start = _start(matrix, v0, block_size, generator)
     ncv = _basis_size(matrix, k, len(start), ncv)
+    known = matrix.operator._eigenpairs(k, which)
+    if known is not None:
+        values, vectors = known
+        residuals = double_norm(matrix @ vectors - vectors * values, 0).to(vectors)
+        return Eigenpairs(values, vectors, residuals, num_products=matrix.num_products)
 
     basis = _LanczosBasis(matrix, start, ncv, generator)
     restarts = checked = 0
