@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # One thread per test process: tests are small, and workers must not fight over cores.
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-slow test-gpu lint format bench compare docs clean
+.PHONY: help demo test test-all test-slow test-gpu lint format bench compare docs notebooks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make bench      benchmarks in docs_src/benchmarks (BENCH_ARGS=...)"
 	@echo "make compare    numbers, times and memory against a commit (BASE=..., COMPARE_ARGS=...)"
 	@echo "make docs       the site, in docs/_build/html"
+	@echo "make notebooks  the notebooks in docs_src/notebooks, executed"
 	@echo "make clean      remove everything that was built, .venv included"
 
 $(BIN)/python:
@@ -66,6 +67,9 @@ bench: $(VENV)/.stamp-test
 
 compare: $(VENV)/.stamp-test
 	$(BIN)/python docs_src/benchmarks/compare.py --base $(BASE) $(COMPARE_ARGS)
+
+notebooks: $(VENV)/.stamp-notebooks
+	$(BIN)/python docs_src/notebooks/make.py
 
 docs: $(VENV)/.stamp-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -8,22 +8,19 @@ from curvlinops.algorithms.convergence import (
     NegativeCurvatureError,
 )
 from curvlinops.algorithms.dottest import dottest
-from curvlinops.algorithms.eigsh import eigsh
-from curvlinops.algorithms.exchangeable import xdiag, xtrace
+from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
 from curvlinops.algorithms.hutchinson import (
     hutchinson_diag,
     hutchinson_squared_fro,
     hutchinson_trace,
     hutchpp_trace,
 )
-from curvlinops.algorithms.inverse import Solution
-from curvlinops.algorithms.lanczos import Eigenpairs
+from curvlinops.algorithms.iterative import Solution
+from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
-from curvlinops.algorithms.nystrom import xnystrace
 from curvlinops.algorithms.plotting import plot_spectrum
-from curvlinops.algorithms.quadrature import lanczos_logdet, trace_function
 from curvlinops.algorithms.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
@@ -31,6 +28,7 @@ from curvlinops.algorithms.spectrum import (
     lanczos_approximate_spectrum,
 )
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
+from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -47,12 +45,16 @@ from curvlinops.operators.kronecker.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kronecker.kfac import KFACLinearOperator
 from curvlinops.operators.kronecker.options import FisherType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.identity import IdentityLinearOperator
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator
-from curvlinops.structured.loading import load
+from curvlinops.structured.kronecker import (
+    KroneckerProductLinearOperator,
+    SumOfKroneckersLinearOperator,
+)
+from curvlinops.structured.saving import load
+from curvlinops.structured.shifted import ShiftedLinearOperator
 
 __version__ = "0.1.0"
 
@@ -88,8 +90,11 @@ __all__ = [
     "NeumannInverseLinearOperator",
     "ParameterSpace",
     "PerSampleGradientLinearOperator",
+    "ShiftedLinearOperator",
     "Solution",
+    "StructuredLinearOperator",
     "SubmatrixLinearOperator",
+    "SumOfKroneckersLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
     "dottest",

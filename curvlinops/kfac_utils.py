@@ -34,7 +34,8 @@ def loss_hessian_matrix_sqrt(
     Args:
         output_one_datum: The model's output, ``[1, C]``.
         target_one_datum: The target, of the shape that the loss expects for one datum.
-        loss_func: MSELoss, CrossEntropyLoss or BCEWithLogitsLoss.
+        loss_func: MSELoss, CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss, HuberLoss or
+            SmoothL1Loss.
 
     Returns:
         S, of shape ``[C, C]``.

@@ -42,7 +42,7 @@ TESTS = {
         losses errors contract::test_mean_is_scaled_sum contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",
     "layers": """
-        place patches layers kfac per_sample::test_norms_gram_and_moments rows_of_samples flow
+        place patches layers kfac per_sample::test_norms_gram_and_moments batch_axis
         shares shared_uses""",
     "structured": "structured norms kfac_inverse saving",
     "algorithms": "matrix submatrix spectrum estimators inverses eigsh",

@@ -180,7 +180,7 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 # Per-sample additive losses average over samples, so they need equal token counts.
-_EQUAL_TOKENS = {"l1", "smooth-l1", "huber", "poisson", "kl", "user"}
+_EQUAL_TOKENS = {"l1", "kl", "user"}
 
 
 def _tokens(vocabulary: int = 5, shapes: tuple = ((2, 3), (3, 2))) -> list[Tensor]:

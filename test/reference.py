@@ -89,18 +89,20 @@ def _l1(loss: nn.L1Loss, output: Tensor, target: Tensor) -> Tensor:
     return (output - target) * (output - target).sign().detach()
 
 
-def _smooth_l1(loss: nn.SmoothL1Loss, output: Tensor, target: Tensor) -> Tensor:
+def _smooth_l1(loss: nn.SmoothL1Loss, output: Tensor, target: Tensor) -> Terms:
     e = output - target
-    return torch.where(e.abs() < loss.beta, e**2 / (2 * loss.beta), e.abs() - loss.beta / 2)
+    values = torch.where(e.abs() < loss.beta, e**2 / (2 * loss.beta), e.abs() - loss.beta / 2)
+    return _along_last_axis(values, loss)
 
 
-def _huber(loss: nn.HuberLoss, output: Tensor, target: Tensor) -> Tensor:
+def _huber(loss: nn.HuberLoss, output: Tensor, target: Tensor) -> Terms:
     e = output - target
-    return torch.where(e.abs() < loss.delta, e**2 / 2, loss.delta * (e.abs() - loss.delta / 2))
+    outside = loss.delta * (e.abs() - loss.delta / 2)
+    return _along_last_axis(torch.where(e.abs() < loss.delta, e**2 / 2, outside), loss)
 
 
-def _poisson(loss: nn.PoissonNLLLoss, output: Tensor, target: Tensor) -> Tensor:
-    return output.exp() - target * output
+def _poisson(loss: nn.PoissonNLLLoss, output: Tensor, target: Tensor) -> Terms:
+    return _along_last_axis(output.exp() - target * output, loss)
 
 
 def _kl_div(loss: nn.KLDivLoss, output: Tensor, target: Tensor) -> Tensor:
@@ -113,9 +115,9 @@ _TERMS: dict[type, Callable[..., Terms]] = {
     nn.MSELoss: _mse,
     nn.BCEWithLogitsLoss: _bce,
     nn.L1Loss: _elementwise(_l1),
-    nn.SmoothL1Loss: _elementwise(_smooth_l1),
-    nn.HuberLoss: _elementwise(_huber),
-    nn.PoissonNLLLoss: _elementwise(_poisson),
+    nn.SmoothL1Loss: _smooth_l1,
+    nn.HuberLoss: _huber,
+    nn.PoissonNLLLoss: _poisson,
     nn.KLDivLoss: _elementwise(_kl_div),
 }
 

@@ -104,7 +104,6 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "submatrix": lambda: matrix(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
     "cg": lambda: matrix(C.CGInverseLinearOperator(spd(20))),
     "solve": lambda: C.CGInverseLinearOperator(spd(20)).solve(torch.ones(20)),
-    "shifted": lambda: C.CGInverseLinearOperator(spd(20)).solve_shifted(torch.ones(20), [1.0])[0],
     "minres": lambda: matrix(C.MINRESInverseLinearOperator(spd(20))),
     "lsmr": lambda: matrix(C.LSMRInverseLinearOperator(spd(20))),
     "lsmr info": lambda: C.LSMRInverseLinearOperator(spd(20)).matvec_with_info(torch.ones(20)),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import kfac_reference
@@ -23,7 +22,6 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.support.pytree import duplicate_sample
 
 pytestmark = pytest.mark.extensive
 
@@ -187,34 +185,6 @@ def test_pruned_layers():
     assert error(matrix(build(KFACLinearOperator, p)), kfac_reference.kfac(p, "empirical")) <= 1e-9
 
 
-class Sequences(nn.Module):
-    """Tokens with positions, which interact."""
-
-    def __init__(self, flat: bool):
-        super().__init__()
-        self.flat, self.embed, self.head = flat, nn.Linear(3, 4), nn.Linear(4, 2)
-        self.table = nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(positions(self, self.embed(x)))
-        return self.head(h).flatten(0, 1) if self.flat else self.head(h)
-
-
-@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-def test_rows_of_the_output_may_be_tokens(cls: type):
-    torch.manual_seed(0)
-    model = Sequences(flat=True).double()
-    x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
-    p = Problem(model, nn.MSELoss(), list(model.parameters()), [(x, y)], mc=True)
-    model.flat = False
-    expected = kfac_reference.kfac(p, "empirical", corrected=cls is EKFACLinearOperator)
-    model.flat = True
-    for size in (4, 1):
-        data = [(X, Y.flatten(0, 1)) for X, Y in zip(x.split(size), y.split(size), strict=True)]
-        operator = build(cls, replace(p, data=data), fallback="error")
-        assert error(matrix(operator), expected) <= 1e-9
-
-
 @pytest.mark.parametrize("name", list(MODELS))
 def test_gradients_of_single_samples(name: str):
     p = make(name, 1)
@@ -227,32 +197,3 @@ def test_gradients_of_single_samples(name: str):
     assert error(diagonal.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
     fisher = EFLinearOperator(p.model, p.loss, p.params, p.data, terms="sample")
     assert error(matrix(fisher), reference.empirical_fisher(p, terms="sample")) <= 1e-10
-
-
-def _points(data: dict[str, Any], model: nn.Module) -> Tensor:
-    """One set of points, whose number no axis of length one tells."""
-    return model(data["points"]).mean(0, keepdim=True)
-
-
-def test_samples_that_cannot_be_doubled():
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    model = nn.Module()
-    model.layers = layers
-    model.forward = partial(_points, model=layers)
-    X = [torch.randn(n, 3).double() for n in (3, 4)]
-    data = [({"points": x}, torch.randn(1, 2).double()) for x in X]
-    options = {"fisher_type": "empirical", "batch_size_fn": lambda data: 1}
-    K = KFACLinearOperator(model, nn.MSELoss(), list(layers.parameters()), data, **options)
-    points = torch.cat(X)
-    assert error(K.input_covariances["layers.0"], points.T @ points / 7) <= 1e-12
-
-
-def test_samples_twice():
-    x, pair = torch.arange(3.0).reshape(1, 3), {"a": torch.ones(1), "b": torch.ones(2)}
-    found = duplicate_sample((x, pair, ["text"], [{"image": torch.ones(3)}], 5, x))
-    assert torch.equal(found[0], x.repeat(2, 1)) and found[5] is found[0]
-    assert [len(found[1][key]) for key in "ab"] == [2, 2] and found[4] == 5
-    assert found[2] == ["text"] * 2 and len(found[3]) == 2
-    assert len(duplicate_sample(x.numpy())) == 2
-    assert duplicate_sample(x.clone().requires_grad_()).is_leaf

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvlinops
+from curvlinops.autodiff import backward
 from curvlinops.autodiff.mode_selection import NoDerivativeError
-from curvlinops.linear_operator import columns
 
 pytestmark = pytest.mark.extensive
 
@@ -121,7 +121,7 @@ def check_all_products(model: nn.Module, x: Tensor, tolerance: float, monkeypatc
     for autodiff in ("forward", "auto"):
         check_products(model, x, tolerance, autodiff=autodiff)
     # as if graphs were large: the tangents come from a pass of their own
-    monkeypatch.setitem(columns._BUDGETS, "cpu", 1)
+    monkeypatch.setitem(backward._BUDGETS, "cpu", 1)
     check_products(model, x, tolerance, cache="none")
 
 

@@ -20,7 +20,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
     TorchLinearOperator,
 )
-from curvlinops.layers.convolution import Patches
+from curvlinops.layers.patches import Patches
 from curvlinops.operators.kronecker import sums
 
 
@@ -54,7 +54,7 @@ def _parts(w: Tensor, X: Tensor) -> Tensor:
     return (first * second + third).sum(1)
 
 
-#: Weight, shape, and data; and what is kept: gradients, or what they are made of.
+#: Weight, shape, and data; and what is kept: gradients, or a graph.
 FISHERS: dict[str, tuple[Callable, tuple[int, ...], Callable, str]] = {
     "few positions": (lambda w, X: F.linear(X[:, :2], w).sum(1), (4, 6), _rows, ""),
     "many positions": (lambda w, X: F.linear(X, w).sin().sum(1), (4, 6), _rows, "rows"),
@@ -260,22 +260,6 @@ def test_patches_of_a_convolution_that_is_used_twice(
     monkeypatch.setattr(Patches, "__getitem__", counted)
     assert error(QUANTITIES[quantity](P), expected[quantity]) <= 1e-12
     assert len(sizes) <= made
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_products_with_gradients_of_a_convolution_that_is_used_twice(groups: int, monkeypatch):
-    net = Twice(groups, 64)
-    data = [(torch.randn(n, 16, 1, 2).double(), torch.randint(64, (n,))) for n in (3, 2)]
-    params, loss = list(net.parameters()), nn.CrossEntropyLoss()
-    kept, fresh = (EFLinearOperator(net, loss, params, data, cache=c) for c in ("graph", "none"))
-    v, V = vectors(kept), vectors(kept, 3)
-    kept @ v
-    for product, expected in ((kept @ v, fresh @ v), (kept @ V, fresh @ V)):
-        assert error(product, expected) <= 1e-12
-    assert {kind for kind, _ in kept._cache._entries} == {""}
-    kept._cache._entries.clear()
-    monkeypatch.setattr(Patches, "__getitem__", None)  # no product makes any
-    assert error(kept @ v, fresh @ v) <= 1e-12
 
 
 @pytest.mark.parametrize("how", ["update", "merge"])

@@ -52,7 +52,6 @@ CALLS = {
         @ B
     ),
     "cg": lambda: CGInverseLinearOperator(A, preconditioner=A) @ B,
-    "shifted": lambda: CGInverseLinearOperator(A).solve_shifted(B, [0.1, 1.0])[1].x,
     "minres": lambda: MINRESInverseLinearOperator(A) @ B,
     "lsmr": lambda: LSMRInverseLinearOperator(A) @ B,
     "neumann": lambda: NeumannInverseLinearOperator(A) @ B,

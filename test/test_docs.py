@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import runpy
@@ -16,12 +17,14 @@ import curvlinops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
-NAMES = ("quickstart", "migration", "per_sample", "kfac", "solvers", "spectra")
+NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
+NAMES += ("spectra", "extending")
 PAGES += [f"docs/{name}.md" for name in NAMES]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: The environment variable and its value with which pages of the gallery do less.
 FAST = ("CURVLINOPS_GALLERY", "fast")
+NOTEBOOKS = sorted((ROOT / "docs_src" / "notebooks").glob("*.ipynb"))
 REDUCED = [script for script in EXAMPLES if FAST[0] in script.read_text()]
 
 
@@ -102,4 +105,25 @@ def test_examples_run(script: Path, tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("script", REDUCED, ids=lambda script: script.stem)
 def test_examples_run_in_full(script: Path, tmp_path: Path, monkeypatch):
     monkeypatch.delenv(FAST[0], raising=False)
+    run_example(script, tmp_path, monkeypatch)
+
+
+def code_cells(notebook: Path) -> list[str]:
+    """Return the code of a notebook's cells."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_are_those_of_the_gallery(notebook: Path):
+    script = (EXAMPLES[0].parent / f"plot_{notebook.stem}.py").read_text()
+    assert all(cell.strip() in script for cell in code_cells(notebook))
+    assert notebook.stat().st_size < 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch):
+    script = tmp_path / f"{notebook.stem}.py"
+    script.write_text("\n".join(code_cells(notebook)))
     run_example(script, tmp_path, monkeypatch)

@@ -251,21 +251,21 @@ class Tanh(nn.Module):
     [
         (nn.Identity(), Tanh(), 1 + 3),
         (nn.LayerNorm(4), Tanh(), 3 + 3),
-        (nn.LayerNorm(4), nn.Tanh(), 0),
+        (nn.LayerNorm(4), nn.Tanh(), 1),
     ],
 )
 def test_batches_are_asked_where_it_matters(
     norm: nn.Module, middle: nn.Module, asked: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Factors sum over all rows; eigenvalues and exact blocks are made of samples' gradients."""
-    count, detect = 0, RecordedBatch.detect
+    count, examine = 0, RecordedBatch.examine
 
-    def counted(self: RecordedBatch, keys: list, checking: bool) -> None:
+    def counted(self: RecordedBatch, axes: dict | None) -> dict:
         nonlocal count
-        count += self.num_samples == 5  # the first few samples of a batch are asked, too
-        detect(self, keys, checking)
+        count += 1
+        return examine(self, axes)
 
-    monkeypatch.setattr(RecordedBatch, "detect", counted)
+    monkeypatch.setattr(RecordedBatch, "examine", counted)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), norm, middle, nn.Linear(4, 2)).double()
     data = [(torch.randn(5, 3).double(), torch.randn(5, 2).double()) for _ in range(3)]

@@ -992,7 +992,7 @@ NAMED = {name: torch.ones_like(p) for name, p in net().named_parameters()}
         (
             NAMED | {"2.bias": torch.ones(3, 2)},
             ValueError,
-            r"one vector for parameter '0.weight', and .* several, \[3, 2\], for '2.bias'",
+            "unequal numbers of columns: {'0.weight': 'one vector', .*'2.bias': 2}",
         ),
         (NAMED | {"0.bias": np.ones(4)}, TypeError, "'0.bias' is a ndarray"),
         (1j * np.ones(D), TypeError, "real, the vector complex"),

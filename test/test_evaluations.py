@@ -10,6 +10,7 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    EFLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
@@ -75,6 +76,30 @@ def test_many_products_of_jacobians(cls: type):
     found = operator @ torch.eye(operator.shape[1]).double()
     assert net.passes.count <= len(data) + 1
     torch.testing.assert_close(found, matrix(operator), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("width", [1, 8], ids=["graph", "rows"])
+def test_empirical_fishers_of_a_known_model(width: int):
+    """The second product keeps gradients or a graph, without a look at which is faster."""
+
+    class Wide(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.unsqueeze(1).repeat(1, width, 1).reshape(len(x), -1, 3)
+
+    torch.manual_seed(0)
+    net = Net(nn.Tanh()).double()
+    net.layers = nn.Sequential(Wide(), *net.layers, nn.Flatten(), nn.LazyLinear(2).double())
+    X, y = torch.randn(N, 3).double(), torch.randn(N, 2).double()
+    net(X)
+    params = list(net.parameters())
+    for known in (False, True):
+        E = EFLinearOperator(net, nn.MSELoss(), params, [(X, y)], check_deterministic=False)
+        counts = []
+        for _ in range(4):
+            net.passes.count = 0
+            E @ torch.ones(E.shape[1]).double()
+            counts.append(net.passes.count)
+        assert counts[2:] == [0, 0] and (not known or counts[:2] == [2, 1])
 
 
 class Scratch(nn.Module):

@@ -14,7 +14,6 @@ from curvlinops import (
     CGInverseLinearOperator,
     ConvergenceError,
     ConvergenceWarning,
-    GGNLinearOperator,
     IdentityLinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
@@ -67,6 +66,15 @@ def test_single_precision(inverse: type, name: str):
     assert (true_residuals(A, X, B) <= 1.01e-3 * np.linalg.norm(B, axis=0)).all()
 
 
+@pytest.mark.parametrize("scales", [(1e-18, 1.0), (1e18, 1.0), (1.0, 1e-25)])
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: tuple):
+    A, B = system("positive", np.float32)
+    expected = np.linalg.solve(A.astype(float), B.astype(float)) * (scales[1] / scales[0])
+    found = inverse(np.float32(scales[0]) * A) @ (np.float32(scales[1]) * B)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
+
+
 @PARAMETRIZE
 def test_no_more_iterations_than_scipy(inverse: type, name: str):
     A, B = system(name)
@@ -111,44 +119,6 @@ def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
     solution = inverse(A).solve(B, x0=RNG.standard_normal(B.shape))
     assert solution.iterations[1] == 0 and not solution.x[:, 1].any()
     assert bool(solution.converged.all()) and int(solution.iterations[0]) > 0
-
-
-@pytest.mark.parametrize("dtype, exponents", [(np.float32, (-30, -22, 22, 30)),
-                         (np.float64, (-300, -170, -100, 100, 160, 300))])  # fmt: skip
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
-def test_scales_whose_squares_are_no_numbers(inverse: type, dtype: type, exponents: tuple):
-    A, B = system("positive", dtype)
-    b, x = B[:, 0], np.linalg.solve(A.astype(float), B[:, 0].astype(float))
-    size = np.linalg.norm(b)
-    for scale in 10.0 ** np.array(exponents):
-        for big, right in [(dtype(scale), 1), (1, dtype(scale)), (dtype(scale), dtype(scale))]:
-            found = (inverse(big * A) @ (right * b)).astype(float) * (float(big) / float(right))
-            assert np.abs(found - x).max() <= 5e-3 * np.abs(x).max()
-        if inverse is CG:
-            for big, right in [(1, scale), (scale, 1)]:
-                family = CG(dtype(big) * A).solve_shifted(dtype(right) * b, [0, big])
-                X = [s.x.astype(float) * (big / right) for s in family]
-                assert true_residuals(A, X[0], b) <= 2e-5 * size
-                assert true_residuals(A + np.eye(len(A)), X[1], b) <= 2e-5 * size
-
-
-@pytest.mark.parametrize("inverse", [CG, MINRES])
-def test_scales_of_preconditioners_and_starts(inverse: type):
-    A, B = system("positive")
-    for scale in (1e-290, 1e-170, 1e160, 1e300):
-        x = np.linalg.solve(A, B) * 1e-5
-        for M in (scale * np.eye(len(A)), None):
-            solver = inverse(1e-5 * scale * A, preconditioner=M, rtol=1e-10)
-            for x0 in (None, np.zeros(len(A)), x[:, 0] + 1e-8):
-                found = solver.solve(1e-10 * scale * B, x0).x
-                np.testing.assert_allclose(found, x, rtol=0, atol=1e-9 * np.abs(x).max())
-
-
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
-@pytest.mark.parametrize("scale", [1e-200, 1e200])
-def test_solutions_that_are_no_numbers(inverse: type, scale: float):
-    with pytest.raises(ValueError, match="too large or too small"):
-        inverse(scale * np.eye(3)) @ np.full(3, 1 / scale)
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])
@@ -222,33 +192,10 @@ def test_damping(inverse: type):
     np.testing.assert_allclose(found, np.linalg.solve(A + 0.1 * np.eye(len(A)), B), atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*POSITIVE, "power", "singular"])
-def test_several_dampings_at_once(name: str):
-    A, B = system(name)
-    calls = spectra.Counted(A)
-    operator = sla.LinearOperator(A.shape, matvec=calls, matmat=calls, dtype=float)
-    dampings = [1.0, 0.0, 10.0, 0.01]
-    inverse = CG(operator, rtol=1e-9, damping=7.0)
-    solutions = inverse.solve_shifted(B, dampings)
-    for damping, solution in zip(dampings, solutions, strict=True):
-        shifted = A + damping * np.eye(len(A))
-        exact = true_residuals(shifted, solution.x, B)
-        assert (exact <= 1.0001e-9 * np.linalg.norm(B, axis=0)).all()
-        np.testing.assert_allclose(solution.residuals, exact, atol=1e-12)
-    together, calls.count = calls.count, 0
-    assert inverse.damping == 7.0
-    worst = CG(operator, rtol=1e-9).solve(B)
-    # one product for the true residual of each
-    assert together <= calls.count + len(dampings) + 3
-    assert int(solutions[0].iterations.max()) <= int(worst.iterations.max()) + 2
-
-
 @pytest.mark.parametrize("inverse", [CG, MINRES])
 def test_no_right_hand_sides(inverse: type):
     A, nothing = inverse(np.eye(3)), np.zeros((3, 0))
-    solutions = [A.solve(nothing), A.solve(nothing, x0=np.ones(3))]
-    solutions += A.solve_shifted(nothing, [0.1, 1.0]) if inverse is CG else []
-    for solution in solutions:
+    for solution in (A.solve(nothing), A.solve(nothing, x0=np.ones(3))):
         assert solution.x.shape == (3, 0) and solution.converged.shape == (0,)
 
 
@@ -267,19 +214,15 @@ def test_calls_do_not_disturb_each_other(inverse: type):
     outer = inverse(
         sla.LinearOperator(A.shape, multiply, multiply, dtype=float), damping=1.0, rtol=1e-10
     )
-    found = outer.solve_shifted(b, [0.5, 2.0])[1].x if inverse is CG else outer @ b
-    eye = np.eye(len(A))
-    np.testing.assert_allclose(found, np.linalg.solve(A + (1 + (inverse is CG)) * eye, b), 1e-6)
-    for x in between:
-        np.testing.assert_allclose(x, np.linalg.solve(A + eye, b), 1e-6)
+    expected = np.linalg.solve(A + np.eye(len(A)), b)
+    for x in (outer @ b, *between):
+        np.testing.assert_allclose(x, expected, 1e-6)
 
 
 def test_indefinite_matrices_are_refused_by_name():
     A, B = system("indefinite")
     with pytest.raises(NegativeCurvatureError, match="MINRESInverseLinearOperator"):
         CG(A) @ B
-    with pytest.raises(NegativeCurvatureError, match="not positive definite"):
-        CG(A).solve_shifted(B, [0.0, 1.0])
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])
@@ -304,10 +247,7 @@ def test_right_hand_side_in_the_null_space(seed: int, dtype: type):
     for inverse in (CG(A), MINRES(A)):
         with pytest.warns(ConvergenceWarning, match="1 of 1 systems are not solved"):
             assert not bool(inverse.solve(b).converged)
-    with pytest.warns(ConvergenceWarning, match="1 of 1 systems are not solved"):
-        unsolved, solved = CG(A).solve_shifted(b, [0.0, 1.0])
-    assert not bool(unsolved.converged)
-    np.testing.assert_allclose(solved.x, b, atol=1e3 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(CG(A, damping=1.0) @ b, b, atol=1e3 * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("size", [1e-1, 1e-6, 1e-12])
@@ -331,86 +271,32 @@ def steihaug(A: np.ndarray, b: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, n
     return p / np.linalg.norm(p), x
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-20])
 @pytest.mark.parametrize("start", [False, True])
-def test_negative_curvature_has_its_direction_and_the_iterate(start: bool, scale: float):
+def test_negative_curvature_has_its_direction_and_the_iterate(start: bool):
     A = np.diag([3.0, 2.0, 1.0, -0.5, 5.0, 4.0])
     B = np.random.default_rng(0).standard_normal((6, 3))
     B[3, 1], x0 = 0.0, 1.0 * start * np.arange(6)
     x0[3] = 0.0
     expected = [steihaug(A, b, x0) for b in B[:, [0, 2]].T]
-    B *= scale
-    inverse = CG(A, rtol=1e-12, x0=scale * x0)
+    inverse = CG(A, rtol=1e-12, x0=x0)
     for solve in (inverse.dot, inverse.solve):
         for i, b in ((0, B[:, 0]), (1, torch.from_numpy(B[:, 2]))):
             with pytest.raises(NegativeCurvatureError) as caught:
                 solve(b)
-            direction, solution = caught.value.direction, caught.value.solution
-            assert type(direction) is type(solution) is type(b)
-            assert direction.shape == solution.shape == b.shape
-            np.testing.assert_allclose(direction, expected[i][0], atol=1e-10)
-            np.testing.assert_allclose(solution, scale * expected[i][1], atol=1e-10 * scale)
-            assert np.asarray(direction) @ A @ np.asarray(direction) < 0
+            error = caught.value
+            assert error.direction.shape == error.solution.shape == (6, 1)
+            np.testing.assert_allclose(error.direction[:, 0], expected[i][0], atol=1e-10)
+            np.testing.assert_allclose(error.solution[:, 0], expected[i][1], atol=1e-10)
         with pytest.raises(NegativeCurvatureError) as caught:
             solve(B)
-        found = caught.value  # as of the first that meets it
-        assert found.direction.shape == found.solution.shape == B.shape
-        lengths = np.linalg.norm(found.direction, axis=0)
+        error = caught.value  # as of the first that meets it
+        assert error.direction.shape == error.solution.shape == B.shape
+        lengths = np.linalg.norm(error.direction, axis=0)
         assert set(lengths.round(10)) == {0.0, 1.0} and lengths[1] == 0
         for i in np.flatnonzero(lengths):
             direction, solution = expected[i // 2]
-            np.testing.assert_allclose(found.direction[:, i], direction, atol=1e-10)
-            np.testing.assert_allclose(found.solution[:, i], scale * solution, atol=1e-10 * scale)
-
-
-def test_negative_curvature_of_several_dampings_and_of_parameters():
-    A, b = np.diag([3.0, 2.0, 1.0, -0.5]), np.random.default_rng(1).standard_normal(4)
-    with pytest.raises(NegativeCurvatureError) as caught:
-        CG(A).solve_shifted(1e3 * b, [2.0, 0.1, 1.0])
-    direction, solution = steihaug(A + 0.1 * np.eye(4), 1e3 * b, np.zeros(4))
-    np.testing.assert_allclose(caught.value.direction, direction, atol=1e-10)
-    np.testing.assert_allclose(caught.value.solution, solution, atol=1e-7)
-    # of another operator that it is a part of, or whose part it is
-    with pytest.raises(NegativeCurvatureError) as caught:
-        CG(np.eye(4), preconditioner=CG(A)) @ torch.from_numpy(b)
-    np.testing.assert_allclose(caught.value.direction.ravel(), steihaug(A, b, 0 * b)[0], 1e-9)
-    v = torch.from_numpy(b).requires_grad_()
-    with pytest.raises(NegativeCurvatureError) as caught:
-        CG(A) @ v
-    np.testing.assert_allclose(caught.value.direction, steihaug(A, b, 0 * b)[0], 1e-9)
-    scaled = IdentityLinearOperator(4) * 2.0
-    with pytest.raises(NegativeCurvatureError) as caught:
-        (TorchLinearOperator.dot(CG(A), scaled)) @ b
-    direction, solution = steihaug(A, 2 * b, np.zeros(4))
-    np.testing.assert_allclose(caught.value.direction, direction[None], atol=1e-10)
-    np.testing.assert_allclose(caught.value.solution, solution[None], atol=1e-10)
-    # parameters
-    p = problems.make("mlp-ce-mean")
-    H = -1.0 * IdentityLinearOperator(GGNLinearOperator(p.model, p.loss, p.params, p.data).space)
-    v = [torch.randn_like(param) for param in p.params]
-    for vector in (v, dict(zip(H.space.names, v, strict=True))):
-        with pytest.raises(NegativeCurvatureError) as caught:
-            CG(H) @ vector
-        found = caught.value.direction
-        assert type(found) is type(vector) and type(caught.value.solution) is type(vector)
-        size = torch.cat([part.flatten() for part in v]).norm()
-        for one, two in zip(found.values() if isinstance(found, dict) else found, v, strict=True):
-            torch.testing.assert_close(one, two / size)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("signs", [(1, 1), (-1, 1)])
-def test_minimal_residuals_of_singular_systems_without_a_solution(dtype: type, signs: tuple):
-    rng = np.random.default_rng(0)
-    vectors, _ = np.linalg.qr(rng.standard_normal((60, 60)))
-    values = np.concatenate([signs[0] * np.linspace(1, 3, 20), signs[1] * np.linspace(1, 5, 20)])
-    range_ = vectors[:, :40]
-    A, B = ((range_ * values) @ range_.T).astype(dtype), rng.standard_normal((60, 3)).astype(dtype)
-    with pytest.warns(ConvergenceWarning, match="3 of 3 systems are not solved"):
-        found = MINRES(A).solve(B)
-    best = np.linalg.norm(B - range_ @ (range_.T @ B), axis=0)
-    assert (true_residuals(A, found.x, B) <= 1.001 * best).all()
-    assert not found.converged.any()
+            np.testing.assert_allclose(error.direction[:, i], direction, atol=1e-10)
+            np.testing.assert_allclose(error.solution[:, i], solution, atol=1e-10)
 
 
 @pytest.mark.parametrize("inverse", [CG, MINRES])
@@ -424,14 +310,6 @@ def test_too_few_iterations(inverse: type):
     with pytest.warns(ConvergenceWarning) as record:
         inverse(A, maxiter=5) @ B
     assert record[0].filename == __file__
-
-
-def test_several_dampings_share_the_largest_number_of_iterations():
-    A, b = np.diag(np.logspace(0, 6, 200)), np.ones(200)
-    with pytest.warns(ConvergenceWarning, match="after 20 iterations"):
-        unsolved, solved = CG(A, maxiter=20).solve_shifted(b, [0.0, 1e6])
-    assert int(unsolved.iterations) == 20 and not bool(unsolved.converged)
-    assert int(solved.iterations) == 20 and bool(solved.converged)
 
 
 # --- operators of the package
@@ -492,8 +370,7 @@ def test_inference_mode(kind):
     A, B = system("multiple")
     with torch.inference_mode():
         solution = CG(kind(A)).solve(kind(B))
-        several = CG(kind(A)).solve_shifted(kind(B), [0.0, 1.0])
-    assert bool(solution.converged.all()) and np.allclose(several[0].x, solution.x, atol=1e-2)
+    assert bool(solution.converged.all())
 
 
 # --- least squares
@@ -539,6 +416,17 @@ def test_least_squares_like_scipy(name: str, damp: float):
     np.testing.assert_allclose([found.normr[0], found.normar[0]], norms, rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(found.normx, np.linalg.norm(found.x))
     np.testing.assert_allclose(found.normr[0], expected[3], rtol=1e-3, atol=1e-4)
+
+
+def test_least_squares_have_true_residuals():
+    """Estimates of scipy's do not see the rounding of products."""
+    A, b = RECTANGULAR["tall"].astype(np.float32), RNG.standard_normal(60)
+    products = (lambda x, M=M: (M @ x.astype(np.float32)).astype(float) for M in (A, A.T))
+    operator = sla.LinearOperator(A.shape, *products, dtype=float)
+    inverse = LSMRInverseLinearOperator(operator, atol=1e-12, btol=1e-12)
+    with pytest.warns(ConvergenceWarning, match="rounding prevents it"):
+        found = inverse.matvec_with_info(b)
+    np.testing.assert_allclose(found.normr[0], np.linalg.norm(b - A @ found.x), rtol=1e-6)
 
 
 def test_least_squares_of_a_jacobian():
@@ -689,8 +577,8 @@ def test_traditional_names():
         (lambda A: CG(A, on_failure="no"), "on_failure"),
         (lambda A: CG(A) @ np.ones(3), "shape"),
         (lambda A: CG(A).solve(np.full(len(A), np.nan)), "NaN"),
-        (lambda A: CG(A, preconditioner=A).solve_shifted(A, [1.0]), "without a preconditioner"),
-        (lambda A: CG(A).solve_shifted(A, []), "dampings"),
+        (lambda A: CG(A) @ np.full(len(A), 1e-200), "Scale the right-hand sides"),
+        (lambda A: MINRES(A) @ np.full(len(A), 1e200), "Scale the right-hand sides"),
         (lambda A: LSMRInverseLinearOperator(A, atol=-1.0), "atol"),
         (lambda A: LSMRInverseLinearOperator(A, maxiter=0), "maxiter"),
         (lambda A: NeumannInverseLinearOperator(A, num_terms=-1), "num_terms"),

@@ -131,17 +131,15 @@ def test_saving(cls: type, name: str, tmp_path):
 @pytest.mark.parametrize(
     "leave_out, options, message",
     [
-        ("loss", {}, "missing a required argument: 'data'"),
+        ("loss", {}, "missing 1 required positional argument: 'data'"),
         (None, {"sed": 1}, "unexpected keyword argument 'sed'"),
     ],
 )
 def test_arguments_of_from_state_dict(cls: type, leave_out: str, options: dict, message: str):
     p = problems.make("mlp-ce-mean")
     arguments = {n: getattr(p, n) for n in ("model", "loss", "params", "data") if n != leave_out}
-    with pytest.raises(TypeError, match=message) as error:
+    with pytest.raises(TypeError, match=message):
         cls.from_state_dict({}, *arguments.values(), **options)
-    text = f"{cls.__name__}.from_state_dict takes 1. state_dict, 2. model_func, 3. loss_func, "
-    assert str(error.value).startswith(text)
 
 
 GROWING = {

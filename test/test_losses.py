@@ -54,10 +54,20 @@ LOSSES = {
     "bce-weight": (partial(nn.BCEWithLogitsLoss, weight=torch.tensor([2.0])), bits),
     "bce-pos": (partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([3.0])), bits),
     "nll": (partial(nn.NLLLoss, weight=W, ignore_index=2), indices),
-    "huber": (nn.HuberLoss, torch.sin),
+    "huber": (partial(nn.HuberLoss, delta=0.6), torch.sin),
+    "smooth-l1": (partial(nn.SmoothL1Loss, beta=0.3), torch.sin),
+    "smooth-l1-0": (partial(nn.SmoothL1Loss, beta=0.0), torch.cos),
     "poisson": (nn.PoissonNLLLoss, lambda z: z.exp().round()),
+    "poisson-full": (partial(nn.PoissonNLLLoss, full=True), lambda z: (z + 3).round()),
+    "poisson-rate": (partial(nn.PoissonNLLLoss, log_input=False, eps=0.1), torch.round),
+    "l1": (nn.L1Loss, torch.cos),
 }
-CLOSED = [name for name in LOSSES if name not in ("nll", "huber", "poisson")]
+CLOSED = [name for name in LOSSES if name not in ("nll", "l1")]
+
+
+def outputs(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return outputs of a model for a loss, which are positive rates for one of them."""
+    return logits(shape).exp() if name == "poisson-rate" else logits(shape)
 
 
 def dense(output: Tensor, matrix) -> Tensor:
@@ -71,7 +81,7 @@ def dense(output: Tensor, matrix) -> Tensor:
 @pytest.mark.parametrize("name", LOSSES)
 def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
     kind, target = LOSSES[name]
-    module, z = kind(reduction=reduction), logits(shape)
+    module, z = kind(reduction=reduction), outputs(name, shape)
     y, loss = target(z), wrap_loss(module)
     loss.check(z, y)
     loss.check_values(z, y)
@@ -100,7 +110,7 @@ def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
         rows = loss.to_terms(loss.hessian(z, y)(torch.ones_like(z).unsqueeze(0)))[0]
         torch.testing.assert_close(in_terms.sum(-1), rows)
         assert root.shape[0] == root.shape[2]
-        small = loss.to_terms(loss.hessian_root(z, y))
+        small = loss.to_terms(loss.hessian_sqrt(z, y, minimal=True))
         torch.testing.assert_close(torch.einsum("vtc,vtd->tcd", small, small), in_terms)
         assert len(small) == len(root) - name.startswith("ce")
 
@@ -109,7 +119,7 @@ def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
 @pytest.mark.parametrize("name", CLOSED)
 def test_hessian_sqrt_of_one_datum(name: str, reduction: str):
     kind, target = LOSSES[name]
-    module, z = kind(reduction=reduction), logits((N, C))
+    module, z = kind(reduction=reduction), outputs(name, (N, C))
     y = target(z)
     loss = wrap_loss(module)
     full = dense(z, loss.hessian(z, y)).reshape(N, C, N, C)
@@ -119,14 +129,33 @@ def test_hessian_sqrt_of_one_datum(name: str, reduction: str):
         torch.testing.assert_close(root @ root.T, full[n, :, n])
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("name", CLOSED)
+def test_samples_have_the_hessian_as_expectation(name: str, reduction: str):
+    kind, target = LOSSES[name]
+    module, z = kind(reduction=reduction), outputs(name, (N, C))
+    y, loss, generator = target(z), wrap_loss(module), torch.Generator().manual_seed(0)
+    if name in ("huber", "smooth-l1", "smooth-l1-0", "poisson-rate"):
+        with pytest.raises(NotImplementedError, match="whose labels could be sampled. Supported"):
+            loss.sample(z, y, 2, generator)
+        assert not loss.can_sample
+        return
+    draws = loss.sample(z, y, 20_000, generator)
+    root = loss.hessian_sqrt(z, y)
+    products = torch.einsum("vna,vnb->vnab", draws, draws)
+    expected = torch.einsum("vna,vnb->nab", root, root)
+    error = products.std(0) / len(draws) ** 0.5
+    assert ((products.mean(0) - expected).abs() <= 4.5 * error + 1e-12).all()
+
+
 def test_messages_name_the_losses_with_a_likelihood():
-    supported = [
-        module.__name__ for module, kind in KNOWN_LOSSES.items() if kind(module(), "sum").can_sample
-    ]
+    losses = [kind(module(), "sum") for module, kind in KNOWN_LOSSES.items()]
     with pytest.raises(NotImplementedError) as error:
         wrap_loss(nn.L1Loss()).refuse_sampling()
-    named = re.findall(r"\w+Loss", str(error.value))
-    assert sorted(named) == sorted(["L1Loss", *supported])
+    refused, *named = re.findall(r"\w+Loss", str(error.value))
+    assert refused == "L1Loss"
+    assert named[:-2] == [loss.name for loss in losses if loss.can_sample]
+    assert named[-2:] == ["HuberLoss", "SmoothL1Loss"]
 
 
 def test_hessian_sqrt_closed_forms():
@@ -173,6 +202,9 @@ def test_hessian_sqrt_refuses(output, target, loss, error, match):
         (F.mse_loss, nn.MSELoss()),
         (F.nll_loss, nn.NLLLoss()),
         (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
+        (F.poisson_nll_loss, nn.PoissonNLLLoss()),
+        (partial(F.huber_loss, delta=0.5), nn.HuberLoss(delta=0.5)),
+        (partial(F.smooth_l1_loss, beta=0.5), nn.SmoothL1Loss(beta=0.5)),
         (partial(F.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1)),
         (partial(F.mse_loss, reduction="sum"), nn.MSELoss(reduction="sum")),
     ],
@@ -223,21 +255,17 @@ def operator(kind: type, loss: Any, data: list, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [HessianLinearOperator, EFLinearOperator])
-@pytest.mark.parametrize(
-    "sizes, classes",
-    [((4,), [0, 1, 2, 0]), ((1,) * 4, [0, 1, 2, 0]), ((2, 2), [0, 0, 1, 1])],
-    ids=["one", "single samples", "sorted"],
-)
-def test_means_whose_weights_a_batch_does_not_show(kind: type, sizes: tuple, classes: list):
+def test_means_with_weights(kind: type):
     weight = torch.tensor([1.0, 2, 5]).double()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, weight=weight)
 
+    data = data_of((4,), [0, 1, 2, 0])
     with pytest.raises(ValueError, match="is not the mean of its samples' losses"):
-        operator(kind, loss, data_of(sizes, classes), reduction="mean")
+        operator(kind, loss, data, reduction="mean")
     weight.fill_(2.0)
-    operator(kind, loss, data_of(sizes, classes), reduction="mean")
+    operator(kind, loss, data, reduction="mean")
 
 
 def summed(output: Tensor, target: Tensor) -> Tensor:
@@ -363,22 +391,23 @@ def test_weights_of_single_samples_are_named():
         operator(HessianLinearOperator, loss, data, reduction="mean")
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 4), (4, 3), (3, 4), (5, 1)])
-@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
-def test_weights_of_classes_are_shared(kind: type, sizes: tuple[int, ...]):
-    """A batch has as many samples as there are classes, by chance."""
-
+def test_weights_of_classes_in_the_target():
     def loss(output: Tensor, target: dict) -> Tensor:
         terms = F.cross_entropy(output, target["labels"], reduction="none")
         return (terms * target["weight"][target["labels"]]).sum()
 
     weight = torch.tensor([0.2, 1.0, 3.0]).double()
-    pairs = data_of(sizes, [0, 1, 2, 0, 1, 2, 2][: sum(sizes)])
+    pairs = data_of((2, 4), [0, 1, 2, 0, 1, 2])
     data = [(X, {"labels": y, "weight": weight}) for X, y in pairs]
-    found = operator(kind, loss, data, reduction="sum")
+    found = operator(HessianLinearOperator, loss, data, reduction="sum")
     v = torch.arange(found.shape[1]).double()
     weighted = nn.CrossEntropyLoss(weight=weight, reduction="sum")
-    torch.testing.assert_close(found @ v, operator(kind, weighted, pairs) @ v)
+    torch.testing.assert_close(found @ v, operator(HessianLinearOperator, weighted, pairs) @ v)
+    # a batch has as many samples as there are classes, by chance
+    data = [(X, {"labels": y, "weight": weight}) for X, y in data_of((3,), [0, 1, 2])]
+    with pytest.raises(IndexError) as caught:
+        operator(HessianLinearOperator, loss, data, reduction="sum")
+    assert "a weight for each class, must be an attr" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])

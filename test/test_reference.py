@@ -114,7 +114,7 @@ def torch_loss(p: Problem, z: list[Tensor]) -> Tensor:
         z = [o.movedim(1, -1).reshape(-1, o.shape[1]) for o in z]
         y = [t.movedim(1, -1).reshape(-1, t.shape[1]) if t.is_floating_point() else t for t in y]
         y = [t if t.is_floating_point() else t.flatten() for t in y]
-    elif isinstance(p.loss, nn.MSELoss | nn.BCEWithLogitsLoss):
+    elif not isinstance(p.loss, nn.L1Loss | nn.KLDivLoss) and isinstance(p.loss, nn.Module):
         # [N, ..., C] -> [terms, C]; [N] stays
         z = [o if o.ndim == 1 else o.reshape(-1, o.shape[-1]) for o in z]
         y = [t if t.ndim == 1 else t.reshape(-1, t.shape[-1]) for t in y]

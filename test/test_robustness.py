@@ -548,7 +548,8 @@ def test_data_with_a_history(kind: type, loss: nn.Module):
     for own in (model, model.forward):  # the latter's parameters are not replaced
         found, expected = (dense(kind, own, params, d, loss=loss) for d in (data, values))
         assert not found.requires_grad
-        assert torch.equal(found, expected)
+        # some processors round the two differently
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_jacobian_that_is_not_finite():

@@ -17,8 +17,6 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.layers.check import shares
-from curvlinops.layers.detection import digits, proofs, weights
 
 pytestmark = pytest.mark.extensive
 
@@ -133,29 +131,6 @@ def test_parameters_written_into_rows_of_samples(write: Callable):
     check(Overwritten(write), [torch.randn(3, 3), torch.randn(2, 3)], covered=False)
 
 
-@pytest.mark.parametrize("name", ["triangle", "symmetric", "copied"])
-def test_written_parameters_take_few_passes(name: str):
-    net = Written(WRITTEN[name]).double()
-    net.write = counted = Counted(net.write)
-    data = [(torch.randn(n, 3).double(), torch.randn(n, 3).double()) for n in (3, 2)]
-    params = list(net.parameters())
-    PerSampleGradientLinearOperator(net, nn.MSELoss(), params, data).norms()
-    assert counted.calls < 40
-
-
-class Counted:
-    def __init__(self, write: Callable):
-        self.write, self.calls = write, 0
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        COUNTS.append(self)  # an attribute would be as before after each pass
-        self.calls = COUNTS.count(self)
-        return self.write(*args)
-
-
-COUNTS: list[Counted] = []
-
-
 # --- what all samples share
 
 
@@ -248,26 +223,6 @@ def test_later_batches_with_more_samples_than_one(entries: int):
         operator = PerSampleGradientLinearOperator(net, loss, params, data)
         rows = loop(net, params, data, loss)
         torch.testing.assert_close(operator.dense(), rows, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("tolerance", [1e-6, 1e-3])
-def test_weights_that_confirm_have_nothing_to_do_with_those_that_tell(tolerance: float):
-    like = torch.zeros(1).double()
-    for num_samples in (*range(3, 40), 64, 1000):
-        telling = [weights(num_samples, like), *digits(num_samples, tolerance, like)]
-        confirming = [*proofs(num_samples, tolerance, like), shares(num_samples, like)]
-        for first in telling:
-            basis = torch.stack([torch.ones_like(first), first], 1)
-            for second in confirming:
-                rest = second - basis @ torch.linalg.lstsq(basis, second[:, None]).solution[:, 0]
-                assert rest.square().mean().sqrt() > 0.1
-
-
-def test_digits_tell_all_samples_apart():
-    for num_samples in (2, 3, 64, 1000):
-        for tolerance in (1e-6, 1e-3, 0.15):
-            found = torch.stack(digits(num_samples, tolerance, torch.zeros(1).double()), 1)
-            assert len(found.unique(dim=0)) == num_samples
 
 
 class RoutedLater(nn.Module):

@@ -200,7 +200,6 @@ def test_ways(name: str, used: set[str]):
     E = EFLinearOperator(model, loss, params, data, **options)
     v = torch.randn(E.shape[1])
     torch.testing.assert_close(E @ v, rows.T @ (rows @ v) / 8)
-    assert used == expected
 
 
 @pytest.mark.parametrize("make, sampled, kind", [case[:3] for case in CASES.values()][:4])

@@ -14,6 +14,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 
 from curvlinops import (
+    ConvergenceWarning,
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
     hutchinson_trace,
@@ -291,6 +292,15 @@ def test_more_runs_later_are_those_at_once(dim: int):
         first.approximate_spectrum(7), second.approximate_spectrum(7), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_search_for_the_ends_has_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("curvlinops.algorithms.spectrum._SEARCH_STEPS", 25)
+    counting = Counting(matrices.with_spectrum(torch.linspace(0, 1, 200)))
+    with pytest.warns(ConvergenceWarning, match="After 25 Lanczos vectors the ends"):
+        grid, _ = lanczos_approximate_spectrum(counting, 10, boundaries_tol=1e-9, margin=0, seed=0)
+    assert counting.products == 10 + 25
+    assert abs(grid[0]) <= 0.02 and abs(grid[-1] - 1) <= 0.02
 
 
 def test_plot():

@@ -19,18 +19,14 @@ from curvlinops import (
     IdentityLinearOperator,
     KroneckerProductLinearOperator,
     ParameterSpace,
+    ShiftedLinearOperator,
+    StructuredLinearOperator,
+    SumOfKroneckersLinearOperator,
     TorchLinearOperator,
     load,
 )
-from curvlinops.layers.factors import Kind
-from curvlinops.layers.outer import Arrangement
-from curvlinops.operators.kronecker.entries import Entries
-from curvlinops.operators.kronecker.plan import BlockSpec as Block
-from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.kronecker import SumOfKroneckersLinearOperator
+from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.structured.linalg import eigh_batched
-from curvlinops.structured.rearranged import RearrangedLinearOperator
-from curvlinops.structured.shifted import ShiftedLinearOperator
 
 DOUBLE = torch.float64
 CPU = torch.device("cpu")
@@ -74,60 +70,63 @@ GA, GB = definite(5, 3), definite(5, 2)
 a, b = positive(4), positive(3)
 
 
-#: A transposed convolution of two groups, whose weight ``[2 * 3, 4]`` is seen as ``[2, 4, 3]``.
-TRANSPOSED = Kind(2, 4, 3, Arrangement.of((2, 4, 3), (0, 2, 1)))
-
-
-def entries(shapes: dict[str, tuple[int, ...]], kind: Kind) -> Entries:
-    """Where the entries of a Kronecker product are in a weight, and perhaps its bias."""
-    return Entries.of(shapes, [Block(tuple(shapes), "kronecker", (kind,), (None,) * len(shapes))])
+def one_block(
+    operator: StructuredLinearOperator, shapes: dict[str, tuple[int, ...]], layout: Layout
+) -> StructuredLinearOperator:
+    return Blocks([operator], ParameterSpace(shapes, operator.torch_dtype), [layout])
 
 
 def weight_and_bias() -> tuple[StructuredLinearOperator, Tensor]:
     """A Kronecker product on a weight [3, 2, 2] with a bias [3], and its matrix."""
-    shapes = {"weight": (3, 2, 2), "bias": (3,)}
     joint = kron(B, definite(5))
     place = torch.arange(15).reshape(3, 5)
     order = torch.cat([place[:, :4].flatten(), place[:, 4]])
-    operator = RearrangedLinearOperator(
-        Kron(B, definite(5)), ParameterSpace(shapes, DOUBLE), entries(shapes, Kind(1, 3, 4))
-    )
+    views = ParameterView("weight", (12,), (1,)), ParameterView("bias", (3,), (1,))
+    shapes = {"weight": (3, 2, 2), "bias": (3,)}
+    operator = one_block(Kron(B, definite(5)), shapes, Layout(views, rows=3))
     return operator, joint[order][:, order]
 
 
-def transposed_groups() -> tuple[StructuredLinearOperator, Tensor]:
+def transposed_groups(name: str = "weight") -> tuple[StructuredLinearOperator, Tensor]:
     """Groups of a transposed convolution: [2 * 3, 4] is seen as [2, 4, 3]."""
-    shapes = {"weight": (6, 4)}
     factors = (definite(2, 4), definite(2, 3))
     order = torch.arange(24).reshape(2, 4, 3).permute(0, 2, 1).flatten()
-    operator = RearrangedLinearOperator(
-        Kron(*factors), ParameterSpace(shapes, DOUBLE), entries(shapes, TRANSPOSED)
-    )
-    return operator, kron(*factors)[order][:, order]
+    layout = Layout((ParameterView(name, (2, 4, 3), (12, 1, 4)),))
+    return one_block(Kron(*factors), {name: (6, 4)}, layout), kron(*factors)[order][:, order]
 
 
 def embedding() -> tuple[StructuredLinearOperator, Tensor]:
     """A dense and a diagonal factor on a weight [4, 3]."""
-    shapes = {"embedding": (4, 3)}
     order = torch.arange(12).reshape(3, 4).T.flatten()
-    kind = Kind(1, 3, 4, Arrangement.of((3, 4), (1, 0)))
-    operator = RearrangedLinearOperator(
-        Kron(B, Diag(a)), ParameterSpace(shapes, DOUBLE), entries(shapes, kind)
-    )
+    layout = Layout((ParameterView("embedding", (3, 4), (1, 3)),))
+    operator = one_block(Kron(B, Diag(a)), {"embedding": (4, 3)}, layout)
     return operator, kron(B, a.diag())[order][:, order]
+
+
+def sliced() -> tuple[StructuredLinearOperator, Tensor]:
+    """Blocks of a weight's even and odd rows, and of the two halves of its bias."""
+    shapes = {"weight": (6, 4), "bias": (6,)}
+    layouts = []
+    for i in range(2):
+        rows = ParameterView("weight", (3, 4), (8, 1), 4 * i)
+        layouts.append(Layout((rows, ParameterView("bias", (3,), (1,), 3 * i)), rows=3))
+    factors = [(B, definite(5)), (B2, definite(5, seed=1))]
+    operator = Blocks([Kron(*pair) for pair in factors], ParameterSpace(shapes, DOUBLE), layouts)
+    weight, bias = torch.arange(24).reshape(3, 2, 4), torch.arange(24, 30).reshape(2, 3)
+    order = [torch.cat([weight[:, i], bias[i].unsqueeze(1)], 1).flatten() for i in range(2)]
+    matrix = torch.zeros(30, 30, dtype=DOUBLE)
+    for index, pair in zip(order, factors, strict=True):
+        matrix[index.unsqueeze(1), index] = kron(*pair)
+    return operator, matrix
 
 
 def network() -> tuple[StructuredLinearOperator, Tensor]:
     """Blocks of several kinds, whose parameters are in another order than the blocks."""
-    parts = {"linear": weight_and_bias(), "conv": transposed_groups(), "embedding": embedding()}
+    conv = transposed_groups("conv.weight")
+    parts = {"linear": weight_and_bias(), "conv": conv, "embedding": embedding()}
     norm = ParameterSpace({"norm": (2,)}, DOUBLE)
     parts["norm"] = (Diag(positive(2), norm), positive(2).diag())
     names = ["bias", "norm", "embedding", "weight", "conv.weight"]
-    conv = parts["conv"][0]
-    shapes = {"conv.weight": (6, 4)}
-    views = entries(shapes, TRANSPOSED)
-    conv = RearrangedLinearOperator(conv.operator, ParameterSpace(shapes, DOUBLE), views)
-    parts["conv"] = (conv, parts["conv"][1])
     blocks = {name: operator for name, (operator, _) in parts.items()}
     dense = torch.block_diag(*[matrix for _, matrix in parts.values()])
     plain = Blocks(blocks).space
@@ -183,6 +182,7 @@ ALL = {
     "weight and bias": weight_and_bias,
     "transposed groups": transposed_groups,
     "embedding": embedding,
+    "sliced": sliced,
     "network": network,
     "sum": lambda: (
         SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)]),
@@ -247,10 +247,8 @@ QUANTITIES = {
     "logdet": (lambda op: op.logdet(), torch.logdet),
     "norm": (lambda op: op.frobenius_norm(), lambda M: M.norm()),
     "diagonal": (lambda op: op.diagonal(), lambda M: M.diag()),
-    "eigenvalues": (
-        lambda op: op.eigh().eigenvalues.sort().values,
-        lambda M: torch.linalg.eigvalsh(M),
-    ),
+    "eigenvalues": (lambda op: op.eigvalsh(), torch.linalg.eigvalsh),
+    "solution": (lambda op: op.solve(eye(op.shape[0])[:, :2]), lambda M: M.inverse()[:, :2]),
     "eigh": (lambda op: op.eigh().to_dense(), lambda M: M),
     "diagonal of eigh": (lambda op: op.eigh().diagonal(), lambda M: M.diag()),
     "inverse": (lambda op: op.inverse().to_dense(), lambda M: M.inverse()),
@@ -428,6 +426,36 @@ def test_sums_and_products_of_any_two(name: str, form: str):
                 torch.testing.assert_close(operator.to_dense(), matrix)
                 torch.testing.assert_close(operator.frobenius_norm(), matrix.norm())
                 torch.testing.assert_close(operator.trace(), matrix.trace())
+
+
+@pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
+@pytest.mark.parametrize("name", ["two factors", "network", "identity", "tied", "decomposed"])
+def test_extreme_eigenpairs(name: str, which: str):
+    operator, matrix = ALL[name]()
+    operator, matrix = operator.damped(-0.9), matrix - 0.9 * eye(len(matrix))
+    for k in (1, 2, 3):
+        values, vectors = operator._eigenpairs(k, which)
+        all_values = torch.linalg.eigvalsh(matrix)
+        if which == "LM":
+            expected = all_values[all_values.abs().argsort(descending=True)[:k]].sort().values
+        else:
+            low = {"LA": 0, "SA": k, "BE": k // 2}[which]
+            expected = torch.cat([all_values[:low], all_values[len(all_values) - k + low :]])
+        torch.testing.assert_close(values, expected)
+        torch.testing.assert_close(matrix @ vectors, vectors * values)
+        torch.testing.assert_close(vectors.T @ vectors, eye(k))
+
+
+def test_no_eigenpairs_where_they_are_not_cheap():
+    large = SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)], max_dense_dim=11)
+    for operator in (
+        Generic(A, PLAIN),
+        large,
+        Blocks([large]),
+        large.damped(1.0),
+        Kron(randn(3, 3)),
+    ):
+        assert operator._eigenpairs(1, "LA") is None
 
 
 def test_sums_of_kronecker_products():
@@ -662,18 +690,18 @@ def gram(n: int, rank: int, seed: int = 0) -> Tensor:
     return (x @ x.T).float()
 
 
+def plain_layout(size: int) -> Layout:
+    return Layout((ParameterView("weight", (size,), (1,)),))
+
+
 NEARLY_SINGULAR = {
     "matrix": lambda: (Kron(gram(20, 6)), gram(20, 6).double()),
     "two factors": lambda: (
         Kron(gram(4, 4), gram(20, 6)),
         kron(gram(4, 4).double(), gram(20, 6).double()),
     ),
-    "rearranged": lambda: (
-        RearrangedLinearOperator(
-            Kron(gram(4, 4), gram(20, 6)),
-            space := ParameterSpace({"weight": (4, 20)}),
-            entries(space.shapes, Kind(1, 4, 20)),
-        ),
+    "layout": lambda: (
+        one_block(Kron(gram(4, 4), gram(20, 6)), {"weight": (4, 20)}, plain_layout(80)),
         kron(gram(4, 4).double(), gram(20, 6).double()),
     ),
     "blocks": lambda: (
@@ -743,11 +771,7 @@ SINGULAR = {
     "two factors": lambda x, y: Kron(y(3, 3), x(8, 3)),
     "groups": lambda x, y: Kron(torch.stack([y(8, 8), x(8, 3)])),
     "blocks": lambda x, y: Blocks([Kron(y(4, 4)), Kron(x(6, 2), y(3, 3))]),
-    "rearranged": lambda x, y: RearrangedLinearOperator(
-        Kron(y(4, 4), x(6, 2)),
-        space := ParameterSpace({"weight": (4, 6)}, y(1, 1).dtype),
-        entries(space.shapes, Kind(1, 4, 6)),
-    ),
+    "layout": lambda x, y: one_block(Kron(y(4, 4), x(6, 2)), {"weight": (4, 6)}, plain_layout(24)),
     "sum": lambda x, y: Kron(y(3, 3), z := x(8, 3)) + Kron(y(3, 3), z),
     "sum of two": lambda x, y: Kron(Diag(y(3, 3).diagonal()), z := x(8, 3)) + Kron(y(3, 3), 2 * z),
     "decomposition": lambda x, y: Kron(y(3, 3), x(8, 3)).eigh(),
@@ -851,15 +875,20 @@ def test_blocks():
     assert Blocks([one, Diag(a)]).space.is_flat
 
 
-def test_arrangements_are_inverse_and_comparable():
-    shapes = {"w": (6, 4), "b": (6,)}
-    first, second = (entries(shapes, Kind(2, 3, 4)) for _ in "ab")
-    columns = {name: randn(2, *shape) for name, shape in shapes.items()}
-    flat = first.gather(columns)
-    assert first == second and first != entries(shapes, Kind(1, 6, 4))
-    torch.testing.assert_close(flat.reshape(2, 2, 3, 5)[..., 4].flatten(1), columns["b"])
-    for name, value in second.scatter(flat).items():
-        torch.testing.assert_close(value, columns[name])
+def test_views_of_permuted_entries():
+    """A view leads back through reshapes and permutations, wherever strides can tell."""
+    generator, plain = torch.Generator().manual_seed(0), ParameterView("weight", (64,), (1,))
+    for _ in range(50):
+        entries, view = torch.arange(64), plain
+        for _ in range(3):
+            shape = torch.tensor([2, 4, 2, 4])[torch.randperm(4, generator=generator)].tolist()
+            order = torch.randperm(4, generator=generator).tolist()
+            view = view.permuted(shape, order)
+            entries = entries.reshape([shape[axis] for axis in order])
+            entries = entries.permute(*(order.index(axis) for axis in range(4))).flatten()
+        assert torch.equal(view.of(torch.arange(64).unsqueeze(0)).flatten(), entries)
+    six = ParameterView("weight", (4, 6), (1, 4))  # its reshaping to [3, 8] has no strides
+    assert six.permuted((3, 8), (0, 1)) is None and six.permuted((4, 6), (1, 0)) is None
 
 
 @given(
@@ -935,13 +964,22 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: Blocks([]), ValueError, "at least one block"),
         (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),
         (lambda: Blocks({"x": Kron(randn(2, 3))}), ValueError, "'x' is not square"),
-        (lambda: Blocks([Diag(a)], PLAIN), ValueError, "not the parameters of the space"),
+        (lambda: Blocks([network()[0]], PLAIN), ValueError, "not the parameters of the space"),
         (
             lambda: Blocks({"head": Kron(A), "body": Kron(B, 0 * A)}).inverse(),
             ValueError,
             "Block 'body': Factor 1 .* singular",
         ),
-        (lambda: RearrangedLinearOperator(Diag(a), PLAIN, None), ValueError, "3 parameters"),
+        (
+            lambda: Blocks([Diag(a)], PLAIN),
+            ValueError,
+            r"\[4\] entries cannot act on the 3 entries",
+        ),
+        (
+            lambda: Blocks([Diag(a)], ParameterSpace({"weight": (4,)}), [plain_layout(3)]),
+            ValueError,
+            r"vectors of \[4\] entries, their layouts \[3\]",
+        ),
         (lambda: SumOfKroneckersLinearOperator([]), ValueError, "at least one term"),
         (
             lambda: SumOfKroneckersLinearOperator([Kron(A, B), Kron(B, A)]),

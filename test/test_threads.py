@@ -85,6 +85,31 @@ def test_what_interleaved_passes_draw_is_given_back():
     assert drawn() == expected
 
 
+def test_interleaved_passes_of_one_operator():
+    """A second product with an operator begins and ends while the first one fetches a batch."""
+    model, meanwhile = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), []
+    pairs, v = [batch(), batch()], torch.ones(8)
+
+    class Data:
+        def __iter__(self) -> Iterator:
+            for pair in pairs:
+                yield pair
+                if threading.current_thread() is threading.main_thread():
+                    other = threading.Thread(target=lambda: meanwhile.append(operator @ v))
+                    other.start()
+                    other.join(20)
+
+    arguments = model, LOSS, list(model.parameters())
+    operator = HessianLinearOperator(*arguments, Data(), check_deterministic=False)
+    expected = HessianLinearOperator(*arguments, pairs) @ v
+    seed()
+    first = drawn()
+    seed()
+    torch.testing.assert_close(operator @ v, expected)
+    torch.testing.assert_close(meanwhile, len(pairs) * [expected])
+    assert drawn() == first
+
+
 def drawn() -> tuple[float, float, float]:
     """Draw from all global generators."""
     return random.random(), float(np.random.rand()), float(torch.rand(()))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -117,12 +118,75 @@ def test_function_of():
     assert torch_internals.function_of(node) is Twice
 
 
-def test_saved_buffers():
-    module = nn.BatchNorm1d(2)
-    module.register_buffer("cache", torch.ones(1), persistent=False)
-    assert set(torch_internals.saved_buffers(module)) == {
-        "running_mean", "running_var", "num_batches_tracked",
-    }  # fmt: skip
+def test_modules():
+    inner = nn.Linear(1, 1)
+    outer = nn.Sequential(inner, nn.Sequential(inner, nn.BatchNorm1d(1)))
+    assert torch_internals.modules_of([outer, inner]) == list(outer.modules())
+    parameters, buffers = torch_internals.tensor_tables(outer[1][1])
+    assert [*parameters, *buffers] == list(outer[1][1].state_dict())
+    with warnings.catch_warnings():  # PyTorch's own, at its first import of the compiler
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(outer)
+    assert torch_internals.original_module(compiled) is outer
+    assert torch_internals.original_module(outer) is outer
+
+
+def test_hooks_of_modules():
+    module = nn.Linear(1, 1)
+    assert not torch_internals.has_forward_hooks(module)
+    module.register_full_backward_hook(lambda *args: None)
+    module.register_full_backward_pre_hook(lambda *args: None)
+    assert [len(hooks) for hooks in torch_internals.backward_hooks(module)] == [1, 1]
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert torch_internals.has_forward_hooks(module)
+        handle.remove()
+
+
+def test_version():
+    x = torch.zeros(1)
+    before = torch_internals.version_of(x)
+    assert torch_internals.version_of(x.add_(1)) == before + 1
+    with torch.inference_mode():
+        assert torch_internals.version_of(torch.zeros(1)) is None
+
+
+def test_mark_as_parameter():
+    torch_internals.mark_as_parameter(x := torch.zeros(1))
+    assert isinstance(x, nn.Parameter)
+
+
+def test_without_hooks():
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: 2 * gradient)
+    with torch_internals.without_hooks([x]):
+        assert torch.autograd.grad(3 * x, x)[0] == 3
+    assert torch.autograd.grad(3 * x, x)[0] == 6
+
+
+def test_strided_tensors():
+    dense = torch.eye(2)
+    assert torch_internals.strided_tensors(dense)[0] is dense
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CS. tensor support is in beta")
+        sparse = dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()
+    for x in sparse:
+        parts = torch_internals.strided_tensors(x)
+        assert all(part.layout is torch.strided for part in parts)
+        assert torch.equal(parts[-1], torch.ones(2))
+
+
+def test_forward_mode_is_imported():
+    assert "torch._decomp.decompositions_for_jvp" in sys.modules
+
+
+def test_global_hooks():
+    names = [name for name in vars(nn.modules.module) if name.startswith("register_module_")]
+    for name in [n for n in names if "backward" not in n]:
+        before = sum(map(len, torch_internals.global_hooks()))
+        handle = getattr(nn.modules.module, name)(lambda *args: None)
+        assert sum(map(len, torch_internals.global_hooks())) == before + 1, name
+        handle.remove()
 
 
 def test_run_backward():

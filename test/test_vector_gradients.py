@@ -218,7 +218,6 @@ def _given(p: Tensor) -> dict[str, Callable]:
         "eigenvalues": lambda: C.EighDecomposedLinearOperator(p * one, torch.eye(3)),
         "eigenvectors": lambda: C.EighDecomposedLinearOperator(one, p * torch.eye(3)),
         "cg damping": lambda: C.CGInverseLinearOperator(A, damping=p),
-        "cg dampings": lambda: C.CGInverseLinearOperator(A).solve_shifted(one, [0.1, p]),
         "cg start": lambda: C.CGInverseLinearOperator(A, x0=p * one),
         "solve": lambda: C.CGInverseLinearOperator(A).solve(p * one),
         "lsmr damping": lambda: C.LSMRInverseLinearOperator(A, damp=p),

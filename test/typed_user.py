@@ -3,7 +3,7 @@
 Each line with `type: ignore` must be an error, or mypy reports the comment.
 """
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ import curvlinops as c
 from curvlinops import kfac_utils
 from curvlinops.algorithms.probes import Estimate
 from curvlinops.algorithms.spectrum import SpectralDensity
-from curvlinops.structured.base import StructuredLinearOperator
 
 model, loss = nn.Linear(3, 2), nn.MSELoss()
 params = list(model.parameters())
@@ -90,7 +89,7 @@ assert_type(J.gram(), Tensor)
 assert_type(K.inverse(damping=1e-3), c.KFACInverseLinearOperator)
 assert_type(c.KFACInverseLinearOperator(EK, damping=(1e-3, 1e-2)) @ v, Tensor)
 assert_type(K.logdet(), Tensor)
-assert_type(2 * K, StructuredLinearOperator)
+assert_type(2 * K, c.StructuredLinearOperator)
 assert_type(K.sample(seed=0), Tensor)
 assert_type(
     c.EKFACLinearOperator.from_state_dict(EK.state_dict(), model, loss, params, data),
@@ -102,8 +101,10 @@ c.KFACInverseLinearOperator(K, use_exact=True)  # type: ignore[call-arg]
 
 blocks = [c.DiagonalLinearOperator(v), c.KroneckerProductLinearOperator(torch.eye(2), torch.eye(4))]
 assert_type(c.BlockDiagonalLinearOperator(blocks).trace(), Tensor)
-assert_type(c.EighDecomposedLinearOperator(v, torch.eye(8)).inverse(0.1), StructuredLinearOperator)
-assert_type(c.load("file"), StructuredLinearOperator)
+assert_type(
+    c.EighDecomposedLinearOperator(v, torch.eye(8)).inverse(0.1), c.StructuredLinearOperator
+)
+assert_type(c.load("file"), c.StructuredLinearOperator)
 c.load("file", devise="cpu")  # type: ignore[call-arg]
 
 # --- solvers
@@ -112,7 +113,7 @@ cg = c.CGInverseLinearOperator(H, preconditioner=K.inverse(1e-3), rtol=1e-3, M=N
 assert_type(cg @ w, np.ndarray)
 assert_type(cg.solve(v), c.Solution[Tensor])
 assert_type(cg.solve(params).x, list[Tensor])
-assert_type(cg.solve_shifted(w, [0.1, 0.2]), list[c.Solution[np.ndarray]])
+assert_type(cg.solve(w), c.Solution[np.ndarray])
 assert_type(c.MINRESInverseLinearOperator(np.eye(8)).solve(named).x, dict[str, Tensor])
 assert_type(c.LSMRInverseLinearOperator(J).matvec_with_info(w).x, np.ndarray)
 assert_type(c.NeumannInverseLinearOperator(G, 5, preconditioner=K.inverse(1.0)) @ v, Tensor)
@@ -133,7 +134,7 @@ for estimator in (c.hutchinson_trace, c.hutchinson_squared_fro, c.hutchpp_trace)
 assert_type(c.xtrace(H, num_matvecs=10, seed=0), Tensor)
 assert_type(c.xnystrace(np.eye(3), 10), np.floating)
 assert_type(c.xtrace(H, 10, return_error=True), Estimate[Tensor])
-assert_type(c.hutchinson_diag(np.eye(3), 10), np.ndarray)
+assert_type(c.hutchinson_diag(np.eye(3), 10), np.ndarray[Any, Any])
 assert_type(c.xdiag(H, 10, return_error=True).standard_error, Tensor)
 assert_type(c.trace_function(H, torch.exp, 20), Tensor)
 assert_type(c.lanczos_logdet(G, rtol=0.1), Tensor)

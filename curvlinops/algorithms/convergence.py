@@ -1,7 +1,6 @@
 """What happens when an iteration does not reach its tolerance."""
 
-from collections.abc import Callable
-from typing import Any
+from torch import Tensor
 
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.warnings import warn
@@ -18,41 +17,21 @@ class ConvergenceError(RuntimeError):
 class NegativeCurvatureError(ConvergenceError):
     """A method for positive definite matrices has met a direction of negative curvature.
 
-    Both vectors are of the kind and shape of the right-hand sides, ``[D]``, ``[D, K]`` or a list or
-    dictionary of tensors; tensors ``[K, D]`` if the method was part of another operator.
-
     Args:
         message: What was met, and what to do.
         direction: See below.
         solution: See below.
-        owner: Who knows what the vectors mean, while they are others.
 
     Attributes:
-        direction: For each right-hand side b the direction p that it has met, of norm one, with
-            ``p^T A p < 0`` (damping included) and ``p^T (b - A x) >= 0``; zero if it has met none.
-        solution: The iterates x so far; those of the least of several dampings.
+        direction: For each right-hand side b the direction p that was met, of norm one, with
+            ``p^T A p < 0`` (damping included) and ``p^T (b - A x) >= 0``; zero if none was met. A
+            tensor ``[D, K]`` for K right-hand sides of any kind, ``[D, 1]`` for a single one.
+        solution: The iterates x so far, ``[D, K]``.
     """
 
-    def __init__(
-        self, message: str, direction: Any = None, solution: Any = None, owner: Any = None
-    ):
+    def __init__(self, message: str, direction: Tensor, solution: Tensor):
         super().__init__(message)
-        self.direction, self.solution, self._owner = direction, solution, owner
-
-    def change(
-        self,
-        owner: Any,
-        direction: Callable[[Any], Any],
-        solution: Callable[[Any], Any],
-        then: Any = None,
-    ) -> None:
-        """Replace both vectors by functions of them, and their owner, if these are the owner's.
-
-        A solver meets also the errors of others of which its matrix is made.
-        """
-        if self._owner is owner:
-            self.direction, self.solution = direction(self.direction), solution(self.solution)
-            self._owner = then
+        self.direction, self.solution = direction, solution
 
 
 class DivergenceError(ConvergenceError, ValueError):

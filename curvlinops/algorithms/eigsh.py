@@ -1,29 +1,56 @@
 """Some eigenvalues and eigenvectors of a symmetric matrix."""
 
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, overload
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Concatenate, Generic, ParamSpec, Protocol, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import check_on_failure
-from curvlinops.algorithms.krylov import KrylovSpace
-from curvlinops.algorithms.lanczos import Eigenpairs, LanczosSearch, random_rows
+from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iterative import ASYMMETRY
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.linear_operator.vectors import Vectors
+from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_choice, check_count
-from curvlinops.support.progress import solves
+from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import show_residuals, solves
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
-#: Memory for the basis, beyond which the default ``ncv`` is no larger than scipy's.
-_BASIS_BYTES = 2**30
-#: Up to this dimension the whole space is a cheap basis.
-_SMALL = 1000
-
+#: The default ``ncv``, unless so many basis vectors need more memory than the second number.
+_NCV, _BASIS_BYTES = 1000, 2**30
+#: Restarts recombine the basis in parts of about this many bytes.
+_PART = 16 * 2**20
 
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenpairs(Generic[Array]):
+    """Eigenvalues and eigenvectors, into which it unpacks; with residuals and costs.
+
+    Attributes:
+        eigenvalues: Ascending, ``[k]``.
+        eigenvectors: Orthonormal columns, ``[D, k]``.
+        residuals: Norms ``||A x - lambda x||``, ``[k]``.
+        num_products: Number of vectors that ``A`` has been multiplied with.
+    """
+
+    eigenvalues: Array
+    eigenvectors: Array
+    residuals: Array
+    num_products: int
+
+    def __iter__(self) -> Iterator[Array]:
+        """Unpack like the result of scipy's ``eigsh``."""
+        return iter((self.eigenvalues, self.eigenvectors))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Array:
+        return (self.eigenvalues, self.eigenvectors)[index]
 
 
 class _Eigensolver(Protocol[P]):
@@ -51,7 +78,6 @@ def eigsh(
     v0: Vectors | None = None,
     tol: float = 0.0,
     maxiter: int | None = None,
-    confirm: bool = True,
     on_failure: str = "warn",
     seed: int | None = None,
     generator: torch.Generator | None = None,
@@ -59,7 +85,9 @@ def eigsh(
     """Compute k eigenpairs ``A x = lambda x`` of a symmetric matrix, on its device.
 
     Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
-    Appl. 2000).
+    Appl. 2000). As with scipy's ``eigsh``, a search from one vector may find fewer copies of a
+    multiple eigenvalue than there are; ``block_size=m`` finds up to m copies. Structured operators,
+    such as KFAC, answer with eigenpairs of their own.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
@@ -67,24 +95,17 @@ def eigsh(
         which: Eigenvalues of largest magnitude (``"LM"``), the largest (``"LA"``), the smallest
             (``"SA"``), or from both ends (``"BE"``; one more from the upper end if k is odd).
         block_size: How many vectors are multiplied at once. Default: as many as ``v0`` has, or
-            one, which needs the fewest products. More pay where a product with several vectors
-            costs little more than with one.
-        ncv: Largest number of basis vectors that are kept, at least ``k + 2 * block_size`` or D.
-            More need memory (``D * ncv`` numbers) and fewer products. Default: D up to a dimension
-            of 1000, and ``2 k + 50`` beyond, twice as many after every other time that these are
-            used up, as long as that is at most 1 GiB; but not below ``max(2 k + 1, 20)``.
+            one, which needs the fewest products. Larger blocks pay where a product with several
+            vectors costs little more than with one, and find multiple eigenvalues.
+        ncv: Largest number of basis vectors, at least ``k + 2 * block_size`` or D. More basis
+            vectors need fewer products and more memory (``D * ncv`` numbers). Default: 1000, or as
+            many as fit into 1 GiB, but at least ``max(2 k + 1, 20)``.
         v0: Start vectors, ``[D]`` or ``[D, block_size]``; or, for an operator on named parameters,
             a list or dictionary of tensors, like the vectors that it multiplies. Default: random.
         tol: Residuals shall be at most ``tol * |lambda|``, or about ten units of rounding
             relative to the norm of ``A`` if that is larger. With zero they are as small as the
             accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        confirm: Whether to confirm converged pairs by further products, from a fresh random vector
-            that is orthogonal to them. Copies of a multiple eigenvalue, which a Krylov space of few
-            vectors does not contain, show up there. It ends when one that would change a value by
-            more than about three times the tolerance would be overlooked with a chance of 3 % at
-            most: after 2 to 6 products where the next eigenvalues are distant, in experiments after
-            up to two thirds as many as before where eigenvalues are dense.
         on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.
@@ -106,18 +127,56 @@ def eigsh(
     """
     check_on_failure(on_failure)
     matrix = Matrix(A, square=True)
-    rng = read_generator(matrix.device, seed, generator)
+    generator = read_generator(matrix.device, seed, generator)
     k = check_count("k", k, at_most=matrix.shape[0])
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
     check_choice("which", which, ("LM", "LA", "SA", "BE"))
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
-    start = _start(matrix, v0, block_size, rng)
-    ncv, max_ncv = _basis_sizes(matrix, k, len(start), ncv)
-    space = KrylovSpace(matrix, start, ncv)
-    search = LanczosSearch(matrix, space, k, which, tol, ncv, max_ncv, confirm, rng)
-    finished = search.run(maxiter)
-    return search.result(finished, on_failure)
+    start = _start(matrix, v0, block_size, generator)
+    ncv = _basis_size(matrix, k, len(start), ncv)
+    known = matrix.operator._eigenpairs(k, which)
+    if known is not None:
+        values, vectors = known
+        residuals = double_norm(matrix @ vectors - vectors * values, 0).to(vectors)
+        return Eigenpairs(values, vectors, residuals, num_products=matrix.num_products)
+
+    basis = _LanczosBasis(matrix, start, ncv, generator)
+    restarts = checked = 0
+    while True:
+        full = basis.size + max(basis.num_pending, 1) > ncv and basis.size < matrix.shape[0]
+        # in large bases Ritz pairs cost more than the products that they may save
+        due = basis.size >= k and basis.size - checked > (basis.size / 160) ** 2
+        if full or due or basis.size == matrix.shape[0]:
+            pairs, checked = basis.ritz(), basis.size
+            order = _order(pairs.values, which)
+            wanted = order[:k].sort().values
+            goals = (tol * pairs.values[wanted].abs()).clamp(min=basis.rounding)
+            # products of low precision are not symmetric, which further ones do not mend
+            missed = pairs.couplings[wanted] > goals.maximum(pairs.noise[wanted])
+            show_residuals((pairs.couplings[wanted], goals))
+            num_missed = int(missed.sum())
+            if len(wanted) == k and (num_missed == 0 or basis.size == matrix.shape[0]):
+                break
+            if full:
+                if restarts == maxiter:
+                    break
+                restarts, checked = restarts + 1, 0
+                keep = k + (k - num_missed) // 2 + (ncv - k) // 2
+                basis.restart(pairs, order[: min(keep, ncv - 2 * max(basis.num_pending, 1))])
+        basis.expand()
+
+    residuals = torch.hypot(pairs.couplings, pairs.noise)[wanted]
+    if num_missed:
+        fail(
+            f"eigsh: after {matrix.num_products} products {num_missed} of {k} pairs have not "
+            f"converged, residuals reach {float(residuals.max()):.1e}. Allow a larger ncv, maxiter "
+            "or tol.",
+            on_failure,
+        )
+    vectors = basis.combine(pairs.vectors[:, wanted])
+    results = (pairs.values[wanted].to(vectors), vectors, residuals.to(vectors))
+    return Eigenpairs(*map(matrix.write, results), num_products=matrix.num_products)
 
 
 def _start(
@@ -128,20 +187,178 @@ def _start(
     size = block_size if block_size is not None else (1 if given is None else len(given))
     size = check_count("block_size", size, at_most=matrix.shape[0])
     if given is None:
-        return random_rows(size, matrix, generator)
+        return _random_rows(size, matrix, generator)
     if len(given) != size:
         raise ValueError(f"v0 has {len(given)} vectors, but block_size is {size}.")
     return given
 
 
-def _basis_sizes(matrix: Matrix, k: int, block: int, ncv: int | None) -> tuple[int, int]:
-    """Return how many vectors the basis may have at first, and in the end."""
-    dim, least = matrix.shape[0], k + 2 * block
+def _random_rows(count: int, matrix: Matrix, generator: torch.Generator) -> Tensor:
+    shape = (count, matrix.shape[0])
+    return torch.randn(shape, generator=generator, dtype=matrix.dtype, device=matrix.device)
+
+
+def _basis_size(matrix: Matrix, k: int, block_size: int, ncv: int | None) -> int:
+    """Return the largest number of basis vectors."""
+    dim, least = matrix.shape[0], k + 2 * block_size
     if ncv is not None:
-        ncv = min(check_count("ncv", ncv, at_least=min(least, dim)), dim)
-        return ncv, ncv
-    if dim <= _SMALL:
-        return dim, dim
-    affordable = _BASIS_BYTES // (dim * matrix.dtype.itemsize)
-    first = max(2 * k + 1, 20, k + 4 * block, min(2 * k + 50, affordable))
-    return min(dim, first), min(dim, max(first, affordable))
+        return min(check_count("ncv", ncv, at_least=min(least, dim)), dim)
+    affordable = min(_NCV, _BASIS_BYTES // (dim * matrix.dtype.itemsize))
+    return min(dim, max(affordable, 2 * k + 1, 20, k + 4 * block_size))
+
+
+def _order(values: Tensor, which: str) -> Tensor:
+    """Return the indices of ascending values, the most wanted ones first."""
+    ascending = torch.arange(len(values), device="cpu")
+    if which == "SA":
+        return ascending
+    if which == "LA":
+        return ascending.flip(0)
+    if which == "LM":
+        return values.abs().argsort(descending=True)
+    return torch.stack([ascending.flip(0), ascending], dim=1).flatten()[: len(values)]
+
+
+@dataclass(frozen=True)
+class _RitzPairs:
+    """Approximate eigenpairs from a basis of m vectors; float64, on the CPU.
+
+    Attributes:
+        values: Ritz values ``[m]``, ascending.
+        vectors: Ritz vectors as columns of coefficients in the basis, ``[m, m]``.
+        couplings: The norms of the residuals' parts that further products reduce, ``[m]``.
+        noise: The norms of the parts that stay, since products are not symmetric, ``[m]``.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    couplings: Tensor
+    noise: Tensor
+
+
+class _LanczosBasis:
+    """An orthonormal basis V with ``A V = V H + Q B``, as rows.
+
+    Q is the orthonormal block of rows that is multiplied next. H holds the measured coefficients,
+    and is symmetric only as far as the products are.
+
+    Args:
+        matrix: The matrix.
+        start: Rows ``[b, D]`` that span the first block; they may be linearly dependent.
+        ncv: How many rows the basis may have.
+        generator: Draws new rows where the basis spans an invariant subspace.
+
+    Attributes:
+        size: The number m of rows of V.
+        num_pending: The number of rows of Q. With none, V spans an invariant subspace.
+    """
+
+    def __init__(self, matrix: Matrix, start: Tensor, ncv: int, generator: torch.Generator):
+        self._matrix, self._generator = matrix, generator
+        self._eps = torch.finfo(matrix.dtype).eps
+        self._ncv, self._block_size = ncv, len(start)
+        self._rows = start.new_zeros(min(ncv, 50) + len(start), matrix.shape[0])  # V, then Q
+        self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+        self._noise = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._norm = 0.0  # a lower bound on the norm of A: the largest product so far
+        self.size = 0
+        self._inject(start)
+
+    @property
+    def rounding(self) -> float:
+        """About ten units of rounding, relative to the norm of the matrix."""
+        return 10 * self._eps * self._norm
+
+    def expand(self) -> None:
+        """Multiply Q, and make it a part of V."""
+        if not self.num_pending:
+            self._inject(_random_rows(1, self._matrix, self._generator))
+        start, end = self.size, self.size + self.num_pending
+        W = (self._matrix @ self._rows[start:end].T).T.contiguous()
+        largest = float(double_norm(W, 1).max())
+        self._norm = max(self._norm, largest)
+        H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
+        H[:start, :start], H[start:, :start] = self._H, self._B
+        # the first pass removes what theory says is there, the second one what rounding adds
+        for first in (self._first_coupled, 0):
+            rows = self._rows[first:end]
+            coefficients = rows @ W.T
+            W.addmm_(coefficients.T, rows, alpha=-1)
+            H[first:, start:] += coefficients.double().cpu()
+        Q, R = self._orthonormal(W, self.rounding, end)
+        if len(Q) and float(torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
+            # little is left, so that rounding weighs more: a third pass
+            rows = self._rows[:end]
+            Q, correction = self._orthonormal(Q - (Q @ rows.T) @ rows, 0.5, end)
+            R = correction @ R
+        self._check_symmetric(H, start)
+        self._noise = torch.cat([self._noise, self._noise.new_zeros(end - start)])
+        self.size, self._H, self._first_coupled = end, H, start
+        B = torch.zeros(len(Q), end, dtype=torch.float64, device="cpu")
+        B[:, start:] = R
+        self._set_pending(Q, B)
+
+    def ritz(self) -> _RitzPairs:
+        """Return the Ritz pairs."""
+        values, vectors = torch.linalg.eigh((self._H + self._H.T) / 2)
+        skew = ((self._H - self._H.T) / 2 @ vectors).norm(dim=0)
+        # the noise of different basis vectors has no common direction, so that squares add up
+        noise = torch.hypot(skew, ((vectors**2).T @ self._noise**2).sqrt())
+        return _RitzPairs(values, vectors, (self._B @ vectors).norm(dim=0), noise)
+
+    def restart(self, pairs: _RitzPairs, kept: Tensor) -> None:
+        """Reduce the basis to some Ritz vectors, with the same Q."""
+        Y = pairs.vectors[:, kept]
+        Q = self._rows[self.size : self.size + self.num_pending].clone()
+        coefficients = Y.T.to(self._rows)
+        width = max(_PART // (self.size * self._rows.itemsize), 1)
+        for part in self._rows.split(width, dim=1):
+            part[: len(kept)] = coefficients @ part[: self.size]
+        self.size, self._H, self._first_coupled = len(kept), pairs.values[kept].diag(), 0
+        self._noise = pairs.noise[kept]
+        self._set_pending(Q, self._B @ Y)
+
+    def combine(self, Y: Tensor) -> Tensor:
+        """Return vectors ``[D, p]``, given by their coefficients in the basis, ``[m, p]``."""
+        rows = self._rows[: self.size]
+        return rows.T @ Y.to(rows)
+
+    def _inject(self, block: Tensor) -> None:
+        """Let Q be the part of rows that is orthogonal to V."""
+        sizes = block.norm(dim=1, keepdim=True)
+        block = block / sizes.where(sizes > 0, 1.0)
+        rows = self._rows[: self.size]
+        for _ in range(2):
+            block = block - (block @ rows.T) @ rows
+        Q, _ = self._orthonormal(block, 100 * self._eps, self.size)
+        Q, _ = self._orthonormal(Q - (Q @ rows.T) @ rows, 0.5, self.size)
+        self._set_pending(Q, torch.zeros(len(Q), self.size, dtype=torch.float64, device="cpu"))
+        self._first_coupled = 0
+
+    def _orthonormal(self, W: Tensor, negligible: float, size: int) -> tuple[Tensor, Tensor]:
+        """Return orthonormal rows Q ``[r, D]`` and R with ``W.T = Q.T @ R`` up to ``negligible``.
+
+        There are at most as many rows as a basis of the given size leaves directions.
+        """
+        Q, R = torch.linalg.qr(W.T)
+        U, S, Vt = torch.linalg.svd(R.double().cpu())
+        rank = min(int((S > negligible).sum()), W.shape[1] - size)
+        return U[:, :rank].T.to(W) @ Q.T, S[:rank, None] * Vt[:rank]
+
+    def _set_pending(self, Q: Tensor, B: Tensor) -> None:
+        end = self.size + len(Q)
+        if end > len(self._rows):
+            longer = self._rows.new_zeros(min(2 * end, self._ncv + self._block_size), Q.shape[1])
+            longer[: self.size] = self._rows[: self.size]
+            self._rows = longer
+        self._rows[self.size : end] = Q
+        self.num_pending, self._B = len(Q), B
+
+    def _check_symmetric(self, H: Tensor, start: int) -> None:
+        """Compare the measured coefficients of the last block with those that symmetry implies."""
+        asymmetry = float((H - H.T)[start:].norm()) / 2
+        if not self._matrix.operator.self_adjoint and asymmetry > ASYMMETRY * self._norm:
+            raise ValueError(
+                "The matrix is not symmetric: its products differ from those of its transpose by "
+                f"about {asymmetry / self._norm:.1e} of its norm."
+            )

@@ -1,5 +1,6 @@
 """Traces, diagonals and Frobenius norms as averages over random vectors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,23 +9,16 @@ from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import (
-    Estimate,
-    Goal,
+    Average,
     Probes,
-    Sample,
-    average,
-    number_estimator,
+    StoppingRule,
+    estimator,
     quadratic_forms,
-    split,
-    sum_over_unit_vectors,
-    vector_estimator,
 )
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import solves
 
 
-@number_estimator
-@solves("hutchinson_trace")
+@estimator("hutchinson_trace", np.floating)
 def hutchinson_trace(
     A: AnyMatrix,
     num_matvecs: int,
@@ -35,20 +29,20 @@ def hutchinson_trace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
+) -> Any:
     """Estimate the trace of a square matrix.
 
     ``tr(A) = E[x^T A x]`` (Hutchinson, A stochastic estimator of the trace of the influence matrix,
-    Communications in Statistics 1989). Unbiased for every matrix.
+    Communications in Statistics 1989). Unbiased for every matrix; with Rademacher vectors exact for
+    diagonal ones, with spherical vectors for multiples of the identity.
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix.
-        num_matvecs: The largest number of products with ``A``. From D on, the result is exact,
-            with D products and no error; with ``rtol``, random vectors come first, as many as the
-            products beyond D allow.
-        distribution: That of the random vectors x, all with ``E[x x^T] = I``: ``"rademacher"``
-            (signs; exact for diagonal matrices), ``"gaussian"``, or ``"sphere"`` (exact for
-            multiples of the identity).
+        num_matvecs: The largest number of products with ``A``. From D on, the result is exact, with
+            D products; with ``rtol``, random vectors come first, as many as the products beyond D
+            allow.
+        distribution: Of the random vectors: ``"rademacher"`` (signs), ``"gaussian"``, or
+            ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
         return_error: Whether to return the standard error, too. It needs two products at least.
         chunk_size: How many vectors are multiplied at once. Default: as many as need 64 MiB.
@@ -62,14 +56,11 @@ def hutchinson_trace(
     Raises:
         ValueError: If the matrix is not square, or an argument is not among its choices.
     """
-    matrix = Matrix(A, square=True)
-    probes = Probes(matrix, distribution, chunk_size, seed, generator)
-    goal = Goal(rtol, return_error)
-    return _average_products(probes, num_matvecs, goal, quadratic_forms)
+    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
+    return _average(probes, num_matvecs, StoppingRule(rtol, return_error), quadratic_forms)
 
 
-@vector_estimator
-@solves("hutchinson_diag")
+@estimator("hutchinson_diag", np.ndarray)
 def hutchinson_diag(
     A: AnyMatrix,
     num_matvecs: int,
@@ -80,7 +71,7 @@ def hutchinson_diag(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
+) -> Any:
     """Estimate the diagonal of a square matrix.
 
     ``diag(A) = E[x * (A x)]``, entry by entry (Bekas et al., An estimator for the diagonal of a
@@ -88,30 +79,23 @@ def hutchinson_diag(
     exact for diagonal ones.
 
     Args:
-        A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The largest number of products with ``A``; from D on, the result is exact.
+        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
+        num_matvecs: The largest number of products with ``A``.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the norm of the standard errors is this small, relative to that of the
-            estimate.
-        return_error: Whether to return the standard errors, too.
+        rtol: Stop when the standard error is this small, relative to the estimate, in norm.
+        return_error: Whether to return the standard error, too.
         chunk_size: How many vectors are multiplied at once.
         seed: Seeds the random vectors.
         generator: Draws the random vectors.
 
     Returns:
-        The estimate ``[D]``. With ``return_error`` a named tuple of ``estimate`` and
-        ``standard_error``, both ``[D]``.
-
-    Raises:
-        ValueError: If the matrix is not square, or an argument is not among its choices.
+        A vector ``[D]``, or with ``return_error`` a named tuple of two such vectors.
     """
-    matrix = Matrix(A, square=True)
-    probes = Probes(matrix, distribution, chunk_size, seed, generator)
-    return _average_products(probes, num_matvecs, Goal(rtol, return_error), torch.mul)
+    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
+    return _average(probes, num_matvecs, StoppingRule(rtol, return_error), torch.mul)
 
 
-@number_estimator
-@solves("hutchinson_squared_fro")
+@estimator("hutchinson_squared_fro", np.floating)
 def hutchinson_squared_fro(
     A: AnyMatrix,
     num_matvecs: int,
@@ -122,14 +106,14 @@ def hutchinson_squared_fro(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
+) -> Any:
     """Estimate the squared Frobenius norm of a matrix, square or not.
 
     ``|A|_F^2 = tr(A^T A) = E[|A x|^2]``. Unbiased for every matrix.
 
     Args:
-        A: See ``hutchinson_trace``, also for the other arguments.
-        num_matvecs: The largest number of products with ``A``; from D on, the result is exact.
+        A: Any matrix. The other arguments are those of ``hutchinson_trace``.
+        num_matvecs: The largest number of products with ``A``.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
         rtol: Stop when the standard error is this small, relative to the estimate.
         return_error: Whether to return the standard error, too.
@@ -138,24 +122,18 @@ def hutchinson_squared_fro(
         generator: Draws the random vectors.
 
     Returns:
-        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
-        ``standard_error``.
-
-    Raises:
-        ValueError: If an argument is not among its choices.
+        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
     """
     probes = Probes(Matrix(A), distribution, chunk_size, seed, generator)
-    goal = Goal(rtol, return_error)
 
     def sample(X: Tensor, AX: Tensor) -> Tensor:
         # squares may not be numbers of the matrix's type
         return double_norm(AX, 0).square()
 
-    return _average_products(probes, num_matvecs, goal, sample)
+    return _average(probes, num_matvecs, StoppingRule(rtol, return_error), sample)
 
 
-@number_estimator
-@solves("hutchpp_trace")
+@estimator("hutchpp_trace", np.floating)
 def hutchpp_trace(
     A: AnyMatrix,
     num_matvecs: int,
@@ -166,8 +144,8 @@ def hutchpp_trace(
     chunk_size: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | np.number | np.ndarray | Estimate:
-    """Estimate the trace of a square matrix: exactly in a subspace, at random in the rest.
+) -> Any:
+    """Estimate the trace of a square matrix: exactly in a subspace, at random outside of it.
 
     ``tr(A) = tr(Q^T A Q) + E[x^T (I - Q Q^T) A (I - Q Q^T) x]``, with Q an orthonormal basis of the
     range of ``A S``, S random vectors (Algorithm 1 of Meyer et al., Hutch++: optimal stochastic
@@ -175,44 +153,48 @@ def hutchpp_trace(
     ``num_matvecs / 3``.
 
     Args:
-        A: See ``hutchinson_trace``, also for the other arguments.
+        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
         num_matvecs: The largest number of products with ``A``, at least three. A third each goes
-            into Q, its part of the trace, and the rest. From D on, the result is exact.
+            into Q, the trace in its span, and the trace outside.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate. The first two
-            thirds of the products are spent in any case.
-        return_error: Whether to return the standard error, too: that of the random part.
+        rtol: Stop when the standard error is this small, relative to the estimate.
+        return_error: Whether to return the standard error, too.
         chunk_size: How many vectors are multiplied at once. Q is held in memory in any case.
         seed: Seeds the random vectors.
         generator: Draws the random vectors.
 
     Returns:
-        The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
-        ``standard_error``.
-
-    Raises:
-        ValueError: If the matrix is not square, ``num_matvecs`` is too small, or another argument
-            is not among its choices.
+        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
     """
     matrix = Matrix(A, square=True)
     probes = Probes(matrix, distribution, chunk_size, seed, generator)
-    goal = Goal(rtol, return_error)
-    num, may_be_exact = split(num_matvecs, 3, probes.dim, 1 + goal.return_error, goal)
-    if num == 0:
-        return goal.report_exact(matrix, sum_over_unit_vectors(probes, quadratic_forms))
+    rule, average = StoppingRule(rtol, return_error), Average()
+    num, may_be_exact = rule.split(num_matvecs, probes.dim, cost=3, error_needs=2)
     Q = torch.linalg.qr(probes.multiply(probes.draw(num))).Q
     # contiguous vectors multiply fastest
     inside = (Q * probes.multiply(Q.T.contiguous().T)).sum()
 
-    def sample(X: Tensor) -> Tensor:
-        outside = X - Q @ (Q.T @ X)
-        return quadratic_forms(outside, matrix @ outside)
+    def update(X: Tensor) -> tuple[Tensor, Tensor]:
+        X = X - Q @ (Q.T @ X)
+        outside, error = average.update(quadratic_forms(X, matrix @ X))
+        return inside + outside, error
 
-    return average(probes, num, goal, sample, inside, quadratic_forms if may_be_exact else None)
+    sizes, exact = rule.chunks(num, probes.chunk_size), quadratic_forms if may_be_exact else None
+    return rule.run(probes, sizes, update, exact)
 
 
-def _average_products(probes: Probes, num_matvecs: int, goal: Goal, sample: Sample) -> Any:
-    """Average a function of random vectors X and of ``A X``."""
-    num, may_be_exact = split(num_matvecs, 1, probes.dim, 1 + goal.return_error, goal)
-    exact = sample if may_be_exact else None
-    return average(probes, num, goal, lambda X: sample(X, probes.matrix @ X), exact=exact)
+def _average(
+    probes: Probes,
+    num_matvecs: int,
+    rule: StoppingRule,
+    sample: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """Average a function of random vectors X and of ``A X``, with samples along the last axis."""
+    num, may_be_exact = rule.split(num_matvecs, probes.dim, cost=1, error_needs=2)
+    average = Average()
+    return rule.run(
+        probes,
+        rule.chunks(num, probes.chunk_size),
+        lambda X: average.update(sample(X, probes.matrix @ X)),
+        sample if may_be_exact else None,
+    )

@@ -1,25 +1,26 @@
 """Least squares: the pseudo-inverse of any matrix."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, overload
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.inverse import Kind, Systems
+from curvlinops.algorithms.iterative import Kind
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
-from curvlinops.algorithms.products import norms, scaled, solutions, unit_of, unit_rows
-from curvlinops.linear_operator.linear import Array
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Vectors, read
+from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
-from curvlinops.support.progress import show_residuals, solver
+from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import solver
 from curvlinops.support.torch_modes import default_modes
+
+#: Values of ``istop`` without a solution.
+_FAILURES = {3: "conlim is exceeded", 6: "the matrix is singular", 7: "maxiter is reached"}
 
 
 class LSMRSolution(NamedTuple, Generic[Kind]):
@@ -28,8 +29,8 @@ class LSMRSolution(NamedTuple, Generic[Kind]):
     Attributes:
         x: The solutions, of the kind of the right-hand sides.
         istop: Why the iteration ended. 0: x = 0 is the solution. 1: ``A x = b`` is solved. 2: the
-            least-squares problem is solved. 3: the condition number exceeds ``conlim``. 7:
-            ``maxiter`` is reached.
+            least-squares problem is solved. 3: the condition number exceeds ``conlim``. 4, 5, 6:
+            the same as 1, 2, 3 up to rounding. 7: ``maxiter`` is reached.
         itn: Number of iterations.
         normr: ``||b - A x||``; with damping the root of ``||b - A x||^2 + damp^2 ||x||^2``.
         normar: ``||A^T (b - A x) - damp^2 x||``.
@@ -53,7 +54,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; of all minimizers the one of least norm (Fong and
     Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci. Comput.
-    2011). For all right-hand sides at once; those that are solved drop out. Its adjoint is the
+    2011). SciPy's ``lsmr`` solves for one right-hand side after the other, on the host: each
+    product with a matrix on another device moves one vector there and one back. The adjoint is the
     pseudo-inverse of the adjoint.
 
     Args:
@@ -69,7 +71,6 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
-        ValueError: If a solution is too large or too small for the matrix's type.
     """
 
     def __init__(
@@ -103,8 +104,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         damp, conlim = check_number("damp", damp), check_number("conlim", conlim, 0)
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
         self.maxiter = check_count("maxiter", maxiter)
-        self.damp = abs(damp)
-        self.atol, self.btol, self.conlim = atol, btol, conlim or inf
+        self.damp, self.atol, self.btol, self.conlim = abs(damp), atol, btol, conlim
 
     @overload
     def matvec_with_info(self, x: Array) -> LSMRSolution[Array]: ...
@@ -116,7 +116,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Solve for right-hand sides, and return all that is known about the solutions."""
         without_graph(x, "The right-hand side")
         with default_modes():
-            columns, write = read(x, self.domain)
+            columns, write = to_columns(x, self.domain)
             X, *info = self._solve(self.domain.join(columns), adjoint=False)
             return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
 
@@ -132,183 +132,60 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         return self.domain.split(X)
 
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
-        """Solve for rows; return the fields of ``LSMRSolution``."""
-        with solver(type(self).__name__, self):
-            return self._iterate(B, adjoint)
-
-    def _iterate(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
+        """Solve for rows; return the fields of ``LSMRSolution``, with true residuals."""
         multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
+        shape: tuple[int, int] = self._matrix.shape
         if adjoint:
-            multiply, transposed = transposed, multiply
-        # squares of what is measured in units neither overflow nor vanish
-        B, scale = unit_rows(B)
-        u, beta = _unit(B)
-        image = _rows(transposed, 1.0, u)
-        unit = unit_of(image, u, self.damp)
-        forward, backward = partial(_rows, multiply, unit), partial(_rows, transposed, unit)
-        damp = self.damp / unit
-        state, X = _start(B, u, beta, image / unit, damp)
-        info = torch.zeros(5, len(B), dtype=torch.float64, device=B.device)
-        sizes = norms(B)
-        while len(state.place):
-            # the first check is for solutions that are zero
-            stop = self._stop(state, norms(X[state.place]), sizes[state.place], damp)
-            ended = stop >= 0
-            done = state.place[ended]
-            info[:, done] = torch.stack(
-                [stop, state.itn, state.normar, state.norma, state.conda()]
-            )[:, ended]
-            state.keep(~ended)
-            if len(state.place):
-                X.index_add_(0, state.place, _advance(state, forward, backward, damp))
-        istop, itn, normar, norma, conda = info
-        R, size = _unit(B - forward(X))
-        gradient = backward(R) - scaled(damp**2 / size.where(size > 0, 1.0), X)
-        true = norms(gradient) * size.where(size > 0, 1.0)
-        normx, normr = norms(X), torch.hypot(size, damp * norms(X))
-        self._report(istop, true, normar, normr, norma)
-        X, normx = solutions(X, scale / unit), scale / unit * normx
-        norms_of = (scale * normr, scale * unit * true, unit * norma)
-        return X, istop.long(), itn.long(), *norms_of, conda, normx
-
-    def _stop(self, s: "_State", normx: Tensor, normb: Tensor, damp: float) -> Tensor:
-        """Return for each system why it ends, or -1."""
-        normr = torch.hypot(norms(s.R), damp * normx)
-        # nothing is smaller than rounding errors
-        atol, btol = (max(tol, torch.finfo(self.torch_dtype).eps) for tol in (self.atol, self.btol))
-        enough, least_enough = btol * normb + atol * s.norma * normx, atol * s.norma * normr
-        solved, least = normr <= enough, s.normar <= least_enough
-        show_residuals((normr, enough), (s.normar, least_enough))
-        reasons = [
-            (s.itn >= self.maxiter, 7.0),
-            (s.conda() >= self.conlim, 3.0),
-            (least, 2.0),
-            (s.normar == 0, 2.0),
-            (solved, 1.0),
-            ((s.normar == 0) & (s.itn == 0), 0.0),
-        ]
-        stop = torch.full_like(s.normar, -1.0)
-        for condition, reason in reasons:
-            stop = torch.where(condition, reason, stop)
-        return stop
-
-    def _report(
-        self, istop: Tensor, true: Tensor, normar: Tensor, normr: Tensor, norma: Tensor
-    ) -> None:
-        """Say which systems are not solved, or only in the eyes of the recursion."""
+            multiply, transposed, shape = transposed, multiply, (shape[1], shape[0])
         eps = torch.finfo(self.torch_dtype).eps
-        drifted = true > 10 * (normar + (self.atol + 10 * eps) * norma * normr)
-        failed = (istop >= 3) | ((istop == 2) & drifted)
+        atol, btol = max(self.atol, eps), max(self.btol, eps)
+        X = B.new_zeros(len(B), shape[1])
+        info = torch.zeros(7, len(B), dtype=torch.float64, device=B.device)
+        with solver(type(self).__name__, self):
+            # scipy overestimates the condition number of matrices with a norm below one
+            norms = double_norm(transposed(B.T), 0) / double_norm(B, 1)
+            unit = max(norms.nan_to_num().tolist(), default=0.0) or 1.0  # at most the norm of A
+            products = [_on_host(product, unit) for product in (multiply, transposed)]
+            A = LinearOperator(shape, *products, dtype=float)
+            damp = self.damp / unit
+            for k, b in enumerate(B):
+                # scipy divides by zero where a space ends
+                with np.errstate(all="ignore"):
+                    b = b.double().cpu().numpy()
+                    x, *numbers = lsmr(A, b, damp, atol, btol, self.conlim, self.maxiter)
+                X[k], info[:, k] = torch.from_numpy(x / unit).to(X), info.new_tensor(numbers)
+            R = B - multiply(X.T).T
+            gradient = transposed(R.T).T - self.damp**2 * X
+        istop, itn, (norma, conda) = *info[:2].long(), info[4:6]
+        norma = unit * norma
+        normx, normar = double_norm(X, 1), double_norm(gradient, 1)
+        normr = torch.hypot(double_norm(R, 1), self.damp * normx)
+        # true residuals have rounding errors of products
+        slack = 10 * (atol + 10 * eps)
+        solved = normr <= 10 * btol * double_norm(B, 1) + slack * norma * normx
+        solved |= normar <= slack * norma * normr
+        self._report(istop, solved, normar / (norma * normr))
+        return X, istop, itn, normr, normar, norma, conda, normx
+
+    def _report(self, istop: Tensor, solved: Tensor, residuals: Tensor) -> None:
+        """Say which problems are not solved, or solved only as scipy's estimates see it."""
+        failed = ~solved | (istop == 3) | (istop >= 6)
         if not bool(failed.any()):
             return
-        reasons = {3: "conlim is exceeded", 7: "maxiter is reached", 2: "rounding prevents it"}
-        why = [text for code, text in reasons.items() if bool((istop[failed] == code).any())]
-        worst = float((true / (norma * normr))[failed].max())
+        reasons = {_FAILURES.get(code, "rounding prevents it") for code in istop[failed].tolist()}
         fail(
-            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} problems are not "
-            f"solved ({', '.join(why)}), ||A^T r|| / (||A|| ||r||) is up to {worst:.1e} "
-            f"(atol={self.atol:.1e}). Allow a larger tolerance, conlim or maxiter, or damp.",
+            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} problems are not solved "
+            f"({', '.join(sorted(reasons))}), ||A^T r|| / (||A|| ||r||) is up to "
+            f"{float(residuals[failed].max()):.1e} (atol={self.atol:.1e}). Allow a larger "
+            "tolerance, conlim or maxiter, or damp.",
             self.on_failure,
         )
 
 
-def _rows(multiply: Product, unit: float, rows: Tensor) -> Tensor:
-    return multiply(rows.T).T.contiguous() / unit
+def _on_host(multiply: Product, unit: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a product of tensors ``[D, K]``, over ``unit``, as one of numpy arrays ``[D]``."""
 
+    def product(x: np.ndarray) -> np.ndarray:
+        return multiply(torch.from_numpy(x).reshape(-1, 1))[:, 0].double().cpu().numpy() / unit
 
-@dataclass
-class _State(Systems):
-    """The Golub-Kahan bidiagonalization and the two QR decompositions of its matrix."""
-
-    itn: Tensor
-    R: Tensor  # residuals b - A x
-    u: Tensor
-    v: Tensor
-    alpha: Tensor
-    h: Tensor  # directions, and their products with A
-    h_bar: Tensor
-    Ah: Tensor
-    Ah_bar: Tensor
-    turn: Tensor  # what h loses of its predecessor
-    alpha_bar: Tensor
-    zeta_bar: Tensor
-    rho: Tensor
-    rho_bar: Tensor
-    cos_bar: Tensor
-    sin_bar: Tensor
-    squares: Tensor  # of the bidiagonal matrix
-    largest: Tensor  # diagonal entries of its second factor
-    smallest: Tensor
-
-    @property
-    def normar(self) -> Tensor:
-        return self.zeta_bar.abs()
-
-    @property
-    def norma(self) -> Tensor:
-        return self.squares.sqrt()
-
-    def conda(self) -> Tensor:
-        """Return the estimated condition number, one before there is any."""
-        return (self.largest / self.smallest).where(self.largest > 0, 1.0)
-
-
-def _unit(rows: Tensor) -> tuple[Tensor, Tensor]:
-    size = norms(rows)
-    return scaled(1 / size.where(size > 0, 1.0), rows), size
-
-
-def _start(B: Tensor, u: Tensor, beta: Tensor, image: Tensor, damp: float) -> tuple[_State, Tensor]:
-    v, alpha = _unit(image)
-    zero, one = torch.zeros_like(beta), torch.ones_like(beta)
-    rows, images = torch.zeros_like(v), torch.zeros_like(u)
-    state = _State(
-        place=torch.arange(len(B), device=B.device),
-        itn=zero,
-        R=B,
-        u=u,
-        v=v,
-        alpha=alpha,
-        h=v,
-        h_bar=rows,
-        Ah=images,
-        Ah_bar=images,
-        turn=zero,
-        alpha_bar=alpha,
-        zeta_bar=alpha * beta,
-        rho=one,
-        rho_bar=one,
-        cos_bar=one,
-        sin_bar=zero,
-        squares=alpha**2 + damp**2,
-        largest=zero,
-        smallest=torch.full_like(one, torch.inf),
-    )
-    return state, torch.zeros_like(v)
-
-
-def _advance(s: _State, forward: Product, backward: Product, damp: float) -> Tensor:
-    """Do one iteration; return the step of x."""
-    image = forward(s.v)
-    s.u, beta = _unit(image - scaled(s.alpha, s.u))
-    s.v, s.alpha = _unit(backward(s.u) - scaled(beta, s.v))
-    s.Ah = image - scaled(s.turn, s.Ah)
-    alpha_hat = torch.hypot(s.alpha_bar, torch.full_like(beta, damp))
-    rho, rho_old = torch.hypot(alpha_hat, beta), s.rho
-    cos, sin = alpha_hat / rho, beta / rho
-    theta, s.alpha_bar = sin * s.alpha, cos * s.alpha
-    theta_bar, diagonal = s.sin_bar * rho, s.cos_bar * rho
-    rho_bar, rho_bar_old = torch.hypot(diagonal, theta), s.rho_bar
-    s.cos_bar, s.sin_bar = diagonal / rho_bar, theta / rho_bar
-    zeta, s.zeta_bar = s.cos_bar * s.zeta_bar, -s.sin_bar * s.zeta_bar
-    turn_bar = theta_bar * rho / (rho_old * rho_bar_old)
-    s.h_bar = s.h - scaled(turn_bar, s.h_bar)
-    s.Ah_bar = s.Ah - scaled(turn_bar, s.Ah_bar)
-    length = zeta / (rho * rho_bar)
-    s.R = s.R - scaled(length, s.Ah_bar)
-    s.turn = theta / rho
-    s.h = s.v - scaled(s.turn, s.h)
-    s.rho, s.rho_bar, s.itn = rho, rho_bar, s.itn + 1
-    s.squares = s.squares + beta**2 + s.alpha**2 + damp**2
-    s.largest, s.smallest = s.largest.maximum(rho_bar), s.smallest.minimum(rho_bar)
-    return scaled(length, s.h_bar)
+    return product

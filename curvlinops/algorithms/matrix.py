@@ -10,10 +10,9 @@ from scipy.sparse import issparse, sparray, spmatrix
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.linear_operator.columns import not_finite
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.linear_operator.vectors import Vectors, is_ours, read
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.linear_operator.vectors import Vectors, is_native, to_columns
 from curvlinops.support.arguments import without_graph
 from curvlinops.support.progress import count_products
 
@@ -122,7 +121,7 @@ class Matrix:
         """
         without_graph(x, "The vector")
         domain = self.operator.domain
-        return domain.join(read(x if is_ours(x) else np.array(x), domain)[0]).T
+        return domain.join(to_columns(x if is_native(x) else np.array(x), domain)[0]).T
 
     def write(self, x: Tensor) -> Tensor | np.ndarray:
         """Return a result in the matrix's own kind.

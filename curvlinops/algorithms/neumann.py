@@ -13,10 +13,10 @@ from curvlinops.algorithms.matrix import (
     Product,
     read_preconditioner,
 )
-from curvlinops.algorithms.products import norms
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.arguments import check_count, check_number
+from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import show_residuals, solver
 
 
@@ -84,71 +84,62 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         return [self._matrix.operator._formula()]
 
     def _apply(self, columns: Columns) -> Columns:
-        rows = self._precondition(self.domain.join(columns), adjoint=False)
-
-        def step(rows: Tensor) -> Tensor:
-            return self._precondition(self._multiply(rows, adjoint=False), adjoint=False)
-
-        return self.codomain.split(self._sum(rows, step))
+        A, P = self._matrix, self._preconditioner
+        rows = self._sum(
+            _times(P, self.domain.join(columns)), lambda rows: _times(P, _times(A, rows))
+        )
+        return self.codomain.split(rows)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         # (I - s P A)^k s P has the transpose s P^T (I - s A^T P^T)^k
-        def step(rows: Tensor) -> Tensor:
-            return self._multiply(self._precondition(rows, adjoint=True), adjoint=True)
-
-        rows = self._sum(self.codomain.join(columns), step)
-        return self.domain.split(self._precondition(rows, adjoint=True))
-
-    def _multiply(self, rows: Tensor, adjoint: bool) -> Tensor:
-        matrix = self._matrix
-        return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T
-
-    def _precondition(self, rows: Tensor, adjoint: bool) -> Tensor:
-        matrix = self._preconditioner
-        if matrix is None:
-            return rows
-        return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)
+        A, P = self._matrix, self._preconditioner
+        rows = self._sum(
+            self.codomain.join(columns), lambda rows: _times(A, _times(P, rows, True), True)
+        )
+        return self.domain.split(_times(P, rows, True))
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
+        """Return ``scale * sum_k (I - scale * step)^k rows``, for rows ``[K, D]``."""
         with solver(type(self).__name__, self):
-            return self._add_terms(rows, step)
-
-    def _add_terms(self, rows: Tensor, step: Product) -> Tensor:
-        term = total = self.scale * rows
-        first = before = last = norms(term)
-        for k in range(1, self.num_terms + 1):
-            try:
-                product = step(term)
-            except ValueError as error:
-                if bool((norms(term) > first).any()):
-                    self._diverge(k, error)  # terms grow until a product overflows
-                raise
-            term = term - self.scale * product
-            total = total + term
-            if self.check_nan or k >= self.num_terms - 1:
-                before, last = last, norms(term)
+            term = total = self.scale * rows
+            first = before = last = double_norm(term, 1)
+            for k in range(1, self.num_terms + 1):
+                try:
+                    product = step(term)
+                except ValueError as error:
+                    if bool((last > first).any()):
+                        self._diverge(k, error)  # terms grow until a product overflows
+                    raise
+                term = term - self.scale * product
+                total = total + term
+                before, last = last, double_norm(term, 1)
                 show_residuals((last, self.rtol * first))
-                if not bool(last.isfinite().all()):
+                if self.check_nan and not bool(last.isfinite().all()):
                     self._diverge(k)
         # terms without curvature remain as they are, up to rounding
         growing = last > before * (1 + 100 * torch.finfo(term.dtype).eps)
-        if bool((growing | (last > first)).any()):
+        if bool((growing | (last > first) | ~last.isfinite()).any()):
             self._diverge(self.num_terms)
-        self._report((last / first)[first > 0])
-        return total
-
-    def _report(self, residuals: Tensor) -> None:
-        if bool((residuals > self.rtol).any()):
+        if bool((last > self.rtol * first).any()):
             fail(
                 f"The Neumann series has not converged after {self.num_terms} terms: relative "
-                f"residuals are up to {float(residuals.max()):.1e} (rtol={self.rtol:.1e}). Use "
-                "more terms, a larger scale, or a preconditioner; CGInverseLinearOperator needs "
-                "fewer products. If the truncation is meant, pass rtol=1.",
+                f"residuals are up to {float((last / first).nan_to_num().max()):.1e} "
+                f"(rtol={self.rtol:.1e}). Use more terms, a larger scale, or a preconditioner; "
+                "CGInverseLinearOperator needs fewer products. If the truncation is meant, pass "
+                "rtol=1.",
                 self.on_failure,
             )
+        return total
 
     def _diverge(self, k: int, cause: Exception | None = None) -> None:
         raise DivergenceError(
             f"The Neumann series diverges (term {k} of {self.num_terms}). Choose a scale below two "
             f"over the largest eigenvalue (it is {self.scale}), and a positive definite matrix."
         ) from cause
+
+
+def _times(matrix: Matrix | None, rows: Tensor, adjoint: bool = False) -> Tensor:
+    """Multiply rows ``[K, D]`` by a matrix or its adjoint; by the identity if there is none."""
+    if matrix is None:
+        return rows
+    return (matrix.adjoint_matmul(rows.T) if adjoint else matrix @ rows.T).T.to(rows)

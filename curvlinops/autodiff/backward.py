@@ -1,8 +1,10 @@
-"""Backward passes over a model problem to a batch."""
+"""Backward passes over a model problem to a batch, with several columns at once."""
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from math import ceil
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -10,9 +12,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.linear_operator.columns import add, in_chunks
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.memory import lacks_memory
 from curvlinops.support.torch_internals import run_backward, without_torch_function
+from curvlinops.support.warnings import first_line
+
+_LOGGER = logging.getLogger("curvlinops")
+
+#: A batched pass needs about the graph's memory for each column. Several are faster while this
+#: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
+_BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 #: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -180,10 +190,12 @@ def pull_several(
     Returns:
         ``[K, *input]`` for each input; ``None`` where no output depends on it.
     """
-    if len(next(iter(cotangents.values()))) == 1:
-        columns = {name: cotangent[0] for name, cotangent in cotangents.items()}
+    with without_torch_function():  # an evaluation watches what the model calls
+        single = len(next(iter(cotangents.values()))) == 1
+        columns = {name: cotangent[0] for name, cotangent in cotangents.items()} if single else {}
+    if single:
         grads = pull(outputs, columns, inputs, retain=retain)
-        with without_torch_function():  # an evaluation watches what the model calls
+        with without_torch_function():
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
                 for name, grad in grads.items()
@@ -195,8 +207,8 @@ def pull_several(
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        found = torch.func.vmap(product)(cotangents)
-    return {name: found.get(name) for name in inputs}
+        grads = torch.func.vmap(product)(cotangents)
+    return {name: grads.get(name) for name in inputs}
 
 
 def pull_columns(
@@ -206,9 +218,79 @@ def pull_columns(
     retain: bool = True,
 ) -> Columns:
     """Multiply like ``pull_several``; zeros where no output depends on an input."""
-    num_columns = len(next(iter(cotangents.values())))
-    found = pull_several(outputs, cotangents, inputs, retain)
-    return {
-        name: inputs[name].new_zeros(num_columns, *inputs[name].shape) if grad is None else grad
-        for name, grad in found.items()
-    }
+    grads = pull_several(outputs, cotangents, inputs, retain)
+    missing = [name for name, grad in grads.items() if grad is None]
+    num_columns = len(next(iter(cotangents.values()))) if missing else 0
+    zeros = {name: inputs[name].new_zeros(num_columns, *inputs[name].shape) for name in missing}
+    return grads | zeros
+
+
+# --- several columns at once
+
+
+def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
+    """Return whether several times a graph's memory is still little enough to be fast."""
+    return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
+
+
+def in_chunks(
+    product: Callable[..., Columns], size: int | None
+) -> Callable[..., Iterator[tuple[slice, Columns]]]:
+    """Return a function that applies a product to any number of columns.
+
+    Args:
+        product: Takes and returns columns. Several at once it computes by ``vmap``, which some
+            operations do not support: then they are taken one by one.
+        size: How many at once, fewer if there is no memory for so many. Default: as many as have
+            ``_BUDGETS`` bytes with the tensors in the product's closure.
+
+    Returns:
+        A function of columns, of the dtypes to which ``product`` needs them cast, and of further
+        arguments of the product. It yields which columns it has multiplied, and their product.
+    """
+
+    def chunks(
+        V: Columns, dtypes: Mapping[str, torch.dtype], *args: Any
+    ) -> Iterator[tuple[slice, Columns]]:
+        nonlocal size
+        some = next(iter(V.values()))
+        num_columns, start = some.shape[0], 0
+        if num_columns > 1 and size is None:
+            budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
+            size = max(budget // max(footprint(product), 1), 1)
+        failure = None
+        while start < num_columns:
+            rest = 1 if failure else num_columns - start
+            # in equal parts
+            rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
+            try:
+                part = product(_take(V, rows, dtypes), *args)
+            except Exception as error:  # a user's own backward may raise anything
+                if rows.stop == start + 1:
+                    raise
+                if lacks_memory(error):
+                    size = (rows.stop - start) // 2
+                    _LOGGER.warning("No memory for so many columns at once, now %d.", size)
+                else:
+                    failure = first_line(error)
+                continue
+            if failure:  # what one column can do, vmap cannot
+                _LOGGER.info("Columns are multiplied one by one: %s", failure)
+                size, failure = 1, None
+            yield rows, part
+            start = rows.stop
+
+    return chunks
+
+
+def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[dict[str, Tensor]]:
+    """Yield the columns one by one, cast to ``dtypes``, without their column axis."""
+    for index in range(next(iter(V.values())).shape[0]):
+        column = _take(V, slice(index, index + 1), dtypes)
+        yield {name: value[0] for name, value in column.items()}
+
+
+def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
+    with without_torch_function():  # an evaluation watches what the model calls
+        # contiguous: the columns of a matrix are far apart in its memory
+        return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff import overrides
-from curvlinops.autodiff.model import Model, modules_of
+from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.parameters import with_attributes
 from curvlinops.support.pytree import copy_containers
-from curvlinops.support.torch_internals import uncached_parametrizations
+from curvlinops.support.torch_internals import (
+    backward_hooks,
+    modules_of,
+    tensor_tables,
+    uncached_parametrizations,
+)
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
-
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 _ONE_ARGUMENT = (
     "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
@@ -114,25 +117,25 @@ class IsolatedModules:
             attributes = vars(module)
             self._containers.append(attributes)
             self._containers += [x for x in attributes.values() if type(x) in _CONTAINERS]
-            for buffer in module._buffers.values():
+            parameters, buffers = tensor_tables(module)
+            for buffer in buffers.values():
                 is_constant = buffer is not None and not (keep_graphs and buffer.requires_grad)
                 if is_constant and id(buffer) not in tensors:
                     tensors[id(buffer)] = with_attributes(buffer.detach().clone(), buffer)
-            for own in filter(None, (module._parameters, module._buffers)):
-                self._inside.append((own, {n: tensors.get(id(x), x) for n, x in own.items()}))
-            hooks = map(attributes.__getitem__, _BACKWARD_HOOKS)
-            self._inside += [(own, {}) for own in filter(None, hooks)]
+            for table in filter(None, (parameters, buffers)):
+                self._inside.append((table, {n: tensors.get(id(x), x) for n, x in table.items()}))
+            self._inside += [(hooks, {}) for hooks in filter(None, backward_hooks(module))]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Enter the context."""
-        found = [(x, _copy(x)) for x in filter(None, self._containers)]
+        before = [(x, _copy(x)) for x in filter(None, self._containers)]
         empty = [*filterfalse(None, self._containers)]
         try:
             _write(self._inside)
             yield
         finally:
-            changed = [contents for contents in found if _differ(*contents)]
+            changed = [contents for contents in before if _differ(*contents)]
             changed += [(x, ()) for x in filter(None, empty)]
             if self._is_new:
                 self._inside, self._is_new = [(x, _copy(x)) for x, _ in changed], False

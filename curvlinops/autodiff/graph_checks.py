@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from curvlinops.autodiff.model import ClosureModel, Model, modules_of
+from curvlinops.autodiff.model import ClosureModel, Model
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 from curvlinops.support.fingerprint import Fingerprint, TooManyObjectsError
 from curvlinops.support.memory import lacks_memory
-from curvlinops.support.torch_internals import in_transform
+from curvlinops.support.torch_internals import in_transform, without_torch_function
 
 Tensors = Mapping[str, Tensor]
 
@@ -183,17 +183,6 @@ def own_names(model: Model) -> dict[int, str]:
     return {id(param): name for name, param in {**model.params, **model.registered}.items()}
 
 
-def own_ids(model: Model) -> set[int]:
-    """Return the ids of the parameters, and of the module's others if there is one.
-
-    Unlike ``own_names``, also those that cannot be replaced.
-    """
-    found = set(map(id, model.params.values()))
-    for module in [] if model.module is None else modules_of([model.module]):
-        found.update(map(id, module._parameters.values()))
-    return found
-
-
 def _explain(name: str) -> str:
     return (
         f"The model, or its loss, uses parameter '{name}' by a reference that is not registered (a "
@@ -226,5 +215,5 @@ def needs_graph(loss: Any, output: Tensor, target: Any, leaves: Tensors, params:
         return True
     # derivatives that count as zero where there is no graph
     with_graph = loss.sum(output.clone(), target)
-    with torch._C.DisableTorchFunction():  # the loss reads no numbers here
+    with without_torch_function():  # the loss reads no numbers here
         return not torch.allclose(total, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)

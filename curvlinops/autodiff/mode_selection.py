@@ -10,8 +10,7 @@ from curvlinops.autodiff.backward import Head, Problem, Seed, transposed_jacobia
 from curvlinops.autodiff.graph_checks import GraphError
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.modes import Forward, Reverse
-from curvlinops.linear_operator.columns import dot, norm
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, dot, norm
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.warnings import first_line

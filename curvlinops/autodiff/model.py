@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.module_checks import check_modules
 from curvlinops.autodiff.parameters import (
-    Given,
-    alias,
+    UserDictionary,
     check_complete,
     check_distinct,
     check_params,
@@ -19,21 +18,11 @@ from curvlinops.autodiff.parameters import (
     named_parameters,
     read_params,
     with_attributes,
+    without_history,
     without_ties,
 )
 from curvlinops.autodiff.used_modules import find_modules
-
-
-def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return modules and all their children, each once, faster than ``nn.Module.modules``."""
-    found, stack = {}, list(reversed([*roots]))
-    while stack:
-        module = stack.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if module._modules:
-                stack += [x for x in reversed([*module._modules.values()]) if x is not None]
-    return list(found.values())
+from curvlinops.support.torch_internals import modules_of, tensor_tables, without_hooks
 
 
 class Model(ABC):
@@ -56,12 +45,14 @@ class Model(ABC):
     differentiates = False
     registered: Mapping[str, Tensor] = {}
 
-    def __init__(self, source: Any, params: dict[str, Tensor], given: Given | None = None):
+    def __init__(
+        self, source: Any, params: dict[str, Tensor], dictionary: UserDictionary | None = None
+    ):
         check_params(params)
-        self.source, self.params, self._given = source, params, given
+        self.source, self.params, self._dictionary = source, params, dictionary
         self.roots = find_modules(source)
         self._shapes = {name: param.shape for name, param in params.items()}
-        self.as_list = given is None
+        self.as_list = dictionary is None
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -78,15 +69,15 @@ class Model(ABC):
     def leaves(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, to differentiate with respect to."""
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
-        leaves = {name: alias(param).requires_grad_() for name, param in self.params.items()}
+        leaves = {n: without_history(param).requires_grad_() for n, param in self.params.items()}
         for name, leaf in leaves.items():
             leaf.replaces = name  # to know it if it turns up in a later evaluation
         return leaves
 
     def follow(self, moves: bool = False) -> None:
-        """Use what the user's dictionary has now, see ``Given``; refuse other kinds and shapes."""
-        if self._given is not None:
-            self._given.update(self.params, moves)
+        """Use what the user's dictionary has now, and refuse other kinds and shapes."""
+        if self._dictionary is not None:
+            self._dictionary.update(self.params, moves)
         for name, shape in self._shapes.items():
             if self.params[name].shape != shape:
                 raise ValueError(
@@ -119,38 +110,39 @@ class ModuleModel(Model):
 
     def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
-        own, self.module = named_parameters(module)
-        check_complete({**own, **dict(module.named_buffers())})
+        registered, self.module = named_parameters(module)
+        check_complete({**registered, **dict(module.named_buffers())})
         user = params
         if not is_named(params):
-            names = {id(param): name for name, param in reversed(own.items())}
+            names = {id(param): name for name, param in reversed(registered.items())}
             params = list(params)
             for i, param in enumerate(params):
                 if id(param) not in names:
                     raise ValueError(
                         f"Entry {i} of params, of shape {list(param.shape)}, is not a parameter of "
-                        f"the model. Its parameters are {list(own)}."
+                        f"the model. Its parameters are {list(registered)}."
                     )
             check_distinct(params, names)
             params = {names[id(param)]: param for param in params}
         params = dict(params)
         for name in params:
-            if name not in own:
+            if name not in registered:
                 buffers = dict(module.named_buffers())
                 kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
                 raise ValueError(
-                    f"'{name}' in params is {kind}. The model's parameters are {list(own)}."
+                    f"'{name}' in params is {kind}. The model's parameters are {list(registered)}."
                 )
-        given = Given(user, {name: own[name] for name in params}) if is_named(user) else None
-        super().__init__(self.module, without_ties(params, own), given)
+        identities = {name: registered[name] for name in params}
+        dictionary = UserDictionary(user, identities) if is_named(user) else None
+        super().__init__(self.module, without_ties(params, registered), dictionary)
         # name in `params` -> the module's own parameter
-        self.registered = own
-        self._targets = {name: own[name] for name in self.params}
+        self.registered = registered
+        self._targets = {name: registered[name] for name in self.params}
         for name, param in self.params.items():
-            if param.shape != own[name].shape:
+            if param.shape != registered[name].shape:
                 raise ValueError(
                     f"'{name}' in params has shape {list(param.shape)}, the model's parameter "
-                    f"{list(own[name].shape)}."
+                    f"{list(registered[name].shape)}."
                 )
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -168,30 +160,32 @@ class ModuleModel(Model):
 
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
-        tensors = {id(own): with_attributes(values[n], own) for n, own in self._targets.items()}
-        modules = modules_of([self.module])
-        found = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
-        if missing := [n for n, own in self._targets.items() if id(own) not in found]:
+        targets = self._targets
+        tensors = {id(x): with_attributes(values[n], x) for n, x in targets.items()}
+        tables = (tensor_tables(module)[0] for module in modules_of([self.module]))
+        present = {id(x): x for table in tables for x in table.values() if x is not None}
+        if missing := [name for name, x in targets.items() if id(x) not in present]:
             raise ValueError(
                 f"The model's parameters {missing} were replaced by other tensors since the "
                 "operator was built (by load_state_dict(assign=True), an assignment, or pruning). "
                 "Build a new operator."
             )
-        return {key: tensors[key] if key in tensors else alias(x) for key, x in found.items()}
+        constants = {k: without_history(x) for k, x in present.items() if k not in tensors}
+        return tensors | constants
 
 
 class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
-        given = Given(params, {name: name for name in params})
-        super().__init__(function, dict(params), given)
+        dictionary = UserDictionary(params, {name: name for name in params})
+        super().__init__(function, dict(params), dictionary)
         check_distinct(list(self.params.values()), {id(p): n for n, p in self.params.items()})
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the function."""
-        own = self.params
-        return self.source({n: with_attributes(x, own[n]) for n, x in values.items()}, X)
+        params = self.params
+        return self.source({n: with_attributes(x, params[n]) for n, x in values.items()}, X)
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters."""
@@ -237,15 +231,14 @@ class ClosureModel(Model):
     def requiring_gradients(self) -> Iterator[None]:
         """Let the user's tensors require gradients, and keep their hooks from changing them."""
         params = list(self.params.values())
-        found = [(param.requires_grad, param._backward_hooks) for param in params]
+        flags = [param.requires_grad for param in params]
         try:
-            for param in params:
-                param.requires_grad_(True)
-                param._backward_hooks = None
-            yield
+            with without_hooks(params):
+                for param in params:
+                    param.requires_grad_(True)
+                yield
         finally:
-            for param, (requires_grad, hooks) in zip(params, found, strict=True):
-                param._backward_hooks = hooks
+            for param, requires_grad in zip(params, flags, strict=True):
                 param.requires_grad_(requires_grad)
 
 

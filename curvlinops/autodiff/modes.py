@@ -14,9 +14,7 @@ test suite:
   layers (PyTorch 2.13).
 """
 
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,19 +26,16 @@ from curvlinops.autodiff.backward import (
     Head,
     Problem,
     Tensors,
+    in_chunks,
     pull,
     pull_columns,
+    room_for,
+    single_columns,
 )
 from curvlinops.autodiff.evaluation import Evaluation
 from curvlinops.autodiff.graph_checks import check_memory
-from curvlinops.linear_operator.columns import add, in_chunks, room_for, single_columns
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.support.rng import preserved_rng
-
-with warnings.catch_warnings(), suppress(ImportError):
-    # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
-    warnings.simplefilter("ignore")
-    import torch._decomp.decompositions_for_jvp
 
 #: ``push(V) -> J V``, ``[K, M]``, for columns of the parameters.
 Push = Callable[[Columns], Tensor]

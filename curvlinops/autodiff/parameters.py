@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvlinops.support.arguments import as_integer
+from curvlinops.support.torch_internals import mark_as_parameter, original_module
 
 _COMPLEX = (
     " Let the model have its real and imaginary parts as a real parameter with a last axis of "
@@ -50,24 +51,24 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
     while True:
         if isinstance(module, wrappers):
             module = module.module
-        elif hasattr(module, "_orig_mod"):  # torch.compile; has no double backward
-            module = module._orig_mod
+        elif original_module(module) is not module:  # compiled code has no double backward
+            module = original_module(module)
         else:
             break
         names |= dict(module.named_parameters(remove_duplicate=False))
     return names, module
 
 
-class Given:
+class UserDictionary:
     """The user's dictionary of parameters, whose entries may be other tensors later.
 
     Args:
         params: The dictionary.
-        own: What each name stands for, such as a parameter of the module.
+        identities: What each name stands for, such as a parameter of the module.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], own: Mapping[str, Hashable]):
-        self._params, self._own = params, own
+    def __init__(self, params: Mapping[str, Tensor], identities: Mapping[str, Hashable]):
+        self._params, self._identities = params, identities
         self._met = dict(params)
 
     def update(self, params: dict[str, Tensor], moves: bool = False) -> None:
@@ -86,11 +87,13 @@ class Given:
         for name, param in now.items():
             if not isinstance(param, Tensor):
                 raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
-        new = {n: p for n, p in without_ties(now, self._own).items() if p is not self._met[n]}
+        new = {
+            n: p for n, p in without_ties(now, self._identities).items() if p is not self._met[n]
+        }
         for name, param in new.items():
-            if (found := _kind(param, moves)) != (known := _kind(params[name], moves)):
+            if (new_kind := _kind(param, moves)) != (old_kind := _kind(params[name], moves)):
                 raise ValueError(
-                    f"Parameter '{name}' is now {' '.join(found)}; it was {' '.join(known)} "
+                    f"Parameter '{name}' is now {' '.join(new_kind)}; it was {' '.join(old_kind)} "
                     "before. Build a new operator."
                 )
         params |= new
@@ -102,12 +105,14 @@ def _kind(param: Tensor, moves: bool) -> list[str]:
     return kind if moves else [*kind, f"on {param.device}"]
 
 
-def without_ties(params: Mapping[str, Tensor], own: Mapping[str, Hashable]) -> dict[str, Tensor]:
+def without_ties(
+    params: Mapping[str, Tensor], identities: Mapping[str, Hashable]
+) -> dict[str, Tensor]:
     """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
     first: dict[int, str] = {}
     kept = {}
     for name, param in params.items():
-        other = first.setdefault(id(own[name]), name)
+        other = first.setdefault(id(identities[name]), name)
         if other == name:
             kept[name] = param
         elif not torch.equal(param, params[other]):
@@ -170,16 +175,16 @@ def check_complete(tensors: Mapping[str, Tensor]) -> None:
         raise spread_error(f"{names} are DTensors")
 
 
-def spread_error(found: str) -> TypeError:
+def spread_error(subject: str) -> TypeError:
     """Return the error that parameters are spread over processes."""
     return TypeError(
-        f"{found}: each process has only a part of the parameters. Give each a model with all of "
+        f"{subject}: each process has only a part of the parameters. Give each a model with all of "
         "them, with values as by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
         "full_state_dict=True. What can be spread is the data, see process_group."
     )
 
 
-def alias(param: Tensor) -> Tensor:
+def without_history(param: Tensor) -> Tensor:
     """Return the same values without history (a copy where autograd refuses the tensor)."""
     values = param.detach().clone() if param.is_inference() else param.detach()
     return with_attributes(values, param)
@@ -189,7 +194,7 @@ def with_attributes(values: Tensor, param: Tensor) -> Tensor:
     """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
     vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
-        values._is_param = True  # which lets isinstance say so
+        mark_as_parameter(values)
     return values
 
 
@@ -201,11 +206,11 @@ def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
     """
     if sizes is None:
         return [names]
-    found = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
-    if None in found or min(found, default=0) < 1 or sum(found) != len(names):
+    counts = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
+    if None in counts or min(counts, default=0) < 1 or sum(counts) != len(names):
         raise ValueError(
             f"block_sizes must be positive integers that add up to the number of parameters, "
             f"{len(names)}; got {sizes}."
         )
-    rest = iter(names)
-    return [[next(rest) for _ in range(size)] for size in found]
+    remaining = iter(names)
+    return [[next(remaining) for _ in range(size)] for size in counts]

@@ -30,34 +30,36 @@ def find_modules(function: Any) -> list[nn.Module]:
     names, size = {"forward", "__call__"}, 0
     while len(names) > size:  # code that was found last may name attributes that were met before
         size = len(names)
-        found = _search(function, names)
-    return found
+        modules = _search(function, names)
+    return modules
 
 
 def _search(function: Any, names: set[str]) -> list[nn.Module]:
     """Follow attributes of these names; add the names that occur in the code that is found."""
-    found, stack = [], [function]
+    modules, stack = [], [function]
     seen: dict[int, Any] = {}  # keeps objects alive, so that no two have one id
     while stack:
         part = stack.pop()
         if id(part) in seen or isinstance(part, (*PLAIN, Tensor, ModuleType)):
             continue
         if isinstance(part, nn.Module):
-            found.append(part)
+            modules.append(part)
         for each in part.modules() if isinstance(part, nn.Module) else (part,):
             seen[id(each)] = each
             if isinstance(each, FunctionType) and not is_installed(each.__module__):
                 names.update(names_in(each.__code__))
             stack += _followed(each, names)
-    return found
+    return modules
 
 
 def _followed(part: Any, names: set[str]) -> list[Any]:
     if isinstance(part, type):
-        own = {} if is_installed(part.__module__) else vars(part)
-        return [*part.__bases__, *(own[name] for name in names if name in own)]
-    whole = callable(part) or type(part) in REFERENCES or isinstance(part, (Mapping, *CONTAINERS))
-    if whole and not isinstance(part, nn.Module):
+        members = {} if is_installed(part.__module__) else vars(part)
+        return [*part.__bases__, *(members[name] for name in names if name in members)]
+    is_followed = (
+        callable(part) or type(part) in REFERENCES or isinstance(part, (Mapping, *CONTAINERS))
+    )
+    if is_followed and not isinstance(part, nn.Module):
         return list(children(part))
     attributes = getattr(part, "__dict__", {})
     return [type(part), *(attributes[name] for name in names if name in attributes)]

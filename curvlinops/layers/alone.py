@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff import backward
-from curvlinops.layers.detection import TOLERANCES
+from curvlinops.layers.check import TOLERANCES
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.risk.data import Batch
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.memory import lacks_memory

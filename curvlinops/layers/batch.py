@@ -1,35 +1,30 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, pull_several
-from curvlinops.layers.capture import Call, Capture, Change, Recorded
-from curvlinops.layers.check import disagreeing, probe, shares
-from curvlinops.layers.detection import tolerance_of
-from curvlinops.layers.flow import layout_of, samples_by_edge
+from curvlinops.autodiff.backward import Problem, in_chunks, pull_several
+from curvlinops.layers.batch_axis import (
+    ALL_ROWS,
+    BatchAxis,
+    Rows,
+    decide,
+    moves_rows,
+    sketch,
+    wiring,
+)
+from curvlinops.layers.capture import Capture, Lookedup, Recorded
+from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
 from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.layout import Along, Layout, Scattered, by_samples
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import Outer, sum_of
 from curvlinops.layers.parts import Key, Part
-from curvlinops.layers.products import BYTES
-from curvlinops.layers.search import Search
-from curvlinops.linear_operator.columns import in_chunks
-from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
-from curvlinops.support.memory import lacks_memory
-
-_LOGGER = logging.getLogger("curvlinops")
-
-#: Operations of a graph whose rows may be in another order on the next batch.
-_DATA_DEPENDENT = ("Index", "Gather", "Scatter", "Sort", "Topk", "Masked", "Take")
+from curvlinops.support.pytree import leaves
 
 
 class RecordedBatch:
@@ -38,81 +33,51 @@ class RecordedBatch:
     Args:
         problem: The model on a batch.
         names: The parameters.
-        changes: What to do about some calls.
-        num_samples: How many samples there are, each with as many neighboring rows of the output;
-            ``None`` if each row is one.
 
     Attributes:
         names: The parameters.
         output: The model's output, with samples along the first axis.
+        num_samples: How many there are; each has as many neighboring rows of the output.
         uses: What was recorded.
-        layouts: Which rows belong to which sample.
+        axes: Which axis of a use's rows numbers the samples.
+        open: Uses for which other axes are possible; they differ in rows without a gradient.
         unconnected: Uses on which the output does not depend.
-        guessed: See ``Search``.
-        open: See ``Search``.
-        blank: Uses of whose rules ``check`` says nothing, as their gradients are zero.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        names: list[str],
-        changes: Mapping[Call, Change],
-        num_samples: int | None,
-    ):
+    def __init__(self, problem: Problem, names: list[str]):
         self.names = names
-        self._num_samples = num_samples
         self._problem = problem
         self._leaves = problem.leaves()
         self._evaluation = problem.evaluation(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
-        # the number of samples is known only afterwards: first without
-        self._capture = Capture(tracked)
-        self.output = self._run()
-        if changes:
-            before = self.output.detach()
-            self._capture = Capture(tracked, changes, before.shape[0])
-            self.output = self._run()
-            after = self.output.detach()
-            if after.shape != before.shape or differs(after, before, before):
-                raise ValueError("The model returns something else then.")
+        capture = Capture(tracked, leaves(problem.batch.X), evident_samples(problem))
+        with capture, self._evaluation.active():
+            output = problem.output(self._evaluation)
+        with torch.enable_grad():
+            self.output = capture.as_data(output)
+        self.num_samples = len(self.output)
         self.uses: dict[Key, Recorded] = {}
-        self.layouts: dict[Key, Layout] = {}
+        self.axes: dict[Key, BatchAxis] = {}
+        self.open: set[Key] = set()
+        self.unconnected: set[Key] = set()
         # no method of this object, which would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(pull_several, {"": self.output}), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
-        self.unconnected: set[Key] = set()
-        self.guessed: set[Key] = set()
-        self.open: set[Key] = set()
-        self.blank: set[Key] = set()
-        self._probed: dict[Key, Tensor] | None = None  # what the check needs, if it is small
-        self._nodes = set(graph_nodes(self.output))
+        self._lookups: dict[Key, Lookedup | None] = {}
+        self._nodes = dict.fromkeys(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
-        for ((_, index), place), recorded in self._capture.uses.items():
+        for ((_, index), place), recorded in capture.uses.items():
             found, overwritten = origins(recorded.tensor, by_id), recorded.called.overwritten
             key = Key(index, place, recorded.function, tuple(found))
             if recorded.called.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
+                self._lookups[key] = capture.lookup(recorded.tensor)
             elif not overwritten:
                 self.unconnected.add(key)
             if overwritten:  # perhaps its place in the graph is another one now
                 self._lost |= set(found)
-
-    def _run(self) -> Tensor:
-        with self._capture, self._evaluation.active():
-            return by_samples(self._problem.output(self._evaluation), self._num_samples)
-
-    @property
-    def model_output(self) -> Tensor:
-        """The output as the model returns it."""
-        return self.output if self._num_samples is None else self.output.flatten(0, 1)
-
-    @property
-    def num_samples(self) -> int:
-        """The length of the output's first axis."""
-        return self.output.shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -120,24 +85,38 @@ class RecordedBatch:
         calls = (recorded.called for recorded in self.uses.values())
         return sum(called.shape.numel() * called.dtype.itemsize for called in calls)
 
-    @property
-    def depends_on_data(self) -> bool:
-        """Whether the order of rows may be another one on the next batch."""
-        return any(node.name().startswith(_DATA_DEPENDENT) for node in self._nodes)
+    @cached_property
+    def precision(self) -> torch.dtype:
+        """The least precise dtype in which gradients are computed, also within the model."""
+        return least_precise(self._nodes, self.output)
 
-    def names_of(self, key: Key) -> list[str]:
-        """Return the parameters that enter a use."""
-        return list(self._origins[key])
+    @cached_property
+    def wiring(self) -> int:
+        """A hash of the number of samples and of the graph, see ``batch_axis.wiring``."""
+        return hash((self.num_samples, wiring(self._nodes)))
+
+    @cached_property
+    def moves_rows(self) -> bool:
+        """Whether rows of layers may be moved by their numbers."""
+        return moves_rows(self._nodes, {use.called.edge.node for use in self.uses.values()})
+
+    @property
+    def has_lookups(self) -> bool:
+        """Whether a table is read at the same indices for all samples."""
+        return any(lookup is not None for lookup in self._lookups.values())
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
         return sorted(self._lost.intersection(self.names))
 
+    def unsorted(self) -> list[str]:
+        """Return the parameters with uses whose rows could not be sorted by samples."""
+        keys = self.uses.keys() - self.axes.keys()
+        return sorted({name for key in keys for name in self._origins[key]})
+
     def drop(self, names: Iterable[str]) -> None:
         """Forget the uses of some parameters."""
-        names, self._probed = set(names), None
-        if not names:
-            return
+        names = set(names)
         self.names = [name for name in self.names if name not in names]
         self._origins = {
             key: {name: leaf for name, leaf in found.items() if name not in names}
@@ -145,10 +124,13 @@ class RecordedBatch:
         }
         self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
 
-    def fits(self, key: Key, layout: Along) -> bool:
-        """Return whether a use can have a layout."""
-        recorded = self.uses[key]
-        return layout.fits(recorded.use.lead, self.num_samples)
+    def recall(self, axes: Mapping[Key, BatchAxis]) -> None:
+        """Take the axes of samples that uses had on other batches, where they fit."""
+        for key, recorded in self.uses.items():
+            if self.num_samples == 1:
+                self.axes[key] = ALL_ROWS
+            elif key in axes and axes[key].fits(recorded.use.lead, self.num_samples):
+                self.axes[key] = axes[key]
 
     def gradients(self, u: Tensor, last: bool = False) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``.
@@ -167,96 +149,88 @@ class RecordedBatch:
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
         return {key: found[recorded.called] for key, recorded in self.uses.items()}
 
-    def prove(self) -> None:
-        """Find layouts, where they are not known yet, that the graph alone shows."""
-        missing = self.uses.keys() - self.layouts.keys()
-        # what hooks do to gradients, no graph shows
-        if not missing or self.num_samples < 2 or self._capture.has_hooks:
-            return
-        try:
-            steps = samples_by_edge(self.output, self._nodes)
-            for key in missing:
-                use, called = self.uses[key].use, self.uses[key].called
-                step = steps.get((called.edge.node, called.edge.output_nr))
-                if step is not None and called.is_whole:
-                    layout = layout_of(use, called.shape, step, self.output, self.num_samples)
-                    self.layouts |= {} if layout is None else {key: layout}
-        except Exception as error:  # nodes and rules of any kind, such as those of nested tensors
-            if lacks_memory(error):
-                raise
-            _LOGGER.info("The graph does not show which rows belong to which sample: %s", error)
+    def examine(self, axes: Mapping[Key, BatchAxis] | None) -> dict[Key, Tensor]:
+        """Find the axis of samples of each use.
 
-    def detect(self, keys: list[Key], checking: bool) -> None:
-        """Find layouts of some uses, perhaps before a ``check``."""
+        Args:
+            axes: Those on other batches; ``None`` if the axes are known.
+
+        Returns:
+            The gradients at the uses' outputs of a sum of the samples' losses with weights.
+        """
         u = probe(self.output.detach())
-        gradients = self.gradients(u[None])
-        self._probed = dict(gradients) if checking and self.num_bytes <= BYTES else None
-        search = Search(
-            {key: self.uses[key].use for key in keys}, self.gradients, u, self.precision
-        )
-        search.run(gradients)
-        self.layouts |= search.layouts
-        self.guessed, self.open = search.guessed, search.open
-        for key in search.idle:
-            del self.uses[key]
+        r = sample_weights(self.num_samples, u)
+        plain = {} if axes is None else self._sketches(self.gradients(u[None]))
+        gradients = self.gradients(weighted(u, r)[None])
+        if axes is not None:
+            found = self._sketches(gradients)
+            rows = {
+                key: Rows(recorded.use.lead, plain[key], found[key])
+                for key, recorded in self.uses.items()
+            }
+            self.axes, self.open = decide(rows, r, self.precision, axes)
+        return gradients
 
-    @cached_property
-    def precision(self) -> torch.dtype:
-        """The least precise dtype in which gradients are computed, also within the model."""
-        return least_precise(self._nodes, self.output)
+    def _sketches(self, gradients: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        return {
+            key: sketch(recorded.use.split(gradients[key])[0], len(recorded.use.lead))
+            for key, recorded in self.uses.items()
+        }
 
-    def check(
-        self, truth: Mapping[str, Tensor], slack: Mapping[str, float] = MappingProxyType({})
-    ) -> list[str]:
+    def check(self, gradients: Mapping[Key, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
         """Return the parameters whose gradients do not add up to ``autograd_sums``.
 
         Args:
-            truth: These.
-            slack: See ``disagreeing``.
+            gradients: What ``examine`` returns.
+            truth: The sums.
         """
-        found, self._probed = self._probed, None
-        if found is None:
-            found = self.gradients(probe(self.output.detach())[None])
-        self.blank = {key for key, g in found.items() if not bool(g.any())}
-        own, summands = self._weighted_sums(dict(found)), self._weighted_sums(found, absolute=True)
-        tolerance, eps = tolerance_of(self.precision), torch.finfo(self.output.dtype).eps
-        return disagreeing(self._known(own), own, summands, truth, tolerance, eps, slack)
+        names = [name for name in self.names if name not in self.unrecorded()]
+        own, eps = self._sums(gradients), torch.finfo(self.output.dtype).eps
+        wrong = disagreeing(names, own, {}, truth, self.precision, eps)
+        summands = self._sums(gradients, absolute=True) if wrong else {}
+        return disagreeing(wrong, own, summands, truth, self.precision, eps)
 
-    def _weighted_sums(
-        self, gradients: dict[Key, Tensor], absolute: bool = False
-    ) -> dict[str, Tensor]:
-        """Return sums of samples' gradients with random weights; no use is kept in memory."""
+    def _sums(self, gradients: Mapping[Key, Tensor], absolute: bool = False) -> dict[str, Tensor]:
+        """Return the sums of gradients over all rows; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        r = shares(self.num_samples, self.output)
-        for part in self.parts(gradients, absolute=absolute):
-            share = part.form.weighted_sum(r)[0]
-            sums[part.name] = sums[part.name] + share if part.name in sums else share
+        one = torch.ones(1, device=self.output.device)
+        for part in self._parts(dict(gradients), {}, absolute=absolute):
+            total = part.form.weighted_sum(one)[0]
+            sums[part.name] = sums[part.name] + total if part.name in sums else total
         return sums
 
-    def _known(self, found: Iterable[str]) -> list[str]:
-        """Return the parameters whose uses can be sorted, or that are not used at all."""
-        lost = {name for key in self.uses if key not in self.layouts for name in self.names_of(key)}
-        lost |= set(self.unrecorded()) - set(found)
-        return [name for name in self.names if name not in lost]
-
-    def parts(
-        self, gradients: dict[Key, Tensor], by_position: bool = False, absolute: bool = False
-    ) -> Iterator[Part]:
-        """Yield the gradients of the uses that can be sorted by samples, one by one.
+    def parts(self, gradients: dict[Key, Tensor]) -> Iterator[Part]:
+        """Yield the gradients of the uses, one by one.
 
         Args:
-            gradients: Those at the uses' outputs, which are freed on the way.
-            by_position: Whether gradients of biases are sums over positions, with inputs of one,
-                instead of written down.
+            gradients: Those at the uses' outputs, which are freed on the way. Those of biases
+                become sums over positions, with inputs of one, and are not written down.
+        """
+        return self._parts(gradients, self.axes, by_position=True)
+
+    def _parts(
+        self,
+        gradients: dict[Key, Tensor],
+        axes: Mapping[Key, BatchAxis],
+        by_position: bool = False,
+        absolute: bool = False,
+    ) -> Iterator[Part]:
+        """Yield the gradients of the uses; without an axis, all rows are those of one sample.
+
+        Args:
+            gradients: See ``parts``.
+            axes: The axes of samples.
+            by_position: Whether gradients of biases are not written down.
             absolute: Whether all that they are made of is replaced by absolute values.
         """
         for key, recorded in self.uses.items():
-            if key not in self.layouts:
-                continue
-            use, layout = recorded.use, self.layouts[key]
+            use, axis = recorded.use, axes.get(key, ALL_ROWS)
+            count = self.num_samples if key in axes else 1
 
-            def sort(x: Tensor, start: int = 0, use: Any = use, layout: Any = layout) -> Tensor:
-                rows = layout.by_sample(x, start, len(use.lead), self.num_samples)
+            def sort(
+                x: Tensor, start: int = 0, use: Any = use, axis: Any = axis, count: int = count
+            ) -> Tensor:
+                rows = axis.to_front(x, start, len(use.lead), count)
                 return rows.abs() if absolute else rows
 
             g = sort(use.split(gradients.pop(key)), 1)
@@ -267,25 +241,33 @@ class RecordedBatch:
                 form = Outer(x, g, recorded.tensor.shape)
             else:
                 form = use.form(g, sort)
-            rows = layout.valid.sum(1) if isinstance(layout, Scattered) else None
             for name, leaf in self._origins[key].items():
-                own = on_parameter(form, recorded.tensor, leaf)
-                is_open = key in self.open
-                yield Part(key, name, own, rows, is_open, use.shift, use.elsewhere)
+                is_open, is_unsorted = key in self.open, key not in axes
+                lookup = None if is_unsorted else self._lookups[key]
+                own = on_parameter(form, recorded.tensor, leaf, lookup)
+                yield Part(key, name, own, is_open, is_unsorted, use.shift, use.elsewhere)
 
     def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, Form]:
-        """Return the gradients of all parameters whose uses can be sorted by samples.
+        """Return the gradients of all parameters.
 
         Args:
             gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
             num_vectors: How many.
         """
         found: dict[str, list[Form]] = {}
-        for part in self.parts(gradients):
+        for part in self._parts(gradients, self.axes):
             found.setdefault(part.name, []).append(part.form)
-        for name in self._known(found):
+        for name in self.names:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
                 found[name] = [Direct.of(zeros)]
-        return {name: sum_of(found[name]) for name in self._known(found)}
+        return {name: sum_of(found[name]) for name in self.names}
+
+
+def evident_samples(problem: Problem) -> int | None:
+    """Return the number of samples in a batch, ``None`` if its tensors do not show it."""
+    try:
+        return problem.num_samples
+    except ValueError:
+        return None

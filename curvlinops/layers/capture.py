@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,20 +12,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.graph_checks import DIFFERENTIATING
+from curvlinops.layers.batch_axis import candidates
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
-from curvlinops.support.pytree import leaves
+from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import in_transform
 
 #: A function, and how often it was called before with something tracked.
 Call = tuple[Callable, int]
 
+#: Functions that read no numbers of the tensor that they get.
+_MAKERS = {
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *(torch.rand_like, torch.randn_like),
+}
 
-class Change(IntEnum):
-    """What to do about a call that has one row for all samples."""
-
-    ENLARGE = 1
-    FOLLOW = 2
+#: Functions that read no numbers of other tensors than the first one.
+_LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 
 
 class Called:
@@ -98,21 +102,66 @@ class Recorded(NamedTuple):
     called: Called
 
 
+class Lookedup(NamedTuple):
+    """A lookup in a table at constant indices, such as those of positions.
+
+    Attributes:
+        output: What was looked up, a function of the table.
+        use: How the table enters it.
+        table: A parameter, or a function of parameters.
+    """
+
+    output: Tensor
+    use: Use
+    table: Tensor
+
+
+class _Tensors:
+    """A set of tensors, without those that were written to since they were added."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()):
+        self._entries: dict[int, tuple[ref, int]] = {}
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors as they are now."""
+        self._entries |= {id(x): (ref(x), _version(x)) for x in tensors}
+
+    def met(self, x: Any) -> bool:
+        """Return whether a tensor was ever added."""
+        return id(x) in self._entries and self._entries[id(x)][0]() is x
+
+    def __contains__(self, x: Any) -> bool:
+        return self.met(x) and self._entries[id(x)][1] == _version(x)
+
+
+class _Origin(NamedTuple):
+    """The call that returned a tensor, and its place among all that this call returned."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+    place: int
+
+
 class Capture(TorchFunctionMode):
-    """Watches parameters, and functions of parameters alone, while a model runs.
+    """Records how parameters, and functions of parameters and constants, meet data.
 
     A call that ``RULES`` know gets copies of its parameters without history. What the graph still
     connects with the parameters afterwards is what was not recorded.
 
+    Data is what a batch holds, and what is computed of it; all else is constant. A call without
+    data returns a constant, or a function of parameters, for example the embeddings of positions.
+    It may also have a row for each sample, as a class token does that is expanded: if it meets
+    data in a call that shows no axis of samples, it is computed again, with constants as data.
+
     Args:
         leaves: The parameters.
-        changes: What to do about calls with one row for all samples: let their input have one for
-            each, or take their output for a function of the parameters alone.
-        num_samples: How many.
+        data: The tensors of the batch; if there are none, no tensor is known to be constant.
+        num_samples: How many samples the batch has; ``None`` if that is not evident.
 
     Attributes:
         uses: Recorded uses, in the order of the calls.
-        has_hooks: Whether the model registered hooks on tensors, which may change gradients.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -120,42 +169,53 @@ class Capture(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        leaves: Mapping[str, Tensor],
-        changes: Mapping[Call, Change] | None = None,
-        num_samples: int = 1,
+        self, leaves: Mapping[str, Tensor], data: Sequence[Tensor], num_samples: int | None
     ):
         super().__init__()
-        self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in leaves.values()}
-        self._changes, self._num_samples = dict(changes or {}), num_samples
+        self._leaves = {id(leaf) for leaf in leaves.values()}
+        self._knows_data, self._data = bool(data), _Tensors(data)
+        self._constants, self._functions = _Tensors(), _Tensors()
+        self._origins: dict[int, _Origin] = {}
+        self._recomputed: dict[int, Tensor] = {}
+        self._num_samples = num_samples
         self._calls: Counter[Callable] = Counter()
         self._inside: set[tuple] = set()
         self.uses: dict[tuple[Call, int | str], Recorded] = {}
-        self.has_hooks = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Call ``func``, and record it if it uses a tracked tensor."""
+        """Call ``func``, and record it if a parameter meets data."""
         kwargs = kwargs or {}
         if func in DIFFERENTIATING:
             raise RuntimeError("it computes gradients itself")
-        self.has_hooks |= func is Tensor.register_hook
-        tensors = leaves((args, kwargs))
-        tracked = [x for x in tensors if id(x) in self._tracked]
-        if not tracked or not torch.is_grad_enabled() or in_transform():
+        if in_transform():
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        alone = len(tracked) == len(tensors) and not (rule and rule.repeats)
-        if alone or (func is Tensor.__getitem__ and _selects(args[1])):
-            return self._follow(func(*args, **kwargs))
-        if rule is not None:
-            return self._record(func, rule, args, kwargs)
+        tensors = leaves((args, kwargs))
+        tracked = [x for x in tensors if self.follows(x)]
+        constant = [x for x in tensors if self._is_constant(x)]
+        read = tensors[1:] if func in _MAKERS else tensors[: 1 if func in _LIKE else None]
+        without_data = self.without_data(read)
+        if not torch.is_grad_enabled() or not tracked:
+            out = func(*args, **kwargs)
+            if not without_data:
+                self._data.add(x for x in leaves(out) if not x.requires_grad)
+            elif self._knows_data:
+                self._constants.add([*constant, *leaves(out)])
+            return out
         if func in WRITING:
             return WRITING[func](self, *args, **kwargs)
-        inner = COMPOSED.get(func) or _unwrapped(func)
+        rule = RULES.get(func)
+        inner = func if rule else COMPOSED.get(func) or _unwrapped(func)
+        if without_data and (inner is func or len(tracked) == len(read)):
+            return self._follow(func, args, kwargs)
+        if func is Tensor.__getitem__ and _selects(args[1]):
+            return self._follow(func, args, kwargs)
+        if rule is not None:
+            return self._record(func, rule, args, kwargs)
         call = (func, *map(id, tensors))
         if inner is func or call in self._inside:  # it still asks whether someone watches
+            args, kwargs = self._with_data(args, kwargs)
             return func(*args, **kwargs)
         self._inside.add(call)
         try:
@@ -165,15 +225,6 @@ class Capture(TorchFunctionMode):
             self._inside.discard(call)
 
     def _record(self, func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
-        index = func, self._calls[func]
-        self._calls[func] += 1
-        change = self._changes.get(index)
-        if change is Change.FOLLOW or (change and (rule.reads or rule.repeats)):
-            out = func(*args, **kwargs)
-            # what other parameters enter by uses of their own would be lost
-            return out if self._meets_others(args, kwargs) else self._follow(out)
-        if change is Change.ENLARGE:
-            args, kwargs = self._enlarge(args, kwargs)
         constant = {}
 
         def freeze(x: Any) -> Any:
@@ -185,9 +236,20 @@ class Capture(TorchFunctionMode):
 
         known = rule(tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()})
         places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        recorded = {key: places[key] for key in known if id(places[key]) in self._tracked}
+        recorded = {key: places[key] for key in known if self.follows(places[key])}
         if (rule.in_place and 0 in recorded) or not recorded:
             return func(*args, **kwargs)
+        unfit = {key: x for key, x in recorded.items() if not self._fits(known[key])}
+        if self._num_samples == 1:  # of one sample, what has all axes may have a row for it
+            num_axes = max(1, *(x.ndim for x in constant.values()))
+            unfit |= {k: x for k, x in recorded.items() if x.ndim == num_axes and len(x) == 1}
+        data = {key: self.as_data(x) for key, x in unfit.items()}
+        if any(x is not unfit[key] for key, x in data.items()):
+            args = tuple(data.get(place, x) for place, x in enumerate(args))
+            with self:
+                return func(*args, **{key: data.get(key, x) for key, x in kwargs.items()})
+        index = func, self._calls[func]
+        self._calls[func] += 1
         copies = {key: x.detach().requires_grad_() for key, x in recorded.items()}
         args = tuple(copies.get(place, x) for place, x in enumerate(args))
         kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
@@ -197,44 +259,97 @@ class Capture(TorchFunctionMode):
             self.uses[index, key] = Recorded(known[key], func, tensor, called)
         return out
 
-    def _enlarge(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Give the call's first tensor that is not tracked a row for each sample."""
-
-        def enlarged(x: Any) -> Any:
-            if not done and isinstance(x, Tensor) and id(x) not in self._tracked:
-                done.append(x)
-                axis = x.shape.index(1) if x.ndim > 1 and 1 in x.shape else None
-                if axis is None:
-                    return x.expand(self._num_samples, *x.shape)
-                return x.expand(*x.shape[:axis], self._num_samples, *x.shape[axis + 1 :])
-            return x
-
-        done: list[Tensor] = []
-        args = tuple(enlarged(x) for x in args)
-        return args, {key: enlarged(x) for key, x in kwargs.items()}
-
-    def _meets_others(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether a call's constants depend on parameters."""
-        others = (x for x in leaves((args, kwargs)) if id(x) not in self._tracked)
-        return any(x.requires_grad for x in others)
+    def _fits(self, use: Use) -> bool:
+        """Return whether the axes that number a use's rows may number samples."""
+        if not self._num_samples:
+            return bool(use.lead)
+        if self._num_samples == 1:
+            return 1 in use.lead
+        return bool(candidates(use.lead, self._num_samples))
 
     def follows(self, x: Any) -> bool:
-        """Return whether a tensor is a parameter or a function of parameters alone."""
-        return id(x) in self._tracked
+        """Return whether a tensor is a parameter or a function of parameters and constants."""
+        return id(x) in self._leaves or x in self._functions
 
-    def follow_into(self, target: Tensor, value: Any) -> None:
-        """Follow what is about to be written into a constant, or into such a function."""
-        if self.follows(value) and not target.requires_grad:
-            self._tracked[id(target)] = target
-        elif isinstance(value, Tensor) and value.requires_grad and not self.follows(value):
-            self._tracked.pop(id(target), None)
+    def without_data(self, *trees: Any) -> bool:
+        """Return whether all tensors in containers are constants, parameters or their functions."""
+        return all(self.follows(x) or self._is_constant(x) for x in leaves(trees))
 
-    def _follow(self, out: Any) -> Any:
-        """Track and return what is computed from tracked tensors alone."""
-        for x in leaves(out):
-            if x.is_floating_point() and x.requires_grad:
-                self._tracked[id(x)] = x
+    def _is_constant(self, x: Tensor) -> bool:
+        if self._constants.met(x):
+            return x in self._constants
+        is_computed = x.requires_grad and not x.is_leaf
+        if not self._knows_data or is_computed or self._data.met(x) or self.follows(x):
+            return False
+        self._constants.add([x])
+        return True
+
+    def written(self, x: Tensor) -> None:
+        """Follow a tensor into which parameters, or functions of them, were written."""
+        self._origins.pop(id(x), None)
+        self._recomputed.pop(id(x), None)
+        self._functions.add([x])
+
+    def as_data(self, x: Any) -> Any:
+        """Return a function of parameters as data, if it may have a row for each sample.
+
+        The tensor is computed again: calls that repeat parameters, or in which they meet constants
+        with rows for samples, are recorded. Where there are none, it is the same tensor.
+        """
+        if id(x) not in self._origins or not self.follows(x):
+            return x
+        if id(x) not in self._recomputed:
+            self._recomputed[id(x)] = self._recompute(x, self._origins[id(x)])
+        return self._recomputed[id(x)]
+
+    def _recompute(self, x: Tensor, origin: _Origin) -> Tensor:
+        func, args, kwargs, place = origin
+        rule = RULES.get(func)
+        repeats = any(not self.follows(y) for y in leaves((args, kwargs)))
+        uses = rule(args, kwargs).values() if rule and (repeats or rule.repeats) else ()
+        if any(self._fits(use) for use in uses):
+            return leaves(self._record(func, rule, args, kwargs))[place]
+        new_args, new_kwargs = self._with_data(args, kwargs)
+        before, after = leaves((args, kwargs)), leaves((new_args, new_kwargs))
+        if all(old is new for old, new in zip(before, after, strict=True)):
+            return x
+        with self:
+            return leaves(func(*new_args, **new_kwargs))[place]
+
+    def _with_data(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return a call's arguments ``as_data``."""
+        return map_leaves((args, kwargs), self.as_data)
+
+    def lookup(self, x: Tensor) -> "Lookedup | None":
+        """Return the lookup in a table of which a tensor is a function, row by row."""
+        while id(x) in self._origins:
+            func, args, kwargs, _ = self._origins[id(x)]
+            if func is torch.embedding:
+                (use,) = RULES[func](args, kwargs).values()
+                return Lookedup(x, use, args[0])
+            sources = [y for y in leaves((args, kwargs)) if self.follows(y)]
+            if len(sources) != 1 or sources[0].shape != x.shape:
+                return None
+            (x,) = sources
+        return None
+
+    def _follow(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Make a call without data, and track what it returns."""
+        out = func(*args, **kwargs)
+        inputs = {id(x) for x in leaves((args, kwargs))}
+        for place, x in enumerate(leaves(out)):
+            if not x.requires_grad:
+                self._constants.add([x] if self._knows_data else [])
+            elif x.is_floating_point() and not self.follows(x):
+                self.written(x)
+                if id(x) not in inputs:
+                    self._origins[id(x)] = _Origin(func, args, kwargs, place)
         return out
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return 0 if x.is_inference() else x._version
 
 
 def _selects(index: Any) -> bool:

@@ -116,22 +116,32 @@ def _grouped_mm(
 
 
 def _written(
-    watch: Any, input: Tensor, part: Callable[[], Tensor], value: Any, write: Callable
+    watch: Any, input: Tensor, key: Any, part: Callable[[], Tensor], value: Any, write: Callable
 ) -> Any:
     """Write a value into a part of a tensor, by a call that a rule knows if samples see it."""
-    if not watch.follows(input):
+    without_data, shape = watch.without_data(input, key, value), part().shape
+    if watch.follows(value) and value.shape != shape:
         with watch:
-            value = torch.broadcast_to(value, part().shape)
-    watch.follow_into(input, value)
-    return write(value)
+            repeated = torch.broadcast_to(value, shape)
+        value = watch.as_data(repeated)
+        without_data = without_data and value is repeated
+    base = input._base
+    follows_base = without_data and base is not None and watch.without_data(base)
+    out = write(value)
+    for target in [input] * without_data + [base] * follows_base:
+        watch.written(target)
+    return out
 
 
 def _setitem(watch: Any, input: Tensor, key: Any, value: Any) -> None:
-    return _written(watch, input, lambda: input[key], value, lambda x: input.__setitem__(key, x))
+    def write(x: Any) -> None:
+        input[key] = x
+
+    return _written(watch, input, key, lambda: input[key], value, write)
 
 
 def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    return _written(watch, input, lambda: input, src, input.copy_)
+    return _written(watch, input, None, lambda: input, src, input.copy_)
 
 
 #: Calls that write: what they are replaced by gets the watching mode, which is off, before them.

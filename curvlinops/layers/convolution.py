@@ -7,14 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers import filters
-from curvlinops.layers.covariance import input_covariance
 from curvlinops.layers.forms import Form
-from curvlinops.layers.inputs import InputMaps, Shortcut
 from curvlinops.layers.outer import Outer
-from curvlinops.layers.patches import make_patches, patch_sums
+from curvlinops.layers.patches import Lengths, Padding, Patches, Window, lengths, make_patches
 from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
-from curvlinops.layers.window import Lengths, Padding, Window, lengths
 from curvlinops.support.norms import wide
 
 
@@ -65,22 +61,15 @@ def _transposed(
         patches = make_patches(g.flatten(0, 1), window)
         return patches.unflatten(0, g.shape[:2])
 
-    def order(g: Tensor) -> Tensor:  # without the zeros of patches that leave the output
-        g = g if batched else g.unsqueeze(1)
-        return g.flatten(2)[:, :, :1, None, None].expand(-1, -1, use.lead[1], -1, -1)
-
-    lead = ["n", "position"]
     use = contraction(
+        "n group in position, group in out -> n position group out",
         x.unflatten(1, (groups, -1)).flatten(3),
-        ["n", "group", "in", "position"],
-        ["group", "in", "out"],
-        [*lead, "group", "out"],
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
         split,
     )
     biases = _bias(bias, x, size, batched)
     # positions of the filters are those of the input
-    return {"weight": replace(use.reshaped(weight.shape), order=order)} | {
+    return {"weight": use.reshaped(weight.shape)} | {
         name: replace(use, elsewhere=True) for name, use in biases.items()
     }
 
@@ -119,63 +108,6 @@ def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) ->
         return {}
     batch = [x.shape[0]] if batched else []
     return {"bias": shift(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
-
-
-class Patches(Shortcut):
-    """Patches of the samples' images, ``[N, images * positions, groups, channels * kernel]``.
-
-    They take much more memory than the images, and are made for some samples at a time.
-
-    Args:
-        x: The images of each sample, ``[N, S, C, *I]``.
-        window: Which patches.
-    """
-
-    def __init__(self, x: Tensor, window: Window):
-        self._x, self._window = x, window
-        width = x.shape[2] // window.groups * prod(window.kernel_size)
-        self.shape = (x.shape[0], x.shape[1] * prod(window.size), window.groups, width)
-
-    def __getitem__(self, samples: slice | Tensor) -> Tensor:
-        """Make the patches of some samples."""
-        x = self._x[samples]
-        patches = make_patches(x.flatten(0, 1), self._window)
-        return patches.unflatten(0, x.shape[:2]).flatten(1, 2)
-
-    def to(self, dtype: torch.dtype) -> "Patches":
-        """Return the same patches in another dtype."""
-        return Patches(self._x.to(dtype), self._window)
-
-    def select(self, samples: Tensor) -> "Patches":
-        """Return those of some samples."""
-        return Patches(self._x[samples], self._window)
-
-    def is_faster(self, num_vectors: int, num_outputs: int) -> bool:
-        """Return whether a convolution is faster than patches."""
-        prefers = filters.prefers_groups(self._x, self._window, num_outputs)
-        # several vectors share the patches; on GPUs nothing was measured
-        return prefers and num_vectors == 1 and self._x.device.type == "cpu"
-
-    def matrices(self, samples: slice | Tensor, g: Tensor) -> Tensor:
-        """Return the gradients of the filters, by a convolution, for the only vector."""
-        return filters.of_samples(self._x[samples], g[0], self._window).unsqueeze(0)
-
-    def maps(self) -> InputMaps:
-        """Return the convolution with filters, and its adjoint."""
-        images, window = self._x, self._window
-        return (
-            lambda matrices: filters.convolve(images, matrices, window),
-            lambda g: filters.summed(images, g, window),
-        )
-
-    def second_moment(self) -> Tensor:
-        """Return the sum of outer products of all patches, ``[G, I, I]``."""
-        return input_covariance(self._x.flatten(0, 1), self._window)
-
-    def totals(self) -> Tensor:
-        """Return the sum of each sample's patches, ``[N, G, I]``."""
-        sums = patch_sums(self._x.flatten(0, 1), self._window)
-        return sums.unflatten(0, self._x.shape[:2]).sum(1)
 
 
 del _function

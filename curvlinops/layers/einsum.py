@@ -29,10 +29,10 @@ def uses_of_contract(
     axes: tuple[str, str, str], first: Tensor, second: Tensor
 ) -> dict[str, Use | None]:
     """Either may be the parameter."""
-    a, b, out = axes
+    a, b, out = (" ".join(term) for term in axes)
     return {
-        "first": contraction(second, b, a, out, first.shape),
-        "second": contraction(first, a, b, out, second.shape),
+        "first": contraction(f"{b}, {a} -> {out}", second, first.shape),
+        "second": contraction(f"{a}, {b} -> {out}", first, second.shape),
     }
 
 

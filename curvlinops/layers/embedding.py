@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Form
-from curvlinops.layers.products import BYTES, GradientMaps, in_parts
+from curvlinops.layers.forms import BYTES, Form
 from curvlinops.layers.uses import Sort, Use, handles
 from curvlinops.support.norms import wide
 
@@ -31,14 +30,23 @@ def embedding(
 
 def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
     def uses(input: Tensor, *args: Any, **options: Any) -> dict[int, Use]:
-        numbers = torch.arange(input.numel(), device=input.device).reshape(input.shape)
-        found = function(numbers, *args, **options)
-        width = _width(found, input.shape)
-        lead = tuple(found.shape if width == 1 else found.shape[: 1 - input.ndim]) or (1,)
-        indices = (found.reshape(-1, width)[:, 0] // width).reshape(lead)
+        # views of two short vectors, in place of a number for each entry of a large table
+        num_rows, width = input.shape[0] if input.ndim else 1, prod(input.shape[1:])
+        numbers = torch.arange(num_rows, device=input.device).reshape(-1, *(1,) * (input.ndim - 1))
+        columns = torch.arange(width, device=input.device).reshape(input.shape[1:])
+        rows, columns = (
+            function(axis.expand(num_rows, *input.shape[1:]).reshape_as(input), *args, **options)
+            for axis in (numbers, columns)
+        )
+        lead, indices = tuple(rows.shape), rows * width + columns
+        whole = width > 1 and _are_whole(rows, columns, input.shape)
+        if whole:
+            lead, indices = lead[: 1 - input.ndim], rows.reshape(-1, width)[:, 0]
+        lead = lead or (1,)
+        indices = indices.reshape(lead)
 
         def split(g: Tensor) -> Tensor:
-            return g.reshape(len(g), *lead, width)
+            return g.reshape(len(g), *lead, width if whole else 1)
 
         def form(g: Tensor, sort: Sort) -> Form:
             return Lookup(sort(indices), wide(g), input.shape)
@@ -48,20 +56,20 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
     return uses
 
 
-def _width(found: Tensor, shape: torch.Size) -> int:
-    """Return the length of a table's rows if they were looked up as a whole, else 1.
+def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
+    """Return whether a table's rows were looked up as a whole.
 
     Args:
-        found: Which entries were looked up.
+        rows: In which rows the entries are that were looked up.
+        columns: And in which columns.
         shape: The table's shape.
     """
+    if columns.shape[1 - len(shape) :] != shape[1:]:
+        return False
     width = prod(shape[1:])
-    if width <= 1 or found.shape[1 - len(shape) :] != shape[1:]:
-        return 1
-    rows = found.reshape(-1, width)
-    first = rows[:, :1]
-    whole = (first % width == 0) & (rows == first + torch.arange(width, device=found.device))
-    return width if bool(whole.all()) else 1
+    rows, columns = rows.reshape(-1, width), columns.reshape(-1, width)
+    in_order = columns == torch.arange(width, device=columns.device)
+    return bool((in_order & (rows == rows[:, :1])).all())
 
 
 #: Ways to read entries of a tensor.
@@ -74,7 +82,7 @@ _CALLS = (
     (torch.masked_select, Tensor.masked_select),
 )
 for _same in _CALLS:
-    handles(*_same, reads=True)(_lookup(_same[0]))
+    handles(*_same)(_lookup(_same[0]))
 
 
 class Lookup(Form):
@@ -94,11 +102,6 @@ class Lookup(Form):
         self.shape = tuple(shape)
         self.num_rows = prod(shape) // max(g.shape[-1], 1)
 
-    @property
-    def num_multiplications(self) -> int:
-        """One for each entry that is looked up."""
-        return self.num_positions * self.g.shape[-1]
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
@@ -106,26 +109,9 @@ class Lookup(Form):
         rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
         return rows.reshape(*g.shape[:2], *self.shape)
 
-    def select(self, samples: Tensor) -> "Lookup":
-        """Return the gradients of some samples only."""
-        return Lookup(self.indices[samples], self.g[:, samples], self.shape, self.padding)
-
     def to(self, dtype: torch.dtype) -> "Lookup":
         """Return the same gradients in another dtype."""
         return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)
-
-    def products(self) -> GradientMaps:
-        """Return products with the rows that were looked up, and sums into them."""
-        g, indices, num_rows = self.g[0], self.indices, self.num_rows
-
-        def multiply(columns: Tensor) -> Tensor:
-            found = columns.to(g).reshape(len(columns), num_rows, g.shape[-1])[:, indices]
-            return torch.einsum("knsi,nsi->kn", found, g)
-
-        def combine(weights: Tensor) -> Tensor:
-            return self._table(g * weights.to(g).reshape(*weights.shape, 1, 1))
-
-        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum, in memory proportional to the table."""

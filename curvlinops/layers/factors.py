@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.layers.covariance import input_covariance, second_moment
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.forms import Form
-from curvlinops.layers.inputs import Shortcut
 from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
 from curvlinops.layers.parts import Part
-from curvlinops.layers.symmetric import second_moment
+from curvlinops.layers.patches import Patches, patch_sums
 from curvlinops.support.records import recorded
 
 
@@ -133,10 +133,7 @@ def _gradients(form: Form) -> Tensor:
 def _positions(part: Part) -> Tensor:
     """Return the number of each sample's positions, ``[N]``."""
     form, device = part.form, _gradients(part.form).device
-    if part.rows is None:
-        return torch.full((form.num_samples,), float(form.num_positions), device=device)
-    # a row may be an image with many positions
-    return part.rows * (form.num_positions / max(int(part.rows.max()), 1))
+    return torch.full((form.num_samples,), float(form.num_positions), device=device)
 
 
 def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -146,8 +143,8 @@ def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Te
         counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    if isinstance(form.x, Shortcut) and not diagonal:
-        found = form.x.second_moment()
+    if isinstance(form.x, Patches) and not diagonal:
+        found = input_covariance(form.x.images.flatten(0, 1), form.x.window)
     else:
         some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
         found = total(moment(x, diagonal) for x in some)
@@ -188,8 +185,9 @@ def _reduced_inputs(
 
 def _totals(form: Outer) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
-    if isinstance(form.x, Shortcut):
-        return form.x.totals()
+    if isinstance(form.x, Patches):
+        sums = patch_sums(form.x.images.flatten(0, 1), form.x.window)
+        return sums.unflatten(0, form.x.images.shape[:2]).sum(1)
     return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
 
 
@@ -201,13 +199,8 @@ def _lookups(part: Part) -> Tensor:
 
 
 def _is_lookup(part: Part) -> Tensor:
-    """Return which indices are neither padding nor fill samples up to the longest, ``[N, S]``."""
-    form = part.form
-    valid = form.indices != form.padding
-    if part.rows is None:
-        return valid
-    place = torch.arange(form.num_positions, device=valid.device)
-    return valid & (place < part.rows[:, None])
+    """Return which indices are no padding, ``[N, S]``."""
+    return part.form.indices != part.form.padding
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.place import Place
-from curvlinops.layers.products import BYTES, GradientMaps
+
+#: Temporary tensors are kept below this size, where a quantity can be computed in parts.
+BYTES = 32 * 2**20
 
 #: How many numbers a processor's cache holds.
 _CACHED = 2**18
@@ -37,29 +39,17 @@ class Form(ABC):
         """The number of the parameter's entries."""
         return prod(self.shape)
 
-    @property
-    def num_multiplications(self) -> int:
-        """How many a layer needs to multiply with one vector for each sample."""
-        return self.num_entries
-
     @abstractmethod
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *shape]``."""
 
     def write(self, samples: slice, out: Tensor) -> None:
-        """Write the gradients of some samples, for the only vector, to rows ``[n, *]``."""
-        out.copy_(self.rows(samples)[0].reshape(out.shape))
+        """Write the gradients of some samples to ``[V, n, *shape]``."""
+        out.copy_(self.rows(samples).reshape(out.shape))
 
-    def bound(self) -> Tensor | None:
-        """Return a bound of absolute values, if there is one that is cheaper than a look at all.
-
-        It is infinite or NaN if anything that they are made of is.
-        """
-        return None
-
-    @abstractmethod
-    def select(self, samples: Tensor) -> "Form":
-        """Return the gradients of some samples only, in the given order."""
+    def is_surely_finite(self) -> bool:
+        """Return whether no gradient overflows, as far as that is cheaper than a look at all."""
+        return False
 
     def to(self, dtype: torch.dtype) -> "Form":
         """Return the same gradients in another dtype."""
@@ -74,10 +64,6 @@ class Form(ABC):
             total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
         return total
 
-    def products(self) -> GradientMaps | None:
-        """Return products with vectors, ``None`` if gradients must be written down for them."""
-        return None
-
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
         # unlike squares and their sum, norms need no memory
@@ -88,11 +74,6 @@ class Form(ABC):
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
         total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
         return total.reshape(self.shape)
-
-    def moments(self) -> Tensor:
-        """Return the sums of the only vector's gradients, and of their squares, ``[2, *shape]``."""
-        ones = torch.ones(self.num_samples, device="cpu")
-        return torch.cat([self.weighted_sum(ones), self.sum_of_squares().unsqueeze(0)])
 
     def has_inner(self, other: "Form") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""
@@ -130,34 +111,14 @@ class Direct(Form):
         self._compute = compute
         self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
 
-        self._given: Tensor | None = None
-
     @classmethod
     def of(cls, rows: Tensor) -> "Direct":
         """Return gradients ``[V, N, *shape]`` that are there."""
-        form = cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
-        form._given = rows
-        return form
-
-    def products(self) -> GradientMaps | None:
-        """Return matrix products, if the gradients are there."""
-        if self._given is None:
-            return None
-        rows, shape = _flat(self._given)[0], self.shape
-        return (
-            lambda v: v.reshape(len(v), rows.shape[1]).to(rows) @ rows.T,
-            lambda u: (u.to(rows) @ rows).reshape(len(u), *shape),
-        )
+        return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
 
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._compute(samples)
-
-    def select(self, samples: Tensor) -> "Direct":
-        """Return the gradients of some samples only."""
-        return Direct(
-            lambda part: self._compute(samples[part]), self.num_vectors, len(samples), self.shape
-        )
 
 
 class Total(Form):
@@ -168,26 +129,9 @@ class Total(Form):
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
         self.shape = forms[0].shape
 
-    @property
-    def num_multiplications(self) -> int:
-        """Those of all uses."""
-        return sum(form.num_multiplications for form in self._forms)
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
-
-    def select(self, samples: Tensor) -> "Total":
-        """Return the gradients of some samples only."""
-        return Total([form.select(samples) for form in self._forms])
-
-    def products(self) -> GradientMaps | None:
-        """Return the sums of the uses' products."""
-        found = [form.products() for form in self._forms]
-        if None in found:
-            return None
-        multiply, combine = zip(*found, strict=True)
-        return lambda v: sum(f(v) for f in multiply), lambda u: sum(f(u) for f in combine)
 
 
 class Mapped(Form):
@@ -204,18 +148,9 @@ class Mapped(Form):
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
-    @property
-    def num_multiplications(self) -> int:
-        """Those of the layer, which uses the function's value."""
-        return self.form.num_multiplications
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._pull(self.form.rows(samples))
-
-    def select(self, samples: Tensor) -> "Mapped":
-        """Return the gradients of some samples only."""
-        return Mapped(self.form.select(samples), self._pull, self.shape)
 
 
 class Within(Form):
@@ -232,11 +167,6 @@ class Within(Form):
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
-    @property
-    def num_multiplications(self) -> int:
-        """Those of the layer, which uses the part."""
-        return self.form.num_multiplications
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         part = _flat(self.form.rows(samples))
@@ -244,33 +174,9 @@ class Within(Form):
         rows[:, :, self.place.entries(part.device)] = part
         return rows.reshape(*part.shape[:2], *self.shape)
 
-    def products(self) -> GradientMaps | None:
-        """Return the products with the part."""
-        found = self.form.products()
-        if found is None:
-            return None
-        (multiply, combine), entries = found, self.place.entries
-        part, shape = self.form.shape, self.shape
-
-        def restrict(v: Tensor) -> Tensor:
-            own = v.reshape(len(v), prod(shape))[:, entries(v.device)]
-            return multiply(own.reshape(len(v), *part))
-
-        def scatter(u: Tensor) -> Tensor:
-            sums = combine(u).reshape(len(u), prod(part))
-            out = sums.new_zeros(len(u), prod(shape))
-            out[:, entries(u.device)] = sums
-            return out.reshape(len(u), *shape)
-
-        return restrict, scatter
-
     def squared_norms(self) -> Tensor:
         """Return the squared norms: those of the part."""
         return self.form.squared_norms()
-
-    def select(self, samples: Tensor) -> "Within":
-        """Return the gradients of some samples only."""
-        return Within(self.form.select(samples), self.place, self.shape)
 
 
 def innermost(form: Form) -> tuple[Place | None, Form, bool]:

@@ -1,15 +1,15 @@
 """Gradients of the samples of a batch, by layers' rules where these are known."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
 
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.forms import Form
+from curvlinops.layers.forms import BYTES, Form
 from curvlinops.layers.groups import Group
 from curvlinops.layers.parts import Part
-from curvlinops.layers.products import BYTES
 from curvlinops.layers.shares import Shares
 
 
@@ -24,7 +24,7 @@ class SampleGradients:
 
     Attributes:
         output: The model's output.
-        num_samples: N; each sample has as many neighboring rows of the output, normally one.
+        num_samples: N.
         fallbacks: Why parameters are treated sample by sample.
     """
 
@@ -35,18 +35,20 @@ class SampleGradients:
         fallbacks: dict[str, str],
         ways: dict[str, bool],
     ):
-        self._batch, self.fallbacks = batch, dict(fallbacks)
-        names = [] if batch is None else batch.names
-        rest = [name for name in problem.space.names if name not in names]
-        self._shares: Shares | None = None
-        if rest:
-            apply, self.output = transposed_jacobian(problem)
+        self._problem, self._batch, self._ways = problem, batch, ways
+        self.fallbacks = dict(fallbacks)
+        self._known = [] if batch is None else batch.names
+        if len(self._known) < len(problem.space.names):
+            self.output = self._whole[1]
             if batch is None and len(self.output):  # else it was checked before it was sorted
                 problem.check(self.output)
-            self._shares = Shares(problem, apply, self.output, rest, ways)
         else:
-            self.output = batch.model_output.detach()
+            self.output = batch.output.detach()
         self.num_samples = len(self.output) if batch is None else batch.num_samples
+
+    @cached_property
+    def _whole(self) -> tuple[Callable, Tensor]:
+        return transposed_jacobian(self._problem)
 
     @property
     def vectors_at_once(self) -> int:
@@ -63,7 +65,7 @@ class SampleGradients:
         """
         if self._batch is None:
             return iter(())
-        return self._batch.parts(self._batch.gradients(u, last), by_position=True)
+        return self._batch.parts(self._batch.gradients(u, last))
 
     def backward(self, u: Tensor, last: bool = False) -> list[Group]:
         """Backpropagate vectors; a sample's gradient is that of its own share.
@@ -80,4 +82,12 @@ class SampleGradients:
 
     def rest(self, u: Tensor) -> list[Group]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
-        return [] if self._shares is None else [self._shares.group(u)]
+        return self.one_by_one(u, {*self._problem.space.names}.difference(self._known))
+
+    def one_by_one(self, u: Tensor, names: Collection[str]) -> list[Group]:
+        """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
+        names = [name for name in self._problem.space.names if name in names]
+        if not names:
+            return []
+        apply, output = self._whole
+        return [Shares(self._problem, apply, output, names, self._ways).group(u)]

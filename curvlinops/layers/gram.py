@@ -6,11 +6,10 @@ from itertools import accumulate, combinations_with_replacement
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.covariance import add_second_moment, mirror
+from curvlinops.layers.forms import BYTES, Direct, Form
 from curvlinops.layers.groups import Group, in_one_row
 from curvlinops.layers.outer import Outer
-from curvlinops.layers.products import BYTES
-from curvlinops.layers.symmetric import add_second_moment, mirror, symmetric_step
 from curvlinops.linear_operator.space import ParameterSpace
 
 #: How many bytes of gradients are written down at once, of parameters that can be divided.
@@ -40,7 +39,7 @@ def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
     for names in found[0] if found else ():
         _add([forms[names] for forms in found], out)
     if size:
-        mirror(out.unsqueeze(0), symmetric_step(size))
+        mirror(out.unsqueeze(0))
     return out
 
 

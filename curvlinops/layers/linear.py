@@ -12,19 +12,10 @@ from curvlinops.layers.uses import Use, contraction, handles, shift
 @handles(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Use]:
     """``input @ weight.T + bias``."""
-    lead = list(range(input.ndim - 1))
-    outputs = list(weight.shape[:-1])
-    uses = {
-        "weight": contraction(
-            input,
-            [*lead, "in"],
-            ["out", "in"][-weight.ndim :],
-            [*lead, "out"][: len(lead) + weight.ndim - 1],
-            weight.shape,
-        )
-    }
+    equation = "... i, o i -> ... o" if weight.ndim == 2 else "... i, i -> ..."
+    uses = {"weight": contraction(equation, input, weight.shape)}
     if bias is not None:
-        uses["bias"] = shift(bias.shape, [*input.shape[:-1], *outputs])
+        uses["bias"] = shift(bias.shape, [*input.shape[:-1], *weight.shape[:-1]])
     return uses
 
 
@@ -77,21 +68,13 @@ def bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict[str, Use]:
     """``out_k = input1^T weight_k input2 + bias_k``."""
-    lead = list(range(input1.ndim - 1))
 
     def product() -> Tensor:
         return input1.unsqueeze(-1) * input2.unsqueeze(-2)
 
-    uses = {
-        "weight": contraction(
-            product,
-            [*lead, "in1", "in2"],
-            ["out", "in1", "in2"],
-            [*lead, "out"],
-            weight.shape,
-            x_shape=(*input1.shape, input2.shape[-1]),
-        )
-    }
+    shape = (*input1.shape, input2.shape[-1])
+    equation = "... i j, o i j -> ... o"
+    uses = {"weight": contraction(equation, product, weight.shape, x_shape=shape)}
     if bias is not None:
         uses["bias"] = shift(bias.shape, [*input1.shape[:-1], weight.shape[0]])
     return uses
@@ -106,36 +89,27 @@ def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
     if x.ndim == 1 or w.ndim == 1:
         return _vector_factor(x, w, left, split)
     out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-    batch = list(range(len(out)))
-    x_full = x.expand(*out, *x.shape[-2:])
-    aligned = zip(batch[len(batch) - (w.ndim - 2) :], w.shape[:-2], strict=True)
+    batch = [f"b{axis}" for axis in range(len(out))]
+    aligned = zip(range(len(out) - (w.ndim - 2), len(out)), w.shape[:-2], strict=True)
     # an axis of length one is the same for all that it meets
-    w_batch = [axis for axis, length in aligned if length != 1]
+    kept = [axis for axis, length in aligned if length != 1]
+    of_x, of_w = " ".join(batch), " ".join(batch[axis] for axis in kept)
     if left:
-        labels = (["in", "rows"], ["out", "in"], ["out", "rows"])
+        equation = f"{of_x} i rows, {of_w} o i -> {of_x} o rows"
     else:
-        labels = (["rows", "in"], ["in", "out"], ["rows", "out"])
-    x_labels, w_labels, out_labels = labels
-    use = contraction(
-        x_full,
-        [*batch, *x_labels],
-        [*w_batch, *w_labels],
-        [*batch, *out_labels],
-        [*(out[axis] for axis in w_batch), *w.shape[-2:]],
-        split,
-    )
+        equation = f"{of_x} rows i, {of_w} i o -> {of_x} rows o"
+    x_full, shape = x.expand(*out, *x.shape[-2:]), [*(out[axis] for axis in kept), *w.shape[-2:]]
+    use = contraction(equation, x_full, shape, split)
     return use if use is None else use.reshaped(w.shape)
 
 
 def _vector_factor(x: Tensor, w: Tensor, left: bool, split: Callable[[Tensor], Tensor]) -> Use:
     """Return the same if at least one of both is a vector, all of which is summed over."""
-    if w.ndim == 1:
-        # with a vector on its left, a matrix is summed over the axis before the last
-        others = list(range(x.ndim - 1))
-        place = max(x.ndim - 2, 0) if left else x.ndim - 1
-        x_labels = [*others[:place], "in", *others[place:]]
-        return contraction(x, x_labels, ["in"], others, w.shape, split)
-    others = list(range(w.ndim - 1))
-    place = w.ndim - 1 if left else w.ndim - 2
-    w_labels = [*others[:place], "in", *others[place:]]
-    return contraction(x, ["in"], w_labels, others, w.shape, split)
+    matrix = x if w.ndim == 1 else w
+    others = [f"a{axis}" for axis in range(matrix.ndim - 1)]
+    # with a vector on its left, a matrix is summed over the axis before the last
+    place = len(others) - 1 if left == (w.ndim == 1) else len(others)
+    place = max(place, 0)
+    of_matrix, out = " ".join([*others[:place], "i", *others[place:]]), " ".join(others)
+    equation = f"{of_matrix}, i -> {out}" if w.ndim == 1 else f"i, {of_matrix} -> {out}"
+    return contraction(equation, x, w.shape, split)

@@ -1,15 +1,15 @@
 """Tensors that are functions of parameters, such as parts, and gradients with respect to these."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import pull_columns
-from curvlinops.layers.forms import Form, Mapped, Within
+from curvlinops.autodiff.backward import in_chunks, pull_columns
+from curvlinops.layers.capture import Lookedup
+from curvlinops.layers.forms import Direct, Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
 from curvlinops.layers.place import Place
 from curvlinops.layers.views import view_of
-from curvlinops.linear_operator.columns import in_chunks
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 
 #: Those who ask know how many vectors the memory allows.
@@ -24,8 +24,17 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
 
 
-def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
-    """Return gradients with respect to a parameter of which a layer used a function."""
+def on_parameter(form: Form, tensor: Tensor, leaf: Tensor, lookup: Lookedup | None = None) -> Form:
+    """Return gradients with respect to a parameter of which a layer used a function.
+
+    Args:
+        form: The gradients with respect to the function's value.
+        tensor: This value.
+        leaf: The parameter.
+        lookup: The lookup of which it is a function.
+    """
+    if lookup is not None and isinstance(form, Direct):
+        return on_parameter(_of_table(form, tensor, lookup), lookup.table, leaf)
     view = view_of(tensor, leaf)
     if view is leaf:
         return form
@@ -44,12 +53,32 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor) -> Form:
     if place is not None:
         return Within(form, place, leaf.shape)
 
-    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": leaf}), ANY_NUMBER)
+    return Mapped(form, _pull_back(tensor, leaf), leaf.shape)
+
+
+def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
+    if tensor is source:
+        return lambda rows: rows
+    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": source}), ANY_NUMBER)
 
     def pull_back(rows: Tensor) -> Tensor:
-        out = rows.new_empty(*rows.shape[:2], *leaf.shape)
+        out = rows.new_empty(*rows.shape[:2], *source.shape)
         for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
             out.flatten(0, 1)[places] = part[""].to(rows.dtype)
         return out
 
-    return Mapped(form, pull_back, leaf.shape)
+    return pull_back
+
+
+def _of_table(form: Form, tensor: Tensor, lookup: Lookedup) -> Form:
+    """Return gradients with respect to a table that all samples read at the same indices."""
+    rows = _pull_back(tensor, lookup.output)(form.rows(slice(None)))
+    num_vectors, num_samples = rows.shape[:2]
+    num_axes = len(lookup.use.lead)
+    rows = lookup.use.split(rows.flatten(0, 1)).flatten(1, num_axes)
+
+    def of_each_sample(x: Tensor) -> Tensor:
+        return x.flatten(0, num_axes - 1).expand(num_samples, *[-1] * (x.ndim - num_axes + 1))
+
+    return lookup.use.form(rows.unflatten(0, (num_vectors, num_samples)), of_each_sample)

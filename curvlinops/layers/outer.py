@@ -2,14 +2,13 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.forms import Form, Total, squared_sum
-from curvlinops.layers.inputs import Inputs, Selected, Shortcut, maps_of, side_by_side
-from curvlinops.layers.products import GradientMaps, in_parts
+from curvlinops.layers.patches import Patches
 from curvlinops.support.records import recorded
 
 
@@ -53,6 +52,14 @@ class Arrangement:
 IN_ORDER = Arrangement()
 
 
+class Inputs(Protocol):
+    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
+
+    shape: Sequence[int]
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+
+
 class Outer(Form):
     """Sums of outer products over positions: ``sum_s g[v, n, s] x[n, s]^T``, for each group.
 
@@ -79,16 +86,11 @@ class Outer(Form):
         """Equal for forms whose entries mean the same, in the same dtype."""
         return self.arrangement, self.shape, self.g.dtype, *self.x.shape[2:]
 
-    @property
-    def num_multiplications(self) -> int:
-        """One for each entry at each position."""
-        return self.num_positions * self.num_entries
-
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         g = self.g[:, samples]
-        if self._skips_inputs:
-            return self._arranged(self.x.matrices(samples, g))
+        if self._by_convolution:
+            return self._arranged(self.x.filter_gradients(samples, g[0]).unsqueeze(0))
         x = self.x[samples]
         if x.shape[1] == 1:
             return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
@@ -99,31 +101,29 @@ class Outer(Form):
         return self._arranged(matrices)
 
     def write(self, samples: slice, out: Tensor) -> None:
-        """Write the gradients of some samples, for the only vector, without a copy if possible."""
+        """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        indirect = self.arrangement.stages or groups > 1 or self._skips_inputs
-        if indirect or out.dtype != self.g.dtype:
+        indirect = self.arrangement.stages or groups > 1 or self._by_convolution
+        if indirect or self.num_vectors > 1 or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
         x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
-        out = out.unflatten(1, (g.shape[-1], inputs))
+        out = out[0].view(len(g), g.shape[-1], inputs)
         if x.shape[1] == 1:
             torch.mul(g.transpose(1, 2), x, out=out)
         else:
             torch.bmm(g.transpose(1, 2), x, out=out)
 
-    def bound(self) -> Tensor | None:
-        """Return the product of the norms of all inputs and all output gradients."""
-        size = self.num_samples * self.num_entries
-        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
-            return None
-        return torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
+    def is_surely_finite(self) -> bool:
+        """Return whether norms of inputs and output gradients, which are fewer numbers, are small.
 
-    def select(self, samples: Tensor) -> "Outer":
-        """Return the gradients of some samples only."""
-        x = self.x
-        x = x.select(samples) if isinstance(x, Shortcut) else Selected(x, samples)
-        return Outer(x, self.g[:, samples], self.shape, self.arrangement)
+        The product of both is a bound of all entries.
+        """
+        size = self.num_vectors * self.num_samples * self.num_entries
+        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
+            return False
+        bound = torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
+        return float(bound) < torch.finfo(self.g.dtype).max / 2  # sums are rounded
 
     def to(self, dtype: torch.dtype) -> "Outer":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
@@ -138,36 +138,17 @@ class Outer(Form):
         return self._arranged(total.unsqueeze(1))[:, 0]
 
     @property
-    def _skips_inputs(self) -> bool:
-        return isinstance(self.x, Shortcut) and self.x.is_faster(self.num_vectors, self.g.shape[-1])
+    def _by_convolution(self) -> bool:
+        """Whether rows are faster without patches."""
+        alone = isinstance(self.x, Patches) and self.num_vectors == 1
+        # several vectors share the patches; on GPUs nothing was measured
+        return alone and self.g.device.type == "cpu" and self.x.cost_more(self.g.shape[-1])
 
     @property
     def num_inputs(self) -> int:
         """The number of a sample's inputs."""
         positions, groups, inputs = self.x.shape[1:]
         return positions * groups * inputs
-
-    def products(self) -> GradientMaps | None:
-        """Return products with vectors, two matrix products with all inputs."""
-        if isinstance(self.x, Tensor):
-            times, sums = maps_of(self.x)
-        elif isinstance(self.x, Shortcut):
-            times, sums = self.x.maps()
-        else:
-            return None
-        g, arrangement, shape = self.g[0], self.arrangement, self.shape
-        matrix = (g.shape[2], g.shape[3], self.x.shape[3])
-
-        def multiply(columns: Tensor) -> Tensor:
-            entries = columns.reshape(len(columns), prod(shape)).to(g)
-            matrices = arrangement.undo(entries, 1).reshape(len(columns), *matrix)
-            return torch.einsum("knsgo,nsgo->kn", times(matrices), g)
-
-        def combine(weights: Tensor) -> Tensor:
-            found = sums(g * weights.to(g).reshape(*weights.shape, 1, 1, 1))
-            return arrangement.apply(found.flatten(1), 1).reshape(len(weights), *shape)
-
-        return in_parts(multiply, g.nbytes), in_parts(combine, g.nbytes)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
@@ -219,7 +200,7 @@ class Outer(Form):
     def made(self) -> "Outer":
         """Return the same gradients with inputs that are there, unless it is faster without."""
         return (
-            self if self._skips_inputs else Outer(self.x[:], self.g, self.shape, self.arrangement)
+            self if self._by_convolution else Outer(self.x[:], self.g, self.shape, self.arrangement)
         )
 
     def narrowed(self, outputs: slice) -> "Outer":
@@ -238,7 +219,7 @@ class Outer(Form):
     @staticmethod
     def merge(forms: list["Outer"]) -> "Outer":
         """Return the sum of forms of one kind: their positions side by side."""
-        x = side_by_side([form.x for form in forms])
+        x = torch.cat([form.x[:] for form in forms], dim=1)
         g = torch.cat([form.g for form in forms], dim=2)
         return Outer(x, g, forms[0].shape, forms[0].arrangement)
 
@@ -246,7 +227,7 @@ class Outer(Form):
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
-            inputs = 0 if self._skips_inputs else self.num_inputs
+            inputs = 0 if self._by_convolution else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().parts(size)
 
@@ -269,6 +250,8 @@ def sum_of(forms: list[Form]) -> Form:
     """Return the sum of several uses' gradients."""
     if len(forms) == 1:
         return forms[0]
-    if all(isinstance(form, Outer) for form in forms) and len({f.kind for f in forms}) == 1:
+    # patches would take much memory
+    outer = all(isinstance(form, Outer) and not isinstance(form.x, Patches) for form in forms)
+    if outer and len({form.kind for form in forms}) == 1:
         return Outer.merge(forms)
     return Total(forms)

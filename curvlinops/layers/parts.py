@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from curvlinops.layers.forms import Form
 
 
@@ -31,9 +29,9 @@ class Part(NamedTuple):
         key: The use.
         name: The parameter.
         form: The gradients.
-        rows: How many rows of the layer's output belong to each sample, ``[N]``; ``None`` if all
-            samples have as many.
         open: Whether it is not known to which samples rows without a gradient belong.
+        unsorted: Whether the gradients are those of one sample that has all rows of the batch,
+            since it is not known to which samples they belong.
         shift: See ``Use``.
         elsewhere: See ``Use``.
     """
@@ -41,7 +39,7 @@ class Part(NamedTuple):
     key: Key
     name: str
     form: Form
-    rows: Tensor | None
     open: bool
+    unsorted: bool
     shift: float | None
     elsewhere: bool

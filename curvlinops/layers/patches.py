@@ -7,19 +7,132 @@ filters ``weight.flatten(1)`` have.
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.window import Lengths, Padding, Window
 from curvlinops.support.norms import wide
+
+Lengths = int | Sequence[int]
+Padding = Lengths | Sequence[tuple[int, int]] | str
 
 #: Axes of images up to this many positions are summed over at once: one product with a matrix
 #: that has a column for each position of the kernel is faster than one product for each axis
 #: there (7 x 7: 9 times, 14 x 14: 1.3 times), and slower beyond (56 x 56: 3 times).
 _FEW_POSITIONS = 256
+
+#: Convolutions of so few input channels multiply slowly, see ``docs_src/benchmarks/filters.py``.
+_FEW_CHANNELS = 8
+
+
+class Window(NamedTuple):
+    """Which patches a convolution looks at.
+
+    At position k in the kernel, position o of the output sees position
+    ``o * stride + k * dilation - before`` of the input along each axis, and zero outside of it.
+
+    Args:
+        kernel_size: The kernel's lengths.
+        stride: Steps between patches.
+        pads: Zeros before and behind each axis; negative numbers crop.
+        dilation: Steps within a patch.
+        size: Number of patches along each axis.
+        groups: Number of groups of channels.
+    """
+
+    kernel_size: Sequence[int]
+    stride: Sequence[int]
+    pads: Sequence[tuple[int, int]]
+    dilation: Sequence[int]
+    size: Sequence[int]
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        kernel_size: Lengths,
+        stride: Lengths,
+        padding: Padding,
+        dilation: Lengths,
+        groups: int,
+    ) -> "Window":
+        """Return the window for ``x``, ``[N, C, *I]``, and the arguments of ``extract_patches``.
+
+        Raises:
+            ValueError: If there are no such patches.
+        """
+        dims = x.ndim - 2
+        if dims < 1:
+            raise ValueError(
+                f"Expected an input [N, C, *I], got shape {list(x.shape)}. Add the axes it lacks."
+            )
+        kernel, stride = lengths(kernel_size, dims), lengths(stride, dims)
+        dilation = lengths(dilation, dims)
+        for name, values in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
+            if min(values) < 1:
+                raise ValueError(f"{name} must be at least 1, got {values}.")
+        if padding == "same" and max(stride) > 1:
+            raise ValueError(f"padding='same' needs stride 1, got {stride}. Give numbers.")
+        pads = both_sides(padding, kernel, dilation)
+        size = tuple(
+            (length + sum(pair) - d * (k - 1) - 1) // s + 1
+            for length, pair, d, k, s in zip(
+                x.shape[2:], pads, dilation, kernel, stride, strict=True
+            )
+        )
+        window = cls(kernel, stride, pads, dilation, size, groups)
+        window.check(x)
+        return window
+
+    def check(self, x: Tensor) -> None:
+        """Raise an error if there are no such patches of ``x``, ``[N, C, *I]``."""
+        if not x.is_floating_point():
+            raise ValueError(f"Expected a floating-point input, got {x.dtype}.")
+        if self.groups < 1 or x.shape[1] % self.groups or x.shape[1] == 0:
+            raise ValueError(
+                f"The {x.shape[1]} channels of the input of shape {list(x.shape)} do not fall into "
+                f"{self.groups} equal groups."
+            )
+        for axis, (length, pair) in enumerate(zip(x.shape[2:], self.pads, strict=True)):
+            if self.size[axis] < 1 or self.reach(axis, self.size[axis]) > length + sum(pair):
+                raise ValueError(
+                    f"No {max(self.size[axis], 1)} patches along spatial axis {axis} of the input "
+                    f"of shape {list(x.shape)}: one spans {self.reach(axis, 1)} positions, and "
+                    f"there are {length + sum(pair)}, padded by {pair}. Pad more, or use a smaller "
+                    "kernel."
+                )
+
+    def reach(self, axis: int, count: int) -> int:
+        """Return how many positions a number of neighboring patches spans along an axis."""
+        span = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        return (count - 1) * self.stride[axis] + span
+
+
+def lengths(values: Lengths, dims: int) -> tuple[int, ...]:
+    """Return one number (or pair) for each axis."""
+    values = (values,) if isinstance(values, int) else tuple(values)
+    values = values * dims if len(values) == 1 else values
+    if len(values) != dims:
+        raise ValueError(f"Expected one number, or {dims} (one for each axis), got {values}.")
+    return values
+
+
+def both_sides(
+    padding: Padding, kernel: Sequence[int], dilation: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the padding before and behind each axis."""
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if isinstance(padding, str):
+        raise ValueError(f"Unknown padding {padding!r}: use numbers, pairs, 'same' or 'valid'.")
+    each = lengths(padding, len(kernel))
+    return [(p, p) if isinstance(p, int) else (p[0], p[1]) for p in each]
 
 
 def extract_patches(
@@ -71,9 +184,9 @@ def extract_averaged_patches(
 
     Args:
         x: Input of the convolution, ``[N, C, *I]``.
-        kernel_size: Lengths K of the kernel, a number or one for each axis.
+        kernel_size: As those of ``extract_patches``, like all that follows.
         stride: Steps between patches.
-        padding: As that of ``extract_patches``.
+        padding: Zeros around the input.
         dilation: Steps within a patch.
         groups: Number G of groups of channels. Patches are averaged over groups.
 
@@ -168,15 +281,13 @@ def _mean_over_groups(x: Tensor, groups: int) -> Tensor:
 
 def _seen(window: Window, axis: int, length: int, like: Tensor) -> Tensor:
     """Return the matrix ``[K, I]`` with ones where a patch sees a position through the kernel's."""
-    first = (
-        torch.arange(window.kernel_size[axis], device="cpu") * window.dilation[axis]
-        - window.pads[axis][0]
-    )
-    seen = first[:, None] + torch.arange(window.size[axis], device="cpu") * window.stride[axis]
-    k, o = torch.nonzero((seen >= 0) & (seen < length), as_tuple=True)
-    matrix = torch.zeros(window.kernel_size[axis], length, dtype=like.dtype, device="cpu")
-    matrix[k, seen[k, o]] = 1
-    return matrix.to(like.device)
+    size, stride, dilation = window.size[axis], window.stride[axis], window.dilation[axis]
+    before, behind = window.pads[axis]
+    kernel, padded = window.kernel_size[axis], before + length + behind
+    matrix = torch.zeros(kernel, padded, dtype=like.dtype, device="cpu")
+    for k, row in enumerate(matrix):
+        row[k * dilation : k * dilation + size * stride : stride] = 1
+    return F.pad(matrix, (-before, -behind)).to(like.device)
 
 
 def _contract(x: Tensor, matrices: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
@@ -190,3 +301,74 @@ def _contract(x: Tensor, matrices: Sequence[Tensor], lengths: Sequence[int]) -> 
             x = matrix @ x.reshape(rows, length, rest)
         rows = rows * len(matrix)
     return x
+
+
+class Patches:
+    """Patches of the samples' images, ``[N, images * positions, groups, channels * kernel]``.
+
+    They take much more memory than the images, and are made for some samples at a time.
+
+    Args:
+        images: The images of each sample, ``[N, S, C, *I]``.
+        window: Which patches.
+    """
+
+    def __init__(self, images: Tensor, window: Window):
+        self.images, self.window = images, window
+        width = images.shape[2] // window.groups * prod(window.kernel_size)
+        positions = images.shape[1] * prod(window.size)
+        self.shape = (len(images), positions, window.groups, width)
+
+    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+        """Make the patches of some samples."""
+        images = self.images[samples]
+        patches = make_patches(images.flatten(0, 1), self.window)
+        return patches.unflatten(0, images.shape[:2]).flatten(1, 2)
+
+    def to(self, dtype: torch.dtype) -> "Patches":
+        """Return the same patches in another dtype."""
+        return Patches(self.images.to(dtype), self.window)
+
+    def cost_more(self, num_filters: int) -> bool:
+        """Return whether ``filter_gradients`` is faster than products with patches, on a CPU.
+
+        Patches have an entry for each position, input channel and position in the kernel. A
+        convolution reorders its filters, which have one for each output channel instead of the
+        position. Patches that do not overlap are as small as the input.
+
+        Args:
+            num_filters: Number of output channels of a group.
+        """
+        _, positions, groups, width = self.shape
+        channels = width // (size := prod(self.window.kernel_size))
+        depthwise = groups > 1 and channels == num_filters == 1
+        overlap = size > prod(self.window.stride)
+        return overlap and num_filters < positions and (channels >= _FEW_CHANNELS or depthwise)
+
+    def filter_gradients(self, samples: slice | Tensor, g: Tensor) -> Tensor:
+        """Return each sample's gradient of the filters, ``[n, G, O, channels * kernel]``.
+
+        By PyTorch's own batching rule for convolutions, without patches.
+
+        Args:
+            samples: Some samples.
+            g: Their gradients of the output, ``[n, images * positions, G, O]``.
+        """
+        images, window = self.images[samples], self.window
+        outputs = g.unflatten(1, (images.shape[1], *window.size)).flatten(-2).movedim(-1, 2)
+        padding = [before for before, _ in window.pads]
+        if any(before != behind for before, behind in window.pads):
+            images, padding = pad(images, window.pads), [0] * len(padding)
+        filters = images.new_empty(
+            outputs.shape[2], images.shape[2] // window.groups, *window.kernel_size
+        )
+
+        def of_one(x: Tensor, g: Tensor) -> Tensor:
+            options = window.stride, padding, window.dilation, False, [0] * len(padding)
+            wanted = False, True, False  # of input, filters and bias
+            return torch.ops.aten.convolution_backward(
+                g, x, filters, None, *options, window.groups, wanted
+            )[1]
+
+        found = torch.func.vmap(of_one)(images, outputs)
+        return found.reshape(len(g), window.groups, -1, self.shape[3])

@@ -1,19 +1,17 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem
-from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.capture import Call, Change
-from curvlinops.layers.check import autograd_sums, explained, rounding
+from curvlinops.layers.batch import RecordedBatch, evident_samples
+from curvlinops.layers.batch_axis import BatchAxis
+from curvlinops.layers.check import autograd_sums, reason_of
 from curvlinops.layers.gradients import SampleGradients
-from curvlinops.layers.layout import Along, has_parts, samples_in
 from curvlinops.layers.parts import Key
 from curvlinops.layers.shares import WAYS
-from curvlinops.layers.twice import blind, sample_twice
 from curvlinops.risk.sample_coupling import check_first_sample
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.rng import GeneratorStates
@@ -25,40 +23,28 @@ _LOGGER = logging.getLogger("curvlinops")
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    Each batch's graph shows which rows of each layer belong to which sample, or, where it does not,
-    its gradients do. Whether what the rules say of a parameter agrees with autograd, the first few
-    samples show, or the first batch where it cannot be cut or does more. Other parameters get one
-    backward pass for each sample.
+    On a first batch, what the rules say of a parameter is compared with autograd, and two backward
+    passes show which axis of each layer's output numbers the samples. They do so again where they
+    left a choice, and on batches whose graph is wired in a new way, or may move rows by their
+    numbers. Other parameters get one backward pass for each sample.
 
     Args:
         name: Names the operator in messages.
-        trusting: Whether batches are taken to be alike: rows are assigned to samples on the first
-            batch only, which saves two backward passes on others whose graph does not show it.
         independent: Whether samples that interact are refused.
-        invariant: Whether layers have to be seen in the same way however the data is cut into
-            batches and the output shaped: its rows may be parts of the batch's samples, such as
-            tokens, if they are not independent; a batch of one sample is tried with two.
+        sums_rows: Whether sums over all rows of a layer are of use, also where it is not known to
+            which samples they belong; the rows of the output may then be parts of samples, such as
+            tokens, if they are not independent.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(
-        self,
-        name: str,
-        trusting: bool = False,
-        independent: bool = True,
-        invariant: bool = False,
-    ):
-        self.name = name
-        self._trusting, self._independent, self._invariant = trusting, independent, invariant
-        self._grouped = False
+    def __init__(self, name: str, independent: bool = True, sums_rows: bool = False):
+        self._name, self._independent, self._sums_rows = name, independent, sums_rows
         self.fallbacks: dict[str, str] = {}
-        self._layouts: dict[Key, Along] = {}
-        self._checked: set[Key] = set()  # on several samples
-        self._checked_alone: set[Key] = set()
-        self._seeing: set[Key] = set()  # calls that see the sample of a batch of one
-        self._changes: dict[Call, Change] = {}
+        self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by wiring of the graph
+        self._checked: set[Key] = set()
+        self._grouped = False
         self._ways = dict.fromkeys(WAYS, False)  # of those without rules
 
     @property
@@ -66,207 +52,120 @@ class SampleBackward:
         """Whether rules are known for all parameters."""
         return not self.fallbacks
 
-    def capture(self, problem: Problem, trusting: bool | None = None) -> SampleGradients:
+    def capture(self, problem: Problem, by_sample: bool = True) -> SampleGradients:
         """Run the model on a batch; return what computes its samples' gradients.
 
         Args:
             problem: The model on a batch.
-            trusting: Whether the batch is taken to be like earlier ones. Default: as for all.
+            by_sample: Whether it matters to which samples the rows of products belong.
         """
-        trusting = self._trusting if trusting is None else trusting
-        learning = not (self._checked or self._checked_alone or self.fallbacks)
+        learning = not (self._checked or self.fallbacks)
         states = GeneratorStates()
-        batch = self._record(problem, trusting)
+        batch = self._record(problem, by_sample)
         if learning and not states.are_current():
             # the model is random, and was evaluated several times
             del batch
             states.restore()
-            batch = self._record(problem, trusting)
+            batch = self._record(problem, by_sample)
         if self.fallbacks:  # which evaluate the model again
             states.restore()
         return SampleGradients(problem, batch, self.fallbacks, self._ways)
 
-    def _record(self, problem: Problem, trusting: bool) -> RecordedBatch | None:
+    def _record(self, problem: Problem, by_sample: bool) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
         if not names:
             return None
         # on the first batch while no other graph is in memory
-        num_samples = problem.num_samples if self._grouped else None
-        began = self._checked or self._checked_alone
-        truth = None if began else autograd_sums(problem, num_samples)
-        batch = self._run(problem, names, num_samples)
-        if batch is not None and self._changes and batch.unrecorded():
-            self._changes.clear()  # on this batch they hit other calls
-            batch = self._run(problem, names, num_samples)
+        truth = None if self._checked else autograd_sums(problem)
+        batch = self._run(problem, names)
         if batch is None or batch.num_samples == 0:
             return None
-        problem.check(batch.model_output)  # else numbers that are none tell which rows belong where
-        before = len(self.fallbacks)
-        batch = self._sort(problem, batch, trusting)
-        if batch is None:
-            return self._record(problem, trusting)
+        problem.check(batch.output)  # else numbers that are none tell which rows belong where
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        # one sample alone says nothing of which rows belong to which
-        own = self._checked if batch.num_samples > 1 else self._checked_alone
-        fresh = (set(batch.layouts) | batch.unconnected) - batch.guessed - self._checked - own
-        if fresh or not began:
-            truth = truth or autograd_sums(problem, num_samples)
-            self._obeys_rules(batch, lambda: self._check(problem, batch, truth, num_samples))
-            own |= fresh - batch.guessed
-        if len(self.fallbacks) > before:
-            # the calls are numbered anew
-            self._layouts.clear()
-            self._changes.clear()
+        if self._grouped:
+            self._group(problem, batch)
+        batch.recall(self._axes.get(batch.wiring, {}))
+        new = (batch.uses.keys() | batch.unconnected) - self._checked
+        moved = (by_sample or batch.has_lookups) and batch.moves_rows
+        asks = batch.num_samples > 1 and (moved or batch.axes.keys() != batch.uses.keys())
+        if asks or new:
+            try:
+                self._examine(problem, batch, asks, bool(new), truth)
+            except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+                if lacks_memory(error):
+                    raise
+                # a combination of arguments that nobody thought of
+                reason = f"a rule for layers fails on this model: {first_line(error)}"
+                self._refuse(batch.names, reason)
+            self._checked |= new
         batch.drop(self.fallbacks)
         return batch
 
-    def _check(
-        self,
-        problem: Problem,
-        batch: RecordedBatch,
-        truth: dict[str, Tensor],
-        num_samples: int | None,
-    ) -> None:
-        """Leave no parameter to rules that do not agree with autograd's sums."""
-        wrong = batch.check(truth)
-        if wrong:
-            slack = rounding(truth, problem, num_samples, batch.precision)
-            right = set(wrong).difference(wrong := batch.check(truth, slack))
-            # which a batch with other numbers has to show
-            batch.guessed |= {key for key in batch.uses if right.intersection(batch.names_of(key))}
-        self._refuse(*explained(wrong, truth, problem, num_samples))
-
-    def _run(
-        self, problem: Problem, names: list[str], num_samples: int | None
-    ) -> RecordedBatch | None:
+    def _run(self, problem: Problem, names: list[str]) -> RecordedBatch | None:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
-            return self._recorded(problem, names)
+            return RecordedBatch(problem, names)
         except Exception as error:  # whatever the user's model raises
             if lacks_memory(error):
                 raise
-            if self._changes:
-                self._changes.clear()  # it was possible on an earlier batch
-                return self._run(problem, names, num_samples)
-            autograd_sums(problem, num_samples)  # raises what the model does without being recorded
+            autograd_sums(problem)  # raises what the model does without being recorded
             self._refuse(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
-    def _recorded(self, problem: Problem, names: list[str]) -> RecordedBatch:
-        num_samples = problem.num_samples if self._grouped else None
-        return RecordedBatch(problem, names, self._changes, num_samples)
+    def _examine(
+        self,
+        problem: Problem,
+        batch: RecordedBatch,
+        asks: bool,
+        checks: bool,
+        truth: dict[str, Tensor] | None,
+    ) -> None:
+        """Find the axes of a batch's samples, and compare the rules with autograd."""
+        gradients = batch.examine(self._known_axes() if asks else None)
+        if checks:
+            truth = truth or autograd_sums(problem)
+            wrong = batch.check(gradients, truth)
+            self._refuse(wrong, reason_of(wrong, truth, problem))
+        del gradients
+        if asks:
+            self._take_axes(problem, batch)
 
-    # --- layouts
+    def _take_axes(self, problem: Problem, batch: RecordedBatch) -> None:
+        """Remember the axes of samples; refuse the parameters for which there are none."""
+        batch.drop(self.fallbacks)
+        if batch.unsorted() and self._sums_rows and not self._grouped:
+            num_samples = evident_samples(problem) or batch.num_samples
+            if num_samples < batch.num_samples and batch.num_samples % num_samples == 0:
+                self._grouped = True
+                self._axes.clear()
+                self._group(problem, batch)
+                batch.examine({})
+        if batch.unsorted() and self._independent:
+            check_first_sample(problem, batch.output)
+        if not self._sums_rows:
+            self._refuse(batch.unsorted(), "its gradients could not be assigned to samples")
+        sure = {key: axis for key, axis in batch.axes.items() if key not in batch.open}
+        self._axes.setdefault(batch.wiring, {}).update(sure)
 
-    def _sort(self, problem: Problem, batch: RecordedBatch, trusting: bool) -> RecordedBatch | None:
-        """Find each use's layout, and the parameters for which that is impossible.
+    def _known_axes(self) -> dict[Key, BatchAxis]:
+        """Return the axes that were found last, whatever the wiring."""
+        return {key: axis for axes in self._axes.values() for key, axis in axes.items()}
 
-        Returns:
-            The batch, perhaps another one with changes; ``None`` if it must be recorded again,
-            because samples turn out to have several rows of the output each, or a rule fails.
+    def _group(self, problem: Problem, batch: RecordedBatch) -> None:
+        """Let neighboring rows of the output be parts of one sample.
+
+        Raises:
+            ValueError: If samples have unequal numbers of rows.
         """
-        if trusting and not batch.depends_on_data:
-            batch.layouts = {
-                key: layout
-                for key, layout in self._layouts.items()
-                if key in batch.uses and batch.fits(key, layout)
-            }
-        # whether layers see the only sample at all, no order of its parts shows
-        if not (self._invariant and samples_in(problem, batch.model_output) == 1):
-            batch.prove()
-        missing = [key for key in batch.uses if key not in batch.layouts]
-        if not missing:
-            self._layouts |= batch.layouts
-            return batch
-        checking = not (self._checked or self._checked_alone)
-        if not self._obeys_rules(batch, lambda: batch.detect(missing, checking)):
-            return None
-        runs, unseeing = self._tried_with_two(problem, batch)
-        known = batch.layouts.keys() - unseeing
-        lost = [key for key in missing if key in batch.uses and key not in known]
-        if lost and self._invariant and not self._grouped and has_parts(problem, batch.output):
-            self._grouped = True
-            self._layouts.clear()
-            return None
-        for change in Change:
-            changed = self._retry(runs, batch, lost, change)
-            if changed is not None:
-                return self._sort(problem, changed, trusting)
-            if lost and self._independent and change is Change.ENLARGE:
-                check_first_sample(problem, batch.output)
-        for key in lost:
-            self._refuse(batch.names_of(key), "its gradients could not be assigned to samples")
-        self._layouts |= {
-            key: layout
-            for key, layout in batch.layouts.items()
-            if isinstance(layout, Along) and key not in batch.guessed | batch.open
-        }
-        return batch
-
-    def _tried_with_two(
-        self, problem: Problem, batch: RecordedBatch
-    ) -> tuple[list[Problem], set[Key]]:
-        """Return runs that show how calls see a sample, and the uses whose calls see none.
-
-        If a batch has but one sample, all rows are its own; the first run has it twice.
-        """
-        if not self._invariant or batch.uses.keys() <= self._seeing:
-            return [problem], set()
-        if samples_in(problem, batch.model_output) != 1:
-            return [problem], set()
-        runs, found = [problem], set()
-        try:
-            double = sample_twice(problem)
-            found = blind(batch, self._recorded(double, batch.names))
-            runs = [double, problem]
-        except Exception as error:  # the input cannot be doubled, or the model refuses two samples
-            if lacks_memory(error):
-                raise
-            _LOGGER.info("%s: a sample twice: %s", self.name, error)
-        if not found:
-            self._seeing |= batch.uses.keys()
-        return runs, found
-
-    def _retry(
-        self, runs: list[Problem], batch: RecordedBatch, lost: list[Key], change: Change
-    ) -> RecordedBatch | None:
-        """Change calls whose rows belong to no sample, if all runs, of the batch last, allow it."""
-        calls = dict.fromkeys((key.call, key.index) for key in lost)
-        calls = [call for call in calls if self._changes.get(call, 0) < change]
-        if not calls or len(self._changes) > len(batch.uses):  # what is changed leads to new calls
-            return None
-        if change is Change.FOLLOW:  # those behind the first one may then be of parameters alone
-            calls = calls[:1]
-        before = dict(self._changes)
-        if change is Change.FOLLOW:  # calls behind it are numbered anew
-            self._changes = {call: old for call, old in before.items() if old is Change.FOLLOW}
-        self._changes |= dict.fromkeys(calls, change)
-        try:
-            for problem in runs:
-                changed = self._recorded(problem, batch.names)
-                if not set(changed.unrecorded()) <= set(batch.unrecorded()):
-                    break
-            else:
-                return changed
-        except Exception as error:
-            if lacks_memory(error):
-                raise
-            _LOGGER.info("%s: no row for each sample: %s", self.name, error)
-        self._changes = before
-        return None
-
-    def _obeys_rules(self, batch: RecordedBatch, step: Callable[[], None]) -> bool:
-        """Return whether a first computation by rules works; else no parameter is left to them."""
-        try:
-            step()
-        except Exception as error:  # of a combination of arguments that nobody thought of
-            if lacks_memory(error):
-                raise
-            reason = f"a rule for layers fails on this model: {first_line(error)}"
-            self._refuse(batch.names, reason)
-            return False
-        return True
+        num_rows, num_samples = len(batch.output), problem.num_samples
+        if num_samples == 0 or num_rows % num_samples:
+            raise ValueError(
+                f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
+                "earlier batch had as many rows each. Give samples an axis in front of their rows, "
+                "or say with batch_size_fn how many a batch has."
+            )
+        batch.num_samples = num_samples
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         names = [name for name in names if name not in self.fallbacks]
@@ -275,7 +174,7 @@ class SampleBackward:
             said = ", ".join(f"'{name}'" for name in names[:3])
             _LOGGER.warning(
                 "%s: gradients with respect to %s are computed sample by sample: %s.",
-                self.name,
+                self._name,
                 said if len(names) <= 3 else f"{said} and {len(names) - 3} more",
                 reason,
             )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, pull_columns
-from curvlinops.layers.check import disagreeing, shares
-from curvlinops.layers.detection import tolerance_of
+from curvlinops.layers.check import disagreeing, sample_weights
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns
@@ -146,7 +145,7 @@ class Shares:
 
     def _check(self, found: Columns, u: Tensor, wanted: Tensor) -> None:
         """Compare with the graph of the whole batch, with another weight for each sample."""
-        r = shares(u.shape[1], u)
+        r = sample_weights(u.shape[1], u)
         some = torch.zeros_like(u)
         some[:, wanted] = (u * r.reshape(-1, *(1,) * (u.ndim - 2)))[:, wanted]
         truth = self._space.zeros(len(u))
@@ -158,6 +157,6 @@ class Shares:
         own = {name: total(x) for name, x in found.items()}
         summands = {name: total(x.abs()) for name, x in found.items()}
         dtype = self._output.dtype
-        tolerance, eps = tolerance_of(dtype), torch.finfo(dtype).eps
-        if disagreeing(self._space.names, own, summands, truth, tolerance, eps, {}):
+        eps = torch.finfo(dtype).eps
+        if disagreeing(self._space.names, own, summands, truth, dtype, eps):
             raise ValueError("samples alone have other gradients.")

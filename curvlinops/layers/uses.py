@@ -6,7 +6,7 @@ import the file in ``layers/__init__.py``.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -38,7 +38,6 @@ class Use:
             sorts others in the same way, and returns the gradients with respect to the argument.
         shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
         elsewhere: Whether its positions are others than those of the product.
-        order: What ``split`` does apart from changing numbers; by default, that is all.
     """
 
     lead: tuple[int, ...]
@@ -46,7 +45,6 @@ class Use:
     form: Callable[[Tensor, Sort], Form]
     shift: float | None = None
     elsewhere: bool = False
-    order: Callable[[Tensor], Tensor] | None = None
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
@@ -62,7 +60,6 @@ class Rule:
 
     Args:
         uses: Takes the function's arguments, returns uses by name or position of an argument.
-        reads: See ``handles``.
         repeats: See ``handles``.
         in_place: See ``handles``.
     """
@@ -70,11 +67,10 @@ class Rule:
     def __init__(
         self,
         uses: Callable[..., Mapping[str | int, Use | None]],
-        reads: bool = False,
         repeats: bool = False,
         in_place: bool = False,
     ):
-        self._uses, self.reads, self.repeats, self.in_place = uses, reads, repeats, in_place
+        self._uses, self.repeats, self.in_place = uses, repeats, in_place
         self._signature = inspect.signature(uses)
         self._names = list(self._signature.parameters)
         by_position = [
@@ -103,42 +99,37 @@ RULES: dict[Callable, Rule] = {}
 
 
 def handles(
-    *functions: Callable, reads: bool = False, repeats: bool = False, in_place: bool = False
+    *functions: Callable, repeats: bool = False, in_place: bool = False
 ) -> Callable[[Callable], Callable]:
     """Register a function that knows the uses of the arguments of some PyTorch functions.
 
     Args:
         *functions: The PyTorch functions.
-        reads: Whether they read entries of a tensor, which may be the same for all samples, as
-            layers with a bias for each distance do.
         repeats: Whether with a parameter alone they make one of more entries, e.g. a token for
             each sample.
         in_place: Whether they write to their first argument.
     """
 
     def register(uses: Callable) -> Callable:
-        RULES.update(dict.fromkeys(functions, Rule(uses, reads, repeats, in_place)))
+        RULES.update(dict.fromkeys(functions, Rule(uses, repeats, in_place)))
         return uses
 
     return register
 
 
 def contraction(
+    equation: str,
     x: Tensor | Callable[[], Tensor],
-    x_labels: Sequence[Hashable],
-    w_labels: Sequence[Hashable],
-    out_labels: Sequence[Hashable],
     w_shape: Sequence[int],
     split: Callable[[Tensor], Tensor] = lambda g: g,
     x_shape: Sequence[int] | None = None,
 ) -> Use | None:
-    """Return the use of ``w`` in ``out = einsum(x, w)``.
+    """Return the use of ``w`` in ``out = einsum(equation, x, w)``.
 
     Args:
+        equation: A name for each axis of ``x``, ``w`` and ``out``, such as
+            ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
         x: The other factor, or a function that returns it.
-        x_labels: A label for each of its axes.
-        w_labels: A label for each of the argument's axes.
-        out_labels: A label for each of the output's axes.
         w_shape: The argument's shape.
         split: Turns gradients of the call's output, ``[V, *]``, into gradients of ``out``.
         x_shape: The other factor's shape, if ``x`` is a function.
@@ -146,33 +137,31 @@ def contraction(
     Returns:
         The use, or ``None`` if an axis is repeated, or ``w`` is summed on its own.
     """
-    axes = _Axes.of(tuple(x_labels), tuple(w_labels), tuple(out_labels))
+    x_shape = x.shape if x_shape is None else x_shape
+    axes = _Axes.of(equation, len(x_shape))
     if axes is None:
         return None
     lengths = [w_shape[place] for place in axes.of_argument]
     num_groups, num_outer = prod(lengths[: axes.num_groups]), prod(lengths[axes.outer])
     num_inner = prod(lengths[axes.outer.stop :])
-    # without an axis that numbers them, there is one row, of one sample
     num_lead = len(axes.lead)
-    only = () if num_lead else (1,)
 
     def rows(g: Tensor) -> Tensor:
         g = split(g).permute(0, *axes.of_rows)
-        return g.reshape(*g.shape[: 1 + num_lead], *only, num_groups, num_outer)
+        return g.reshape(*g.shape[: 1 + num_lead], num_groups, num_outer)
 
     def inputs() -> Tensor:
         value = x() if callable(x) else x
         value = value if value.layout is torch.strided else value.to_dense()
         value = value.sum(axes.alone) if axes.alone else value
         value = value.permute(axes.of_inputs)
-        return value.reshape(*value.shape[:num_lead], *only, num_groups, num_inner)
+        return value.reshape(*value.shape[:num_lead], num_groups, num_inner)
 
     def form(g: Tensor, sort: Sort) -> Form:
         arrangement = Arrangement.of(lengths, axes.of_entries)
         return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
-    x_shape = x.shape if x_shape is None else x_shape
-    return Use((*[x_shape[place] for place in axes.lead], *only), rows, form)
+    return Use(tuple(x_shape[place] for place in axes.lead), rows, form)
 
 
 class _Axes(NamedTuple):
@@ -203,8 +192,15 @@ class _Axes(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
-    def of(cls, x: tuple, w: tuple, out: tuple) -> "_Axes | None":
-        """Sort labels; ``None`` if one is repeated, or ``w`` is summed on its own."""
+    def of(cls, equation: str, x_ndim: int) -> "_Axes | None":
+        """Sort axes; ``None`` if one is repeated, or ``w`` is summed on its own."""
+        factors, _, output = equation.partition("->")
+        x, w, out = ([*term.split()] for term in (*factors.split(","), output))
+        dots = [f"...{axis}" for axis in range(x_ndim - len(x) + 1)] if "..." in x else []
+        x, w, out = (
+            tuple(axis for name in term for axis in (dots if name == "..." else [name]))
+            for term in (x, w, out)
+        )
         if any(len(set(axes)) < len(axes) for axes in (x, w, out)) or {*w} - {*x} - {*out}:
             return None
         groups = tuple(axis for axis in w if axis in x and axis in out)
@@ -239,23 +235,18 @@ def broadcast(
     lead = [axis for axis, length in enumerate(full) if length == 1]
     kept = [axis for axis, length in enumerate(full) if length != 1]
 
-    def order(g: Tensor) -> Tensor:
-        g = g.permute(0, *(1 + axis for axis in (*lead, *kept)))
-        return g if lead else g.unsqueeze(1)
-
     def split(g: Tensor) -> Tensor:
         g = wide(g)
         if callable(slope) or slope != 1.0:
             g = g * (slope() if callable(slope) else slope)
             g = g.real if g.is_complex() else g
-        return order(g)
+        return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
 
     def form(g: Tensor, sort: Sort) -> Form:
         total = g.squeeze(2) if g.shape[2] == 1 else g.sum(2)
         return Direct.of(total.reshape(*total.shape[:2], *shape))
 
-    lengths = tuple(output[axis] for axis in lead) or (1,)
-    return Use(lengths, split, form, order=order)
+    return Use(tuple(output[axis] for axis in lead), split, form)
 
 
 def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:

@@ -2,20 +2,47 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.linear_operator.columns import multiple, total
-from curvlinops.linear_operator.linear import Array, LinearMap
-from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import cast, check_shapes, is_ours, is_scalar
-from curvlinops.support.arguments import changed, check_count, check_number, without_graph
+from curvlinops.linear_operator.space import Columns, ParameterSpace, cast, clone_if_aliased
+from curvlinops.linear_operator.vector_gradients import product_with_graph
+from curvlinops.linear_operator.vectors import Array, is_native, is_scalar, to_columns
+from curvlinops.support.arguments import (
+    changed,
+    check_count,
+    check_number,
+    has_graph,
+    without_graph,
+)
 from curvlinops.support.frozen import frozen
-from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.support.torch_internals import in_transform
+from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
+
+if TYPE_CHECKING:
+
+    class LinearOperator:
+        """What operators inherit from SciPy's class.
+
+        SciPy has no annotations. Were its class the base, mypy would take operators for numbers,
+        and ``2 * H`` for an integer.
+        """
+
+        shape: tuple[int, int]
+        dtype: np.dtype
+        ndim: int
+
+        def adjoint(self) -> "TorchLinearOperator":
+            """See ``H``."""
+
+        def transpose(self) -> "TorchLinearOperator":
+            """See ``T``."""
+
+else:
+    from scipy.sparse.linalg import LinearOperator
 
 #: The largest matrix that ``to_dense`` writes, in bytes.
 _LARGEST_DENSE = 4 * 2**30
@@ -23,23 +50,26 @@ _LARGEST_DENSE = 4 * 2**30
 _DENSE_BLOCK = 64 * 2**20
 
 
-def _needs_structure(name: str, remedy: str) -> Any:
-    """Return a property in place of a method that only operators with structure have.
+class _NeedsStructure:
+    """Stands in place of a method that only operators with structure have.
 
     It raises an AttributeError, so that ``hasattr`` is false.
 
     Args:
-        name: Of the method.
         remedy: What to call instead.
     """
 
-    def refuse(self: "TorchLinearOperator") -> Any:
-        raise AttributeError(
-            f"{type(self).__name__} has no {name}(), which only operators with structure have, "
-            f"such as KFACLinearOperator. {remedy}"
-        )
+    def __init__(self, remedy: str):
+        self._remedy = remedy
 
-    return property(refuse)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, operator: Any, owner: type) -> Any:
+        raise AttributeError(
+            f"{owner.__name__} has no {self._name}(), which only operators with structure have, "
+            f"such as KFACLinearOperator. {self._remedy}"
+        )
 
 
 #: What an operator makes of a dictionary of tensors.
@@ -79,12 +109,12 @@ class Sum(Protocol):
     def __call__(self, x: LinearOperator, /) -> LinearOperator: ...
 
 
-def _product(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor]]:
+def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor]]:
     """Give a method the type of a product."""
     return method
 
 
-class TorchLinearOperator(LinearMap):
+class TorchLinearOperator(LinearOperator):
     """A real linear operator whose products run in PyTorch.
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
@@ -105,30 +135,153 @@ class TorchLinearOperator(LinearMap):
 
     T: "TorchLinearOperator"
     H: "TorchLinearOperator"
-    trace: Any = _needs_structure("trace", "Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
-    diagonal: Any = _needs_structure(
-        "diagonal",
+    trace: Any = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
+    diagonal: Any = _NeedsStructure(
         "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator computes "
-        "that of the GGN.",
+        "that of the GGN."
     )
-    frobenius_norm: Any = _needs_structure(
-        "frobenius_norm", "Estimate its square by hutchinson_squared_fro(A, n)."
+    frobenius_norm: Any = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
+    logdet: Any = _NeedsStructure("Estimate it by lanczos_logdet(A).")
+    det: Any = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
+    eigh: Any = _NeedsStructure(
+        "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
     )
-    logdet: Any = _needs_structure("logdet", "Estimate it by lanczos_logdet(A).")
-    det: Any = _needs_structure("det", "Estimate its logarithm by lanczos_logdet(A).")
-    eigh: Any = _needs_structure(
-        "eigh", "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
+    inverse: Any = _NeedsStructure(
+        "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
     )
-    inverse: Any = _needs_structure(
-        "inverse", "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
-    )
+
+    def __init__(
+        self,
+        domain: ParameterSpace,
+        codomain: ParameterSpace | None = None,
+        self_adjoint: bool = False,
+    ):
+        self.domain = domain
+        self.codomain = domain if codomain is None else codomain
+        self.self_adjoint = self_adjoint
+        numpy_dtype = np.float64 if domain.dtype == torch.float64 else np.float32
+        super().__init__(numpy_dtype, (self.codomain.dim, self.domain.dim))
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The space of the vectors that the operator takes."""
+        return self.domain
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which products are computed."""
+        return self.domain.device
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of products, as a torch dtype."""
+        return self.domain.dtype
+
+    # --- what a subclass implements
+
+    def _apply(self, columns: Columns) -> Columns:
+        """Multiply vectors ``{name: [K, *shape]}`` of the domain by the operator."""
+        raise NotImplementedError
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        """Multiply vectors of the codomain by the adjoint operator."""
+        if self.self_adjoint:
+            return self._apply(columns)
+        raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
+
+    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
+        out = self._apply(self.domain.fill(columns))
+        return {name: out[name] for name in names}
+
+    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
+        """Multiply vectors of the codomain, some of their tensors, by the adjoint."""
+        out = self._apply_adjoint(self.codomain.fill(columns))
+        return {name: out[name] for name in names}
+
+    # --- products. scipy's public methods convert to numpy, so each is asked first
+
+    def _spaces_of(self, adjoint: bool) -> tuple[ParameterSpace, ParameterSpace]:
+        """Return domain and codomain of the operator, or of its adjoint."""
+        return (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
+
+    @uncompiled
+    def _product(self, x: Any, adjoint: bool = False) -> Any:
+        if has_graph(x) and not in_transform():
+            return product_with_graph(self, x, adjoint)
+        domain, codomain = self._spaces_of(adjoint)
+        with default_modes():
+            columns, from_columns = to_columns(x, domain)
+            out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+            codomain.check(out)
+            return from_columns(clone_if_aliased(out, columns), codomain)
+
+    def _matmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x))
+
+    def _rmatmat(self, x: np.ndarray) -> np.ndarray:
+        return self._product(np.asarray(x), adjoint=True)
+
+    _matvec = _matmat
+    _rmatvec = _rmatmat
+
+    @_product_type
+    def matvec(self, x: Any) -> Any:
+        """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(x) if is_native(x) else super().matvec(x)
+
+    @_product_type
+    def matmat(self, X: Any) -> Any:
+        """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
+        return self._product(X) if is_native(X) else super().matmat(X)
+
+    @_product_type
+    def rmatvec(self, x: Any) -> Any:
+        """Multiply one vector by the adjoint."""
+        return self._product(x, adjoint=True) if is_native(x) else super().rmatvec(x)
+
+    @_product_type
+    def rmatmat(self, X: Any) -> Any:
+        """Multiply several vectors by the adjoint."""
+        return self._product(X, adjoint=True) if is_native(X) else super().rmatmat(X)
+
+    @_product_type
+    def dot(self, x: Any) -> Any:
+        """Multiply a vector, several vectors, an operator, or a scalar."""
+        if is_scalar(x):
+            return self._scaled(_factor(x))
+        if isinstance(x, TorchLinearOperator):
+            product = self._times(x)
+            return ProductLinearOperator(self, x) if product is None else product
+        return self._product(x) if is_native(x) else super().dot(x)
+
+    def _rdot(self, x: Any) -> Any:
+        if is_scalar(x):
+            return self._scaled(_factor(x))
+        if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
+            return self._product(x.T, adjoint=True).T
+        return self._product(x, adjoint=True) if is_native(x) else super()._rdot(x)
+
+    __mul__: Multiple["TorchLinearOperator"] = dot
+    __rmul__: Multiple["TorchLinearOperator"] = _rdot
+    __matmul__: Product[dict[str, Tensor]] = LinearOperator.__matmul__
+    __rmatmul__: Product[dict[str, Tensor]] = LinearOperator.__rmatmul__
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
+        raise TypeError(
+            f"NumPy cannot convert a {type(self).__name__} to an array. Use A @ x for products, "
+            "A.to_dense() for the matrix as a tensor, and scipy's aslinearoperator(x) to combine "
+            "an array x with an operator."
+        )
 
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
         """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts.
 
         If that is complex, it also multiplies complex vectors.
         """
-        return self if dtype is None or np.dtype(dtype) == self.dtype else cast(self, dtype)
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        return self if dtype == self.dtype else _with_dtype(self, dtype)
 
     @in_default_modes
     def to_dense(self) -> Tensor:
@@ -183,48 +336,12 @@ class TorchLinearOperator(LinearMap):
     def _short_name(self) -> str:
         return type(self).__name__.removesuffix("LinearOperator")
 
-    def _beside(self, other: Any) -> LinearOperator:
-        """Return what SciPy can combine with something else: complex, if that is an operator so."""
-        if not isinstance(other, LinearOperator) or not np.iscomplexobj(other):
-            return self
-        return self.to_scipy(np.result_type(self.dtype, other.dtype))
-
-    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
-        raise TypeError(
-            f"NumPy cannot convert a {type(self).__name__} to an array. Use A @ x for products, "
-            "A.to_dense() for the matrix as a tensor, and scipy's aslinearoperator(x) to combine "
-            "an array x with an operator."
-        )
-
-    @_product
-    def dot(self, x: Any) -> Any:
-        """Multiply a vector, several vectors, an operator, or a scalar."""
-        if is_scalar(x):
-            return self._scaled(_factor(x))
-        if isinstance(x, TorchLinearOperator):
-            product = self._times(x)
-            return ProductLinearOperator(self, x) if product is None else product
-        return self._product(x) if is_ours(x) else LinearOperator.dot(self._beside(x), x)
-
-    def _rdot(self, x: Any) -> Any:
-        if is_scalar(x):
-            return self._scaled(_factor(x))
-        if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
-            return self._product(x.T, adjoint=True).T
-        return self._product(x, adjoint=True) if is_ours(x) else super()._rdot(x)
-
-    __mul__: Multiple["TorchLinearOperator"] = dot
-    __rmul__: Multiple["TorchLinearOperator"] = _rdot
-    __matmul__: Product[dict[str, Tensor]] = LinearOperator.__matmul__
-    __rmatmul__: Product[dict[str, Tensor]] = LinearOperator.__rmatmul__
-
     # --- algebra
 
     def _add(self, other: Any) -> LinearOperator:
         if isinstance(other, TorchLinearOperator):
-            found = self._plus(other)
-            return SumLinearOperator(self, other) if found is None else found
+            total = self._plus(other)
+            return SumLinearOperator(self, other) if total is None else total
         if is_scalar(other) and other == 0:  # Python's sum() starts with it
             return self
         if isinstance(other, np.ndarray | Tensor) or is_scalar(other):
@@ -232,7 +349,7 @@ class TorchLinearOperator(LinearMap):
                 "Operators can only be added to operators: use scipy's aslinearoperator for a "
                 "matrix, and A.damped(c) to add a multiple of the identity."
             )
-        return LinearOperator.__add__(self._beside(other), other)
+        return super().__add__(other)
 
     __add__: Sum = _add
     __sub__: Sum
@@ -271,6 +388,10 @@ class TorchLinearOperator(LinearMap):
 
     _has_structure = False
 
+    def _widened(self, dtype: torch.dtype) -> "TorchLinearOperator":
+        """Return the operator with products in ``dtype`` if it has no precision of its own."""
+        return self
+
     def _structured(self) -> "TorchLinearOperator":
         """Return the same matrix with its structure, if it has one."""
         return self
@@ -293,6 +414,10 @@ class TorchLinearOperator(LinearMap):
     def _raised(self, exponent: Any) -> "TorchLinearOperator":
         return PowerLinearOperator(self, exponent)
 
+    def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
+        """Return k eigenvalues and eigenvectors as ``eigsh``, or None if no structure has them."""
+        return None
+
     def _adjoint(self) -> "TorchLinearOperator":
         return self if self.self_adjoint else self._transposed()
 
@@ -304,11 +429,21 @@ class TorchLinearOperator(LinearMap):
         return self._adjoint()
 
 
-class SumLinearOperator(TorchLinearOperator):
+class _Composite(TorchLinearOperator):
+    """A function of operators, whose adjoint is a function of their adjoints."""
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self.T._apply(columns)
+
+
+class SumLinearOperator(_Composite):
     """The sum of two operators."""
 
     def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
-        check_shapes(first.shape == second.shape, first.shape, second.shape, "added")
+        if first.shape != second.shape:
+            raise ValueError(
+                f"Operators of shapes {first.shape} and {second.shape} cannot be added."
+            )
         first.domain.check_compatible(second.domain)
         first.codomain.check_compatible(second.codomain)
         # of two spaces that agree, keep the one that has parameter structure
@@ -317,28 +452,28 @@ class SumLinearOperator(TorchLinearOperator):
         dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
         self.terms = (first._widened(dtype), second._widened(dtype))
         symmetric = first.self_adjoint and second.self_adjoint
-        super().__init__(domain.widened(dtype), codomain.widened(dtype), symmetric)
+        super().__init__(domain.to(dtype=dtype), codomain.to(dtype=dtype), symmetric)
 
     def _apply(self, columns: Columns) -> Columns:
-        outs = [
-            self.codomain.convert(
-                term._apply(term.domain.convert(columns, self.domain)), term.codomain
-            )
-            for term in self.terms
-        ]
-        return total(*outs)
+        first, second = (self._apply_term(term, columns) for term in self.terms)
+        return {name: first[name] + second[name] for name in first}
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        outs = [
-            self.domain.convert(
-                term._apply_adjoint(term.codomain.convert(columns, self.codomain)), term.domain
-            )
-            for term in self.terms
-        ]
-        return total(*outs)
+    def _apply_term(self, term: TorchLinearOperator, columns: Columns) -> Columns:
+        out = term._apply(term.domain.convert(columns, self.domain))
+        return self.codomain.convert(out, term.codomain)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return total(*(_restricted(term, self, columns, names) for term in self.terms))
+        first, second = (self._restrict_term(term, columns, names) for term in self.terms)
+        return {name: first[name] + second[name] for name in names}
+
+    def _restrict_term(
+        self, term: TorchLinearOperator, columns: Columns, names: list[str]
+    ) -> Columns:
+        spaces = (self.domain.shapes, self.codomain.shapes)
+        if (term.domain.shapes, term.codomain.shapes) != spaces:  # other names, or none
+            return self._apply_term(term, self.domain.fill(columns))
+        columns = cast(columns, term.torch_dtype)
+        return cast(term._apply_restricted(columns, names), self.torch_dtype)
 
     def _formula(self) -> str:
         return " + ".join(term._formula() for term in self.terms).replace(" + -", " - ")
@@ -347,7 +482,7 @@ class SumLinearOperator(TorchLinearOperator):
         return SumLinearOperator(*(term.T for term in self.terms))
 
 
-class ScaledLinearOperator(TorchLinearOperator):
+class ScaledLinearOperator(_Composite):
     """A multiple of an operator."""
 
     def __init__(self, operator: TorchLinearOperator, scalar: float):
@@ -355,58 +490,54 @@ class ScaledLinearOperator(TorchLinearOperator):
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
     def _apply(self, columns: Columns) -> Columns:
-        return multiple(self.operator._apply(columns), self.scalar)
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return multiple(self.operator._apply_adjoint(columns), self.scalar)
+        return self._scale(self.operator._apply(columns))
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return multiple(self.operator._apply_restricted(columns, names), self.scalar)
+        return self._scale(self.operator._apply_restricted(columns, names))
+
+    def _scale(self, columns: Columns) -> Columns:
+        return {name: self.scalar * column for name, column in columns.items()}
 
     def _formula(self) -> str:
         factor = "-" if self.scalar == -1 else f"{self.scalar:g} * "
-        return f"{factor}{_factor_formula(self.operator)}"
+        return f"{factor}{_in_parentheses(self.operator)}"
 
     def _transposed(self) -> TorchLinearOperator:
         return ScaledLinearOperator(self.operator.T, self.scalar)
 
 
-class ProductLinearOperator(TorchLinearOperator):
+class ProductLinearOperator(_Composite):
     """The product of two operators; the second is applied first."""
 
     def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
-        check_shapes(left.shape[1] == right.shape[0], left.shape, right.shape, "multiplied")
+        if left.shape[1] != right.shape[0]:
+            raise ValueError(
+                f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
+            )
         left.domain.check_compatible(right.codomain)
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
         self.left, self.right = left._widened(dtype), right._widened(dtype)
-        super().__init__(right.domain.widened(dtype), left.codomain.widened(dtype))
+        super().__init__(right.domain.to(dtype=dtype), left.codomain.to(dtype=dtype))
 
     def _apply(self, columns: Columns) -> Columns:
         columns = self.right._apply(self.right.domain.convert(columns, self.domain))
         columns = self.left._apply(self.left.domain.convert(columns, self.right.codomain))
         return self.codomain.convert(columns, self.left.codomain)
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        columns = self.left._apply_adjoint(self.left.codomain.convert(columns, self.codomain))
-        columns = self.right._apply_adjoint(self.right.codomain.convert(columns, self.left.domain))
-        return self.domain.convert(columns, self.right.domain)
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        left, right, dtype = self.left, self.right, self.torch_dtype
-        columns = {name: column.to(right.torch_dtype) for name, column in columns.items()}
-        columns = right._apply_restricted(columns, right.codomain.names)
-        columns = left.domain.convert(columns, right.codomain)
-        out = left._apply_restricted(columns, names)
-        return {name: column.to(dtype) for name, column in out.items()}
+        columns = cast(columns, self.right.torch_dtype)
+        columns = self.right._apply_restricted(columns, self.right.codomain.names)
+        columns = self.left.domain.convert(columns, self.right.codomain)
+        return cast(self.left._apply_restricted(columns, names), self.torch_dtype)
 
     def _formula(self) -> str:
-        return f"{_factor_formula(self.left)} @ {_factor_formula(self.right)}"
+        return f"{_in_parentheses(self.left)} @ {_in_parentheses(self.right)}"
 
     def _transposed(self) -> TorchLinearOperator:
         return ProductLinearOperator(self.right.T, self.left.T)
 
 
-class PowerLinearOperator(TorchLinearOperator):
+class PowerLinearOperator(_Composite):
     """A non-negative integer power of a square operator."""
 
     def __init__(self, operator: TorchLinearOperator, exponent: int):
@@ -422,12 +553,6 @@ class PowerLinearOperator(TorchLinearOperator):
             columns = self.operator._apply(self.domain.convert(columns, self.codomain))
         return columns
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        columns = self.domain.convert(columns, self.codomain)
-        for _ in range(self.exponent):
-            columns = self.operator._apply_adjoint(self.codomain.convert(columns, self.domain))
-        return columns
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         if self.exponent == 0:
             return super()._apply_restricted(columns, names)
@@ -439,7 +564,7 @@ class PowerLinearOperator(TorchLinearOperator):
     def _formula(self) -> str:
         if self.exponent == 0:
             return "Identity"
-        return f"{_factor_formula(self.operator)}**{self.exponent}"
+        return f"{_in_parentheses(self.operator)}**{self.exponent}"
 
     def _transposed(self) -> TorchLinearOperator:
         return PowerLinearOperator(self.operator.T, self.exponent)
@@ -462,13 +587,13 @@ class AdjointLinearOperator(TorchLinearOperator):
         return self.operator._apply_adjoint_restricted(columns, names)
 
     def _formula(self) -> str:
-        return f"{_factor_formula(self.operator)}.T"
+        return f"{_in_parentheses(self.operator)}.T"
 
     def _transposed(self) -> TorchLinearOperator:
         return self.operator
 
 
-def _factor_formula(operator: TorchLinearOperator) -> str:
+def _in_parentheses(operator: TorchLinearOperator) -> str:
     formula = operator._formula()
     return f"({formula})" if " " in formula else formula
 
@@ -477,17 +602,17 @@ def _factor(scalar: Any) -> float:
     return float(without_graph(scalar, "The factor"))
 
 
-def _restricted(
-    term: TorchLinearOperator, whole: TorchLinearOperator, columns: Columns, names: list[str]
-) -> Columns:
-    """Let a term of a sum multiply some tensors of the sum's vectors, for others of the product."""
-    spaces = [(term.domain, whole.domain), (term.codomain, whole.codomain)]
-    if any(list(a.shapes.values()) != list(b.shapes.values()) for a, b in spaces):
-        # plain vectors have no tensors to choose from
-        columns = term.domain.convert(whole.domain.fill(columns), whole.domain)
-        out = whole.codomain.convert(term._apply(columns), term.codomain)
-        return {name: out[name] for name in names}
-    inward, outward = (dict(zip(b.names, a.names, strict=True)) for a, b in spaces)
-    columns = {inward[name]: column.to(term.torch_dtype) for name, column in columns.items()}
-    out = term._apply_restricted(columns, [outward[name] for name in names])
-    return {name: out[outward[name]].to(whole.torch_dtype) for name in names}
+def _with_dtype(operator: LinearOperator, dtype: np.dtype) -> LinearOperator:
+    """Return a scipy operator whose products are numpy arrays of a given dtype."""
+
+    def through(multiply: Callable) -> Callable:
+        def product(x: Any) -> np.ndarray:
+            x = np.asarray(x)
+            if np.issubdtype(dtype, np.complexfloating) and np.iscomplexobj(x):
+                return (multiply(x.real) + 1j * multiply(x.imag)).astype(dtype)
+            return multiply(x).astype(dtype)
+
+        return product
+
+    forward, backward = through(operator.dot), through(operator.H.dot)
+    return LinearOperator(operator.shape, forward, backward, forward, dtype, backward)

@@ -1,38 +1,18 @@
-"""Ordered, named tensors and their flat vector."""
+"""Ordered, named tensors and their flat vector; several vectors at once as columns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
 
+from curvlinops.support.norms import double_dot, double_norm
 from curvlinops.support.records import recorded
+from curvlinops.support.torch_internals import without_torch_function
 
 #: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
 Columns = dict[str, Tensor]
-
-
-def flat(column: Tensor) -> Tensor:
-    """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
-    return column.reshape(column.shape[0], prod(column.shape[1:]))
-
-
-class _Later(dict):
-    """Tensors that are made when one is asked for: from memory that was given back until then.
-
-    Args:
-        make: Takes its name; returns it, or several.
-    """
-
-    def __init__(self, make: Callable[[str], Columns]):
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Tensor:
-        """Make a tensor."""
-        self.update(self._make(name))
-        return self[name]
 
 
 @recorded
@@ -92,6 +72,8 @@ class ParameterSpace:
         """Return where the tensor ``name`` lies in the flat vector."""
         return self._slices[name]
 
+    # --- vectors
+
     def split(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
         return {
@@ -101,41 +83,42 @@ class ParameterSpace:
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
-        # one tensor is a view of itself
-        vectors = self.common_memory(columns) if len(self.shapes) > 1 else None
-        if vectors is None:
-            parts = [flat(columns[name]) for name in self.shapes]
-            vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return vectors
+        if (vectors := self.joined_view(columns)) is not None:
+            return vectors
+        parts = [flat(columns[name]) for name in self.shapes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def common_memory(self, columns: Columns) -> Tensor | None:
-        """Return the vectors ``[K, dim]`` whose views ``columns`` are, ``None`` if they are not."""
-        first = columns[next(iter(self.shapes))]
+    def joined_view(self, columns: Columns) -> Tensor | None:
+        """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
+        filled = [columns[name] for name, place in self._slices.items() if place.start < place.stop]
+        if not filled:
+            return None
+        first = filled[0]
         num_columns, start = first.shape[0], first.storage_offset()
         if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
             return None
-        flat = first.as_strided((num_columns, self.dim), (self.dim, 1))
-        views = self.split(flat)
-        same = all(
-            column.data_ptr() == views[name].data_ptr()
-            and column.stride() == views[name].stride()
-            and column.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-            for name, column in columns.items()
-        )
-        return flat if same else None
+        for name, place in self._slices.items():
+            column = columns[name]
+            if column.numel() and (
+                column.data_ptr() != first.data_ptr() + place.start * first.itemsize
+                or column.dtype != first.dtype
+                or (num_columns > 1 and column.stride(0) != self.dim)
+                or not (column if num_columns == 1 else column[0]).is_contiguous()
+            ):
+                return None
+        return first.as_strided((num_columns, self.dim), (self.dim, 1))
 
     def empty(self, num_columns: int) -> Tensor:
         """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
         return torch.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
 
-    def apart(self, num_columns: int) -> Columns:
-        """Return memory for vectors; each tensor gets its own when it is asked for by name."""
-        like = {"dtype": self.dtype, "device": self.device}
-        return _Later(lambda n: {n: torch.empty(num_columns, *self.shapes[n], **like)})
+    def lazy_empty(self, num_columns: int) -> Columns:
+        """Return memory for vectors; each tensor is allocated when it is first asked for.
 
-    def together(self, num_columns: int) -> Columns:
-        """Return common memory for vectors, made when one is asked for; ``join`` returns it."""
-        return _Later(lambda _: self.split(self.empty(num_columns)))
+        Gradients of samples then take memory that activations gave back, which lowers the peak by
+        a fifth for convolutional networks and transformers.
+        """
+        return _LazyColumns(self, num_columns)
 
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
@@ -148,10 +131,7 @@ class ParameterSpace:
 
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""
-        flat = torch.randn(
-            num_columns, self.dim, generator=generator, dtype=self.dtype, device=self.device
-        )
-        return self.split(flat)
+        return self.split(self.empty(num_columns).normal_(generator=generator))
 
     def convert(self, columns: Columns, source: "ParameterSpace") -> Columns:
         """Read vectors of ``source`` as vectors of this space.
@@ -161,12 +141,14 @@ class ParameterSpace:
             source: A space that ``check_compatible`` accepts.
 
         Returns:
-            The same vectors, named and shaped as in this space.
+            The same vectors, named and shaped as in this space, in its dtype.
         """
         source.check(columns)
         if source.names != self.names or source.shapes != self.shapes:
             columns = self.split(source.join(columns))
-        return {name: column.to(self.dtype) for name, column in columns.items()}
+        return cast(columns, self.dtype)
+
+    # --- checks
 
     def check(self, columns: Columns) -> None:
         """Check that products that a subclass of an operator computes are vectors of this space.
@@ -176,12 +158,12 @@ class ParameterSpace:
         """
         shapes = {name: tuple(column.shape[1:]) for name, column in columns.items()}
         if shapes != self.shapes:
-            found = dict(shapes.items() - self.shapes.items())
-            own = dict(self.shapes.items() - shapes.items())
+            returned = dict(shapes.items() - self.shapes.items())
+            expected = dict(self.shapes.items() - shapes.items())
             raise ValueError(
-                f"A product has tensors of shapes {found} behind the axis of columns, where its "
-                f"space has {own}: _apply must return vectors of the codomain, and _apply_adjoint "
-                "of the domain."
+                f"A product has tensors of shapes {returned} behind the axis of columns, where its "
+                f"space has {expected}: _apply must return vectors of the codomain, and "
+                "_apply_adjoint of the domain."
             )
 
     def check_compatible(self, other: "ParameterSpace") -> None:
@@ -207,19 +189,90 @@ class ParameterSpace:
                 f"{self.shapes} and {other.shapes}."
             )
 
-    def widened(self, dtype: torch.dtype) -> "ParameterSpace":
-        """Return the same space with vectors at least as wide as ``dtype``."""
-        return ParameterSpace(self.shapes, torch.promote_types(self.dtype, dtype), self.device)
+    # --- other spaces
 
     def restricted(self, names: Sequence[str]) -> "ParameterSpace":
         """Return the space of some of the tensors, in the given order."""
         return ParameterSpace({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ParameterSpace":
-        """Return the same space on another device, and perhaps in another dtype."""
-        device, dtype = torch.device(device), dtype or self.dtype
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "ParameterSpace":
+        """Return the same space on another device, or in another dtype."""
+        device, dtype = torch.device(device or self.device), dtype or self.dtype
         same = (device, dtype) == (self.device, self.dtype)
         return self if same else ParameterSpace(self.shapes, dtype, device)
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.shapes}, {self.dtype}, '{self.device}')"
+
+
+class _LazyColumns(dict):
+    """Columns without values, each allocated when it is first asked for."""
+
+    def __init__(self, space: ParameterSpace, num_columns: int):
+        super().__init__()
+        self._space, self._num_columns = space, num_columns
+
+    def __missing__(self, name: str) -> Tensor:
+        """Allocate a column."""
+        shape, space = self._space.shapes[name], self._space
+        self[name] = torch.empty(self._num_columns, *shape, dtype=space.dtype, device=space.device)
+        return self[name]
+
+
+# --- operations on columns
+
+
+def flat(column: Tensor) -> Tensor:
+    """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
+    return column.reshape(column.shape[0], prod(column.shape[1:]))
+
+
+def cast(columns: Columns, dtype: torch.dtype) -> Columns:
+    """Return columns in a dtype."""
+    return {name: column.to(dtype) for name, column in columns.items()}
+
+
+def add(total: Columns, rows: slice | int, columns: Mapping[str, Tensor | None]) -> None:
+    """Add some columns to the columns ``rows`` of a total, in place; ``None`` is zero."""
+    names = [name for name, column in columns.items() if column is not None]
+    if not names:
+        return
+    with without_torch_function():
+        torch._foreach_add_(
+            [total[name][rows] for name in names], [columns[name].detach() for name in names]
+        )
+
+
+def dot(first: Columns, second: Columns) -> float:
+    """Return the inner product of columns, summed in float64."""
+    return float(sum(double_dot(first[name], second[name]) for name in first))
+
+
+def norm(columns: Columns) -> float:
+    """Return the root of the sum of all squares, summed in float64."""
+    return float(sum(double_norm(column) ** 2 for column in columns.values())) ** 0.5
+
+
+def not_finite(columns: Columns, joined: Tensor | None = None) -> str | None:
+    """Return the name of a tensor with NaN or infinite values, if there is one.
+
+    Args:
+        columns: Tensors by name.
+        joined: The same numbers in one tensor, if there is one: faster to check.
+    """
+    # sums are fast; only when one overflows or is NaN look at each value
+    sums = [x.detach().sum() for x in (columns.values() if joined is None else [joined])]
+    if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
+        return None
+    return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)
+
+
+def clone_if_aliased(columns: Columns, others: Columns) -> Columns:
+    """Return columns; those that share memory with others are copied."""
+    taken = {column.untyped_storage().data_ptr() for column in others.values()}
+    return {
+        name: column.clone() if column.untyped_storage().data_ptr() in taken else column
+        for name, column in columns.items()
+    }

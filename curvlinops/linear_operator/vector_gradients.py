@@ -1,34 +1,28 @@
 """Products that autograd differentiates with respect to the vectors."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.linear_operator.vectors import adopt, by_name
+from curvlinops.linear_operator.vectors import as_tensor, by_name
 from curvlinops.support.arguments import MAPPINGS
 
 
-class Multiplies(Protocol):
-    """What autograd needs to know of an operator."""
+def product_with_graph(operator: Any, x: Any, adjoint: bool) -> Any:
+    """Multiply a tensor, or a list or dictionary of tensors, of which some require gradients.
 
-    domain: ParameterSpace
-    codomain: ParameterSpace
-
-    def _product(self, x: Any, adjoint: bool) -> Any: ...
-
-
-def product_with_graph(operator: Multiplies, x: Any, adjoint: bool) -> Any:
-    """Multiply a tensor, or a list or dictionary of tensors, of which some require gradients."""
-    domain, codomain = operator.domain, operator.codomain
-    if adjoint:
-        domain, codomain = codomain, domain
-    if isinstance(x, Tensor):
-        return _Product.apply(operator, adjoint, False, adopt(x, domain))
-    values = by_name(x, domain).values()
+    Args:
+        operator: A ``TorchLinearOperator``.
+        x: The vectors.
+        adjoint: Whether to multiply by the adjoint.
+    """
+    domain, codomain = operator._spaces_of(adjoint)
     # casts are recorded, so that gradients return in the vectors' own dtype
-    out = list(_Product.apply(operator, adjoint, True, *(adopt(value, domain) for value in values)))
+    if isinstance(x, Tensor):
+        return _Product.apply(operator, adjoint, False, as_tensor(x, domain))
+    tensors = (as_tensor(tensor, domain) for tensor in by_name(x, domain).values())
+    out = list(_Product.apply(operator, adjoint, True, *tensors))
     if not isinstance(x, MAPPINGS):
         return out
     if not codomain.is_flat:
@@ -44,13 +38,11 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, operator: Multiplies, adjoint: bool, structured: bool, *vectors: Tensor
-    ) -> Any:
+    def forward(ctx: Any, operator: Any, adjoint: bool, structured: bool, *vectors: Tensor) -> Any:
         ctx.operator, ctx.adjoint, ctx.structured = operator, adjoint, structured
         if not structured:
-            return _own(operator._product(*vectors, adjoint))
-        return tuple(_own(out) for out in operator._product(list(vectors), adjoint))
+            return _clone_view(operator._product(*vectors, adjoint))
+        return tuple(_clone_view(out) for out in operator._product(list(vectors), adjoint))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
@@ -64,6 +56,6 @@ class _Product(torch.autograd.Function):
         return None, None, None, *(out if ctx.structured else (out,))
 
 
-def _own(out: Tensor) -> Tensor:
+def _clone_view(out: Tensor) -> Tensor:
     """Return a tensor that may be changed in place, which autograd refuses for views."""
     return out.clone() if out._is_view() else out

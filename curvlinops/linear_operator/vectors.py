@@ -1,34 +1,32 @@
 """Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from curvlinops.linear_operator.columns import not_finite
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.support.arguments import LISTS, MAPPINGS
 
 #: Vectors of all kinds: arrays ``[D]`` or ``[D, K]``, or a tensor for each parameter.
 Vectors = Tensor | np.ndarray | Sequence[Tensor] | Mapping[str, Tensor]
+#: The kinds of single arrays.
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 #: Turns a product's columns, which lie in the given space, into the kind that came in.
-Writer = Callable[[Columns, ParameterSpace], Any]
-
-_COMPLEX = "The operator is real, the vector complex. Multiply .real and .imag, or see to_scipy."
+FromColumns = Callable[[Columns, ParameterSpace], Any]
 
 
-def is_ours(x: Any) -> bool:
+def is_native(x: Any) -> bool:
     """Return whether a product with ``x`` is computed without scipy's conversions."""
     if isinstance(x, LISTS):
         shapes = {value.shape for value in x if isinstance(value, np.ndarray)}
-        # arrays of one shape are an array's rows
-        no_rows = len(shapes) > 1 or any(len(shape) > 1 for shape in shapes)
-        return no_rows or any(value is None or isinstance(value, Tensor) for value in x)
+        # arrays of one shape are the rows of an array
+        are_rows = len(shapes) <= 1 and all(len(shape) <= 1 for shape in shapes)
+        return not are_rows or any(value is None or isinstance(value, Tensor) for value in x)
     return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator)
 
 
@@ -44,30 +42,7 @@ def is_scalar(x: Any) -> bool:
     return scalar
 
 
-def check_shapes(fit: bool, first: tuple, second: tuple, verb: str) -> None:
-    """Raise an error that names two operators' shapes unless they fit."""
-    if not fit:
-        raise ValueError(f"Operators of shapes {first} and {second} cannot be {verb}.")
-
-
-def cast(operator: LinearOperator, dtype: Any) -> LinearOperator:
-    """Return an operator as a scipy operator whose products are numpy arrays of a given dtype."""
-    dtype = np.dtype(dtype)
-
-    def through(multiply: Callable) -> Callable:
-        def product(x: Any) -> np.ndarray:
-            x = np.asarray(x)
-            if np.issubdtype(dtype, np.complexfloating) and np.iscomplexobj(x):
-                return (multiply(x.real) + 1j * multiply(x.imag)).astype(dtype)
-            return multiply(x).astype(dtype)
-
-        return product
-
-    forward, backward = through(operator.dot), through(operator.H.dot)
-    return LinearOperator(operator.shape, forward, backward, forward, dtype, backward)
-
-
-def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
+def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
     """Read one or several vectors.
 
     Args:
@@ -82,94 +57,80 @@ def read(x: Any, space: ParameterSpace) -> tuple[Columns, Writer]:
         ValueError: If shapes or names are not those of ``space``, or a value is not finite.
         TypeError: If the vectors are complex, or of an unknown kind.
     """
-    if isinstance(x, np.ndarray):
-        columns, write = _read_numpy(x, space)
-    elif isinstance(x, Tensor):
-        columns, write = _read_tensor(x, space)
-    elif isinstance(x, LISTS | MAPPINGS):
-        columns, write = _read_structure(by_name(x, space), space, isinstance(x, MAPPINGS))
-    else:
+    if isinstance(x, LISTS | MAPPINGS):
+        return _structure_to_columns(x, space)
+    if not isinstance(x, np.ndarray | Tensor):
         raise TypeError(
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    return columns, write
+    flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else as_tensor(x.detach(), space)
+    if flat.ndim not in (1, 2) or len(flat) != space.dim:
+        raise ValueError(
+            f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
+        )
+    columns = space.split(flat.unsqueeze(0) if flat.ndim == 1 else flat.T)
+    _check_finite(columns, flat)
+
+    def from_columns(out: Columns, codomain: ParameterSpace) -> Tensor | np.ndarray:
+        rows = codomain.join(out)
+        product = rows[0] if x.ndim == 1 else rows.T
+        return product.cpu().numpy() if isinstance(x, np.ndarray) else product
+
+    return columns, from_columns
 
 
-def _read_numpy(x: np.ndarray, space: ParameterSpace) -> tuple[Columns, Writer]:
+def _from_numpy(x: np.ndarray, space: ParameterSpace) -> Tensor:
     if not np.issubdtype(x.dtype, np.number) and x.dtype != bool:
         raise TypeError(f"Vectors must be numbers, got an array of dtype {x.dtype}.")
-    if np.iscomplexobj(x):
-        raise TypeError(_COMPLEX)
-    _check_flat_shape(x.shape, space)
-    numpy_dtype = np.float64 if space.dtype == torch.float64 else np.float32
+    _check_real(np.iscomplexobj(x))
     # torch warns about read-only arrays, and refuses negative strides
-    x = np.require(x, numpy_dtype, requirements="W")
-    x = x.copy() if min(x.strides) < 0 else x
-    columns = _split(torch.from_numpy(x).to(space.device), space)
-
-    def write(out: Columns, codomain: ParameterSpace) -> np.ndarray:
-        joined = codomain.join(out).cpu().numpy()
-        return joined[0] if x.ndim == 1 else joined.T
-
-    return columns, write
+    x = np.require(x, np.float64 if space.dtype == torch.float64 else np.float32, requirements="W")
+    return torch.from_numpy(x if min(x.strides, default=0) >= 0 else x.copy()).to(space.device)
 
 
-def _read_tensor(x: Tensor, space: ParameterSpace) -> tuple[Columns, Writer]:
-    _check_flat_shape(tuple(x.shape), space)
-    columns = _split(_adopt(x, space), space)
-
-    def write(out: Columns, codomain: ParameterSpace) -> Tensor:
-        joined = codomain.join(out)
-        return joined[0] if x.ndim == 1 else joined.T
-
-    return columns, write
+def as_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
+    """Return a tensor dense, and of a space's device and dtype."""
+    _check_real(x.is_complex())
+    x = x if x.layout is torch.strided else x.to_dense()
+    x = x.to(space.device, space.dtype)
+    return x.clone() if x.is_inference() else x
 
 
-def _split(x: Tensor, space: ParameterSpace) -> Columns:
-    columns = space.split(x.unsqueeze(0) if x.ndim == 1 else x.T)
-    _check_finite(columns, [x])
-    return columns
-
-
-def _read_structure(
-    values: dict[str, Tensor], space: ParameterSpace, named: bool
-) -> tuple[Columns, Writer]:
-    alone = [name for name, shape in space.shapes.items() if values[name].shape == shape]
-    several = [name for name, shape in space.shapes.items() if values[name].shape != shape]
-    for name in several:
-        shape, found = space.shapes[name], values[name].shape
-        if found[:-1] != shape:
+def _structure_to_columns(
+    x: Sequence | Mapping, space: ParameterSpace
+) -> tuple[Columns, FromColumns]:
+    values = by_name(x, space)
+    for name, shape in space.shapes.items():
+        if shape not in (values[name].shape, values[name].shape[:-1]):
             where = f" for parameter '{name}'" if name else ""
             columns = ", ".join([*map(str, shape), "K"])
             raise ValueError(
-                f"Vector{where} has shape {list(found)}, expected {list(shape)} or [{columns}]."
+                f"Vector{where} has shape {list(values[name].shape)}, expected {list(shape)} or "
+                f"[{columns}]."
             )
-    if alone and several:
+    counts = {name: value.shape[len(space.shapes[name]) :] for name, value in values.items()}
+    if len(set(counts.values())) > 1:
+        listed = {name: count[0] if count else "one vector" for name, count in counts.items()}
         raise ValueError(
-            f"There is one vector for parameter '{alone[0]}', and there are several, "
-            f"{list(values[several[0]].shape)}, for '{several[0]}': pass equally many for all."
+            f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
-    columns = {
-        name: _adopt(value.movedim(-1, 0) if several else value.unsqueeze(0), space)
-        for name, value in values.items()
-    }
-    if len({column.shape[0] for column in columns.values()}) > 1:
-        counts = {name: column.shape[0] for name, column in columns.items()}
-        raise ValueError(f"Vectors have unequal numbers of columns: {counts}.")
+    single, named = not any(counts.values()), isinstance(x, MAPPINGS)
+    columns = {name: as_tensor(value.detach(), space) for name, value in values.items()}
+    columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in columns.items()}
     _check_finite(columns)
 
-    def write(out: Columns, codomain: ParameterSpace) -> Any:
+    def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
-            joined = codomain.join(out)
-            return joined.T if several else joined[0]
-        parts = {n: out[n].movedim(0, -1) if several else out[n][0] for n in codomain.names}
-        return parts if named else list(parts.values())
+            rows = codomain.join(out)
+            return rows[0] if single else rows.T
+        products = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
+        return products if named else list(products.values())
 
-    return columns, write
+    return columns, from_columns
 
 
-def by_name(x: Any, space: ParameterSpace) -> dict[str, Tensor]:
+def by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
     """Return the tensors of a list or dictionary by name, in the order of a space.
 
     Raises:
@@ -178,10 +139,22 @@ def by_name(x: Any, space: ParameterSpace) -> dict[str, Tensor]:
     """
     if isinstance(x, MAPPINGS):
         values = dict(x)
-        _check_names(values, space)
-    else:
-        _check_length(x, space)
+        if space.is_flat:
+            raise ValueError(f"Expected one flat vector of length {space.dim}, got {list(values)}.")
+        missing = [name for name in space.names if name not in values]
+        unknown = [name for name in values if name not in space.shapes]
+        if missing or unknown:
+            raise ValueError(
+                f"The vector's names are not those of the operator: missing {missing}, unknown "
+                f"{unknown}."
+            )
+    elif len(x) == len(space.names):
         values = dict(zip(space.names, x, strict=True))
+    else:
+        each = "" if space.is_flat else f", one for each of the parameters {space.names}"
+        raise ValueError(
+            f"Got a list of {len(x)} tensors as vector, expected {len(space.names)}{each}."
+        )
     for name, value in values.items():
         if not isinstance(value, Tensor):
             where = f" for parameter '{name}'" if name else ""
@@ -191,48 +164,15 @@ def by_name(x: Any, space: ParameterSpace) -> dict[str, Tensor]:
     return {name: values[name] for name in space.names}
 
 
-def _check_length(values: Sized, space: ParameterSpace) -> None:
-    if len(values) != len(space.names):
-        each = "" if space.is_flat else f", one for each of the parameters {space.names}"
-        raise ValueError(
-            f"Got a list of {len(values)} tensors as vector, expected {len(space.names)}{each}."
+def _check_real(is_complex: bool) -> None:
+    if is_complex:
+        raise TypeError(
+            "The operator is real, the vector complex. Multiply .real and .imag, or see to_scipy."
         )
 
 
-def _check_names(values: dict[str, Tensor], space: ParameterSpace) -> None:
-    if space.is_flat:
-        raise ValueError(f"Expected one flat vector of length {space.dim}, got {list(values)}.")
-    missing = [name for name in space.names if name not in values]
-    unknown = [name for name in values if name not in space.shapes]
-    if missing or unknown:
-        raise ValueError(
-            f"The vector's names are not those of the operator: missing {missing}, unknown "
-            f"{unknown}."
-        )
-
-
-def _check_flat_shape(shape: tuple[int, ...], space: ParameterSpace) -> None:
-    if len(shape) not in (1, 2) or shape[0] != space.dim:
-        raise ValueError(
-            f"Vector has shape {list(shape)}, expected [{space.dim}] or [{space.dim}, K]."
-        )
-
-
-def adopt(x: Tensor, space: ParameterSpace) -> Tensor:
-    """Return a tensor dense, and of a space's device and dtype."""
-    if x.is_complex():
-        raise TypeError(_COMPLEX)
-    x = x if x.layout is torch.strided else x.to_dense()
-    return x.to(space.device, space.dtype)
-
-
-def _adopt(x: Tensor, space: ParameterSpace) -> Tensor:
-    x = adopt(x.detach(), space)
-    return x.clone() if x.is_inference() else x
-
-
-def _check_finite(columns: Columns, together: Iterable[Tensor] = ()) -> None:
-    name = not_finite(columns, together)
+def _check_finite(columns: Columns, joined: Tensor | None = None) -> None:
+    name = not_finite(columns, joined)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

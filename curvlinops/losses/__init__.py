@@ -7,27 +7,35 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from curvlinops.losses.base import Loss
+from curvlinops.losses.base import KNOWN_LOSSES, Loss
 from curvlinops.losses.cross_entropy import CrossEntropy, NegativeLogLikelihood
+from curvlinops.losses.elementwise import BinaryCrossEntropy, Huber, PoissonNLL, SquaredError
 from curvlinops.losses.generic import AdditiveLoss
-from curvlinops.losses.logistic import BinaryCrossEntropy
-from curvlinops.losses.squared_error import SquaredError
+from curvlinops.support.torch_internals import has_forward_hooks
 
 __all__ = ["Loss", "wrap_loss"]
 
-#: To support a loss in closed form, write a class and add a line here.
-KNOWN_LOSSES: dict[type[nn.Module], type[Loss]] = {
-    nn.MSELoss: SquaredError,
-    nn.CrossEntropyLoss: CrossEntropy,
-    nn.NLLLoss: NegativeLogLikelihood,
-    nn.BCEWithLogitsLoss: BinaryCrossEntropy,
-}
+# To support a loss in closed form, write a class and add a line here.
+KNOWN_LOSSES.update(
+    {
+        nn.MSELoss: SquaredError,
+        nn.CrossEntropyLoss: CrossEntropy,
+        nn.NLLLoss: NegativeLogLikelihood,
+        nn.BCEWithLogitsLoss: BinaryCrossEntropy,
+        nn.PoissonNLLLoss: PoissonNLL,
+        nn.HuberLoss: Huber,
+        nn.SmoothL1Loss: Huber,
+    }
+)
 
 _FUNCTIONAL: dict[Callable, type[nn.Module]] = {
     F.mse_loss: nn.MSELoss,
     F.cross_entropy: nn.CrossEntropyLoss,
     F.nll_loss: nn.NLLLoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
 }
 
 
@@ -94,6 +102,5 @@ def _computes_the_same(loss_func: nn.Module, known: type[nn.Module]) -> bool:
         type(loss_func).forward is known.forward
         and type(loss_func).__call__ is nn.Module.__call__
         and "forward" not in vars(loss_func)
-        and not loss_func._forward_hooks
-        and not loss_func._forward_pre_hooks
+        and not has_forward_hooks(loss_func)
     )

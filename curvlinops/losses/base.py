@@ -9,28 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.support.fingerprint import PLAIN
-from curvlinops.support.norms import wide
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
 
-
-#: The losses with a square root and samples, and what supports the others, for messages.
-_SUPPORTED = (
-    "Supported are MSELoss, CrossEntropyLoss and BCEWithLogitsLoss, but not with hooks, and not "
-    "subclasses with a forward method of their own. KFAC and EKFAC with fisher_type='empirical', "
-    "and EFLinearOperator, support every loss; GGNLinearOperator supports every twice "
-    "differentiable function of the model's output and the target."
-)
+#: The losses in closed form, by their PyTorch module; filled in ``__init__.py``.
+KNOWN_LOSSES: dict[type[nn.Module], type["Loss"]] = {}
 
 
 class Loss(ABC):
     """A loss as a sum over terms, ``L = c * sum_t l_t``.
 
-    A term depends on C entries of the model's output, one *row*: subclasses say how an output
-    falls into rows ``[T, C]``, and write everything else for rows. The scale ``c`` never occurs
-    here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
-    and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
+    A term depends on C entries of the model's output, one *row*: subclasses say how an output falls
+    into rows z, ``[T, C]``, and what they need of the target, y; all formulas are for z and y. The
+    scale ``c`` never occurs here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C
+    of the squared error) and on whether ``c`` is 1 or one over the sum of ``denominator`` over the
+    data.
 
     Half-precision outputs are treated in float32.
 
@@ -47,6 +41,8 @@ class Loss(ABC):
     is_function_of_values = True
     #: Whether the loss is linear in the output, so that its output Hessian is zero.
     is_linear = False
+    #: Whether the loss is a negative log-likelihood whose labels ``sample`` draws.
+    can_sample = False
 
     def __init__(self, module: Any, reduction: str):
         self.module = module
@@ -70,8 +66,6 @@ class Loss(ABC):
         if isinstance(self.module, nn.Module):
             self.module.to(device)
 
-    # --- public interface: outputs in, outputs out
-
     @abstractmethod
     def check(self, output: Tensor, target: Any) -> None:
         """Raise ValueError if output and target do not fit."""
@@ -92,9 +86,17 @@ class Loss(ABC):
         """Return C where it must be equal in all batches, else ``None``."""
         return None
 
+    @abstractmethod
+    def to_terms(self, columns: Tensor) -> Tensor:
+        """Turn columns ``[K, *output]`` into rows ``[K, T, C]``, in float32 or wider."""
+
+    @abstractmethod
+    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
+        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype."""
+
     def gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
-        rows = self._gradient(self._rows(output), output, target)
+        rows = self._gradient(*self._rows(output, target))
         # targets may require gradients
         return self.from_terms(rows.unsqueeze(0), output)[0].detach()
 
@@ -106,21 +108,22 @@ class Loss(ABC):
 
     def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
         """Return products with the Hessian of ``sum`` w.r.t. the output."""
-        multiply = self._hessian(self._rows(output), output, target)
+        multiply = self._hessian(*self._rows(output, target))
         return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
 
-    def hessian_sqrt(self, output: Tensor, target: Any) -> Tensor:
+    def hessian_sqrt(self, output: Tensor, target: Any, minimal: bool = False) -> Tensor:
         """Return S, ``[V, *output]``: in each term, ``sum_v S_v S_v^T`` is the Hessian of l_t.
+
+        Args:
+            output: The model's output.
+            target: The target.
+            minimal: Whether V is as small as possible. Otherwise V is C.
 
         Raises:
             NotImplementedError: If the loss has no closed form.
             ValueError: If the Hessian is indefinite (negative weights or targets).
         """
-        return self.from_terms(self._hessian_sqrt(self._rows(output), output, target), output)
-
-    def hessian_root(self, output: Tensor, target: Any) -> Tensor:
-        """Return a square root like ``hessian_sqrt``, with as few columns as possible."""
-        return self.from_terms(self._hessian_root(self._rows(output), output, target), output)
+        return self.from_terms(self._hessian_sqrt(*self._rows(output, target), minimal), output)
 
     def sample(
         self, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
@@ -134,13 +137,8 @@ class Loss(ABC):
             NotImplementedError: If the loss has no likelihood to sample from.
             ValueError: If the Hessian is indefinite (negative weights or targets).
         """
-        rows = self._sample(self._rows(output), output, target, num_samples, generator)
+        rows = self._sample(*self._rows(output, target), num_samples, generator)
         return self.from_terms(rows, output)
-
-    @property
-    def can_sample(self) -> bool:
-        """Whether ``sample`` is implemented."""
-        return type(self)._sample is not Loss._sample
 
     def outer(self, vectors: Tensor, output: Tensor) -> OutputMatrix:
         """Return products with the average outer product of vectors, term by term.
@@ -152,42 +150,31 @@ class Loss(ABC):
         multiply = outer(self.to_terms(vectors))
         return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
 
-    # --- the layout of terms
+    # --- formulas
+
+    def _rows(self, output: Tensor, target: Any) -> tuple[Tensor, Any]:
+        """Return the rows z of an output, ``[T, C]``, and y."""
+        return self.to_terms(output.unsqueeze(0))[0], self._target_rows(output, target)
 
     @abstractmethod
-    def to_terms(self, columns: Tensor) -> Tensor:
-        """Turn columns ``[K, *output]`` into rows ``[K, T, C]``, in float32 or wider."""
+    def _target_rows(self, output: Tensor, target: Any) -> Any:
+        """Return what the formulas need of the target, y."""
 
     @abstractmethod
-    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype."""
-
-    def _rows(self, output: Tensor) -> Tensor:
-        return self.to_terms(output.unsqueeze(0))[0]
-
-    # --- formulas for rows z [T, C]
-
-    @abstractmethod
-    def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+    def _gradient(self, z: Tensor, y: Any) -> Tensor:
         """Return the terms' gradients ``[T, C]``."""
 
     @abstractmethod
-    def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
         """Return products of ``[K, T, C]`` with the terms' Hessians."""
 
-    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
+    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool) -> Tensor:
         """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
-            f"{self.name} has no closed-form square root of its Hessian. {_SUPPORTED}"
+            f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
         )
 
-    def _hessian_root(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
-        """Return square roots like ``_hessian_sqrt``, with as few columns as possible."""
-        return self._hessian_sqrt(z, output, target)
-
-    def _sample(
-        self, z: Tensor, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
-    ) -> Tensor:
+    def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         """Return would-be gradients ``[num_samples, T, C]``."""
         return self.refuse_sampling()
 
@@ -195,17 +182,35 @@ class Loss(ABC):
         """Say that ``sample`` is not implemented."""
         raise NotImplementedError(
             f"{self.name} is not known as a negative log-likelihood whose labels could be "
-            f"sampled. {_SUPPORTED}"
+            f"sampled. {_supported()}"
         )
 
-    def _sqrt_of_scale(self, scale: Tensor) -> Tensor:
-        """Return the root of factors that weights and targets put before a term's Hessian."""
-        if bool((scale < 0).any()):
+    def _sqrt(self, *summands: Tensor) -> Tensor:
+        """Return the square root of a sum of curvatures, all of which must be positive or zero."""
+        if any(bool((x < 0).any()) for x in summands):
             raise ValueError(
-                f"{self.name} has a negative curvature in at least one term (negative weights, or "
-                "targets outside [0, 1]): it has no real square root and no likelihood."
+                f"{self.name} has a negative curvature in at least one term (negative weights or "
+                "counts, or probabilities outside [0, 1]): it has no real square root and no "
+                "likelihood."
             )
-        return scale.sqrt()
+        return sum(summands).sqrt()
+
+
+def _supported() -> str:
+    """Return which losses have samples or square roots, and what supports the others."""
+    sampled = [module.__name__ for module, kind in KNOWN_LOSSES.items() if kind.can_sample]
+    others = [
+        module.__name__
+        for module, kind in KNOWN_LOSSES.items()
+        if not (kind.can_sample or kind.is_linear)
+    ]
+    return (
+        f"Supported are {', '.join(sampled)}, and without sampling (fisher_type='type-2') "
+        f"{', '.join(others)}, but not with hooks, and not subclasses with a forward method of "
+        "their own. KFAC and EKFAC with fisher_type='empirical', and EFLinearOperator, support "
+        "every loss; GGNLinearOperator supports every twice differentiable function of the model's "
+        "output and the target."
+    )
 
 
 def outer(rows: Tensor) -> OutputMatrix:
@@ -225,46 +230,6 @@ def constant(option: Tensor | None, like: Tensor) -> Tensor | None:
     option = option.detach().to(like)
     # autograd refuses tensors that were made in inference mode
     return option.clone() if option.is_inference() else option
-
-
-class LastAxisLoss(Loss):
-    """A loss whose term is one vector along the last axis; ``[N]`` has vectors of length one."""
-
-    def check(self, output: Tensor, target: Any) -> None:
-        """Require a target of the output's shape; PyTorch would broadcast."""
-        if not isinstance(target, Tensor) or target.shape != output.shape:
-            found = list(target.shape) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(
-                f"{self.name} needs a target of the output's shape {list(output.shape)}, got "
-                f"{found}. Broadcasting is not supported; reshape or expand the target."
-            )
-        if target.is_complex():
-            raise ValueError(f"{self.name} needs a real target, got {target.dtype}.")
-
-    def term_size(self, output: Tensor) -> int | None:
-        """Return C under ``"mean"``, where PyTorch averages over it."""
-        return self._num_features(output) if self.reduction == "mean" else None
-
-    def denominator(self, output: Tensor, target: Any) -> Tensor:
-        """Return the number of terms."""
-        return torch.tensor(
-            output.numel() // max(self._num_features(output), 1), device=output.device
-        )
-
-    def to_terms(self, columns: Tensor) -> Tensor:
-        """Flatten all but the last axis of the output."""
-        return wide(columns.unsqueeze(-1) if columns.ndim == 2 else columns.flatten(1, -2))
-
-    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
-
-    def _inner_scale(self, output: Tensor) -> float:
-        return 1.0 / self._num_features(output) if self.reduction == "mean" else 1.0
-
-    @staticmethod
-    def _num_features(output: Tensor) -> int:
-        return 1 if output.ndim == 1 else output.shape[-1]
 
 
 class _WithDerivative(torch.autograd.Function):

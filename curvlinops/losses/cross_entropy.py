@@ -1,6 +1,7 @@
 """Cross-entropy of logits, and negative log-likelihood of log-probabilities."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,12 @@ class ClassAxisLoss(Loss):
         rows = rows.reshape(rows.shape[0], num_samples, *positions, num_classes)
         return rows.movedim(-1, 2).to(output.dtype)
 
+    def _target_rows(self, output: Tensor, target: Tensor) -> Any:
+        """Return indices and which of them count, ``[T]``; or probabilities, ``[T, C]``."""
+        if _is_soft(output, target):
+            return self.to_terms(target.unsqueeze(0).to(wide(output).dtype))[0]
+        return self._indices(target)
+
     def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return all targets ``[T]``, zero for the ignored ones, and which are kept."""
         y = target.reshape(-1).long()
@@ -91,13 +98,13 @@ class NegativeLogLikelihood(ClassAxisLoss):
             reduction="sum",
         )
 
-    def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
-        y, kept = self._indices(target)
+    def _gradient(self, z: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        indices, kept = y
         weight = self._weight(z)
-        value = kept.to(z.dtype) if weight is None else weight[y] * kept
-        return torch.zeros_like(z).scatter(1, y.unsqueeze(1), -value.unsqueeze(1))
+        value = kept.to(z.dtype) if weight is None else weight[indices] * kept
+        return torch.zeros_like(z).scatter(1, indices.unsqueeze(1), -value.unsqueeze(1))
 
-    def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
         return torch.zeros_like
 
 
@@ -109,9 +116,11 @@ class CrossEntropy(ClassAxisLoss):
     gradient is ``s p - w q`` and its Hessian ``s (diag p - p p^T)``.
     """
 
+    can_sample = True
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Accept probabilities of the output's shape, too."""
-        if not self._is_soft(output, target):
+        if not _is_soft(output, target):
             super().check(output, target)
             return
         self._check_options(output)
@@ -142,18 +151,17 @@ class CrossEntropy(ClassAxisLoss):
 
     def denominator(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the number of terms; for index targets with weights, the sum of ``w_y``."""
-        if self._is_soft(output, target):
+        if _is_soft(output, target):
             return torch.tensor(output.numel() // output.shape[1], device=output.device)
         return super().denominator(output, target)
 
-    def _gradient(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
-        weighted = self._weighted_targets(z, output, target)
-        p = z.softmax(1)
+    def _gradient(self, z: Tensor, y: Any) -> Tensor:
+        weighted, p = self._weighted_targets(z, y), z.softmax(1)
         return _balanced(weighted.sum(1, keepdim=True) * p - weighted, p)
 
-    def _hessian(self, z: Tensor, output: Tensor, target: Tensor) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
         p = z.softmax(1)
-        scaled, top = self._scale(z, output, target) * p, p.argmax(1, keepdim=True)
+        scaled, top = self._scale(z, y) * p, p.argmax(1, keepdim=True)
 
         def multiply(v: Tensor) -> Tensor:
             # a constant is in the null space; with this one nothing cancels where p nears one-hot
@@ -162,66 +170,55 @@ class CrossEntropy(ClassAxisLoss):
 
         return multiply
 
-    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool) -> Tensor:
         p = z.softmax(1)
         root = p.sqrt()
         columns = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)  # [T, C, V]
-        scale = self._sqrt_of_scale(self._scale(z, output, target))
-        return _balanced((scale.unsqueeze(-1) * columns).movedim(-1, 0), p)
-
-    def _hessian_root(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+        scale = self._sqrt(self._scale(z, y))
+        S = _balanced((scale.unsqueeze(-1) * columns).movedim(-1, 0), p)
+        if not minimal:
+            return S
         # sqrt(p) is in the null space of S, which a reflection maps to the last column
-        S, root = self._hessian_sqrt(z, output, target), z.softmax(1).sqrt()
         return S[:-1] - (root / (1 + root[:, -1:])).T[:-1, :, None] * S[-1]
 
-    def _sample(
-        self,
-        z: Tensor,
-        output: Tensor,
-        target: Tensor,
-        num_samples: int,
-        generator: torch.Generator,
-    ) -> Tensor:
+    def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         p = z.softmax(1)
-        scale = self._sqrt_of_scale(self._scale(z, output, target))
+        scale = self._sqrt(self._scale(z, y))
         labels = torch.multinomial(p, num_samples, replacement=True, generator=generator)
         gradients = p.expand(num_samples, *p.shape).clone()
         gradients.scatter_add_(2, labels.T.unsqueeze(-1), -torch.ones_like(gradients[..., :1]))
         return _balanced(gradients.mul_(scale), p)
 
-    def _scale(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    def _scale(self, z: Tensor, y: Any) -> Tensor:
         """Return ``s`` of each term, ``[T, 1]``; zero where ignored."""
-        if self._is_soft(output, target):
-            return self._weighted_targets(z, output, target).sum(1, keepdim=True)
-        y, kept = self._indices(target)
-        weight = self._weight(z)
+        if isinstance(y, Tensor):
+            return self._weighted_targets(z, y).sum(1, keepdim=True)
+        (indices, kept), weight = y, self._weight(z)
         if weight is None:
             return kept.to(z.dtype).unsqueeze(1)
         smoothing = self.module.label_smoothing
-        scale = (1 - smoothing) * weight[y] + smoothing * weight.mean()
+        scale = (1 - smoothing) * weight[indices] + smoothing * weight.mean()
         return (scale * kept).unsqueeze(1)
 
-    def _weighted_targets(self, z: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    def _weighted_targets(self, z: Tensor, y: Any) -> Tensor:
         """Return ``w q``, ``[T, C]``; zero where ignored."""
-        if self._is_soft(output, target):
-            q, kept = self._rows(target).to(z.dtype), None
+        if isinstance(y, Tensor):
+            q, kept = y, None
         else:
-            y, kept = self._indices(target)
-            q = torch.zeros_like(z).scatter_(1, y.unsqueeze(1), 1.0)
-        smoothing = self.module.label_smoothing
+            indices, kept = y
+            q = torch.zeros_like(z).scatter_(1, indices.unsqueeze(1), 1.0)
+        smoothing, weight = self.module.label_smoothing, self._weight(z)
         if smoothing > 0:
             q = (1 - smoothing) * q + smoothing / z.shape[1]
-        weight = self._weight(z)
         q = q if weight is None else q * weight
         return q if kept is None else q * kept.unsqueeze(1)
 
-    @staticmethod
-    def _is_soft(output: Tensor, target: Tensor) -> bool:
-        return (
-            isinstance(target, Tensor)
-            and target.is_floating_point()
-            and target.shape == output.shape
-        )
+
+def _is_soft(output: Tensor, target: Any) -> bool:
+    """Return whether targets are probabilities."""
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        return False
+    return target.shape == output.shape
 
 
 def _balanced(rows: Tensor, p: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Any loss that is a sum or mean of its samples' losses."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,8 @@ from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import Loss
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.norms import wide
-from curvlinops.support.pytree import copy_containers, possibly_shared, select_samples
+from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.warnings import first_line, warn
-
-_LOGGER = logging.getLogger("curvlinops")
 
 #: How far a loss and the sum of its samples' losses may be apart, relative to these; 5e-2 in half
 #: precision.
@@ -30,8 +27,8 @@ class AdditiveLoss(Loss):
     derivatives are PyTorch's, of the whole batch's loss. If it needs the graph of the output, it
     cannot be evaluated on single samples, and is taken at its word.
 
-    Modules in it, such as the loss itself, are given back as found by each evaluation: a moving
-    average must not depend on how often the loss was evaluated before.
+    Modules in it, such as the loss itself, are restored after each evaluation: a moving average
+    must not depend on how often the loss was evaluated before.
     """
 
     is_function_of_values = False
@@ -39,35 +36,32 @@ class AdditiveLoss(Loss):
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
         self._roots = find_modules(module)
-        self._earlier: tuple[Tensor, Tensor] | None = None
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises what it does not accept."""
 
     def check_values(self, output: Tensor, target: Any) -> None:
-        """Compare the batch's loss with its samples' losses.
-
-        One sample has the mean that it has, and so have samples that all have one weight. A sample
-        of the batch before is therefore put beside the first one.
+        """Compare the batch's loss with its samples' losses, and warn if it has no gradient.
 
         Raises:
-            ValueError: If they do not add up.
+            ValueError: If the samples' losses do not add up to the batch's.
         """
-        output = output.detach()
+        output, num_samples, singles = output.detach(), len(output), []
         try:
-            singles = self._singles(output, target)
+            for n in range(num_samples):
+                one = select_samples(target, slice(n, n + 1), num_samples)
+                singles.append(self._value(output[n : n + 1], one).detach().double())
         except Exception as error:
             if lacks_memory(error):
                 raise
-            if self._adds_up_otherwise(output, target):
-                return
             if self.needs_graph and isinstance(error, RuntimeError):
                 return
             note = (
                 f"{self.name} was evaluated on one sample, to check that it adds up over samples "
                 "(contrastive losses do not). Tensors in the target were cut whose first axis has "
-                "the batch's length; what the loss holds, such as a weight for each sample, "
-                "belongs to one batch only."
+                "the batch's length. One for all samples, such as a weight for each class, must be "
+                "an attribute of the loss; one for single samples, such as a weight for each "
+                "sample, must be in the target."
             )
             if isinstance(error, ValueError):  # whose text is what the risk repeats
                 raise ValueError(f"{error} {note}") from error
@@ -75,92 +69,34 @@ class AdditiveLoss(Loss):
             raise
         if not singles:
             return
-        total = self._check_gradient(output, target)
-        try:
-            self._compare(total, singles, output, target)
-        except ValueError:
-            if not self._adds_up_otherwise(output, target):
-                raise
-        self._compare_across(output, target)
-
-    def _singles(self, output: Tensor, target: Any, whole: Tensor | None = None) -> list[Tensor]:
-        """Return the losses of the samples, see ``select_samples``."""
-        num_samples, singles = len(output), []
-        for n in range(num_samples):
-            one = select_samples(target, slice(n, n + 1), num_samples, whole)
-            singles.append(self._value(output[n : n + 1], one).detach())
-        return singles
-
-    def _adds_up_otherwise(self, output: Tensor, target: Any) -> bool:
-        """Return whether losses of samples add up with one of several tensors for all of them.
-
-        It has as many entries as there are samples by chance, such as a weight for each class.
-        """
-        for whole in possibly_shared(target, len(output)):
-            try:
-                self._compare(
-                    self.sum(output, target), self._singles(output, target, whole), output, target
-                )
-            except Exception as error:
-                if lacks_memory(error):
-                    raise
-                _LOGGER.info("%s of samples alone: %s", self.name, error)
-            else:
-                return True
-        return False
-
-    def _compare_across(self, output: Tensor, target: Any) -> None:
-        """Compare the loss of the first sample and one of the batch before with those of each."""
-        if not isinstance(target, Tensor) or target.shape[:1] != output.shape[:1]:
-            return
-        before, self._earlier = self._earlier, (output[:1].clone(), target.detach()[:1].clone())
-        if before is None or any(
-            a.shape != b.shape for a, b in zip(before, self._earlier, strict=True)
-        ):
-            return
-        pair = [torch.cat([a.to(b), b]) for a, b in zip(before, self._earlier, strict=True)]
-        try:
-            singles = [self._value(*(part[n : n + 1] for part in pair)) for n in range(2)]
-            total = self.sum(*pair)
-        except Exception as error:  # what takes a batch of one sample need not take two
-            if lacks_memory(error):
-                raise
-            _LOGGER.info("%s of two samples: %s", self.name, error)
-            return
-        self._compare(total, singles, *pair)
-
-    def _check_gradient(self, output: Tensor, target: Any) -> Tensor:
-        """Return ``sum``, and warn if it is a constant."""
         with torch.enable_grad():
-            total = self.sum(output.detach().requires_grad_(), target)
+            total = self.sum(output.requires_grad_(), target)
         if not total.requires_grad:
             warn(
                 f"{self.name} has no gradient with respect to the model's output, as if it was "
                 "computed without gradients, or from decisions: its curvature is zero."
             )
-        return total
-
-    def _compare(self, total: Tensor, singles: list[Tensor], output: Tensor, target: Any) -> None:
-        """Raise ``ValueError`` if losses of samples do not add up."""
-        total, samples = total.detach(), torch.stack(singles).detach().double()
+        total, samples = total.detach(), torch.stack(singles)
         # the loss may compute in less precision than it gets, or returns
         tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
         error, size = (total.double() - samples.sum()).abs(), samples.abs().sum()
-        if not bool(error <= tolerance * size + 1e-12):
-            again = self.sum(output, target).detach()
-            if bool((again - total).abs() > tolerance * total.abs()):
-                raise ValueError(
-                    f"{self.name} is random: it is {float(total):.6g} and {float(again):.6g} for "
-                    "the same batch. Take its modules out of train mode, or fix what it draws."
-                )
+        if bool(error <= tolerance * size + 1e-12):
+            return
+        again = self.sum(output, target).detach()
+        if bool((again - total).abs() > tolerance * total.abs()):
             raise ValueError(
-                f"{self.name} is not the {self.reduction} of its samples' losses: "
-                f"{len(samples)} have {float(total):.6g} in total, one by one they add "
-                f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
-                "over samples only (not for contrastive or Dice losses, or means over a number of "
-                "valid entries that varies; return their sum with reduction='sum'). If the loss "
-                "does add up, check reduction=, which says how."
+                f"{self.name} is random: it is {float(total):.6g} and {float(again):.6g} for "
+                "the same batch. Take its modules out of train mode, or fix what it draws."
             )
+        raise ValueError(
+            f"{self.name} is not the {self.reduction} of its samples' losses: "
+            f"{len(samples)} have {float(total):.6g} in total, one by one they add "
+            f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
+            "over samples only (not for contrastive or Dice losses, or means over a number of "
+            "valid entries that varies; return their sum with reduction='sum'). If the loss "
+            "does add up, check reduction=, which says how, and make a tensor for all samples, "
+            "such as a weight for each class, an attribute of the loss, not a part of the target."
+        )
 
     def sum(self, output: Tensor, target: Any) -> Tensor:
         """Return the sum over all samples."""
@@ -168,16 +104,6 @@ class AdditiveLoss(Loss):
             return output.sum()
         value = self._value(output, target)
         return value * output.shape[0] if self.reduction == "mean" else value
-
-    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
-        """Return the gradient of ``sum``, by PyTorch."""
-        with torch.enable_grad():
-            total = self.sum(output, target)
-            if not total.requires_grad:
-                return torch.zeros_like(output)
-            return torch.autograd.grad(
-                total, output, create_graph=True, allow_unused=True, materialize_grads=True
-            )[0]
 
     def denominator(self, output: Tensor, target: Any) -> Tensor:
         """Return the number of samples."""
@@ -191,36 +117,51 @@ class AdditiveLoss(Loss):
         """Undo ``to_terms``."""
         return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
-    def _gradient(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
-        _, gradient = self._differentiate(output, target)
-        return self._rows(torch.zeros_like(output) if gradient is None else gradient.detach())
+    def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
+        """Return the gradient of ``sum``, by PyTorch."""
+        with torch.enable_grad():
+            total = self.sum(output, target)
+            if not total.requires_grad:
+                return torch.zeros_like(output)
+            return torch.autograd.grad(
+                total, output, create_graph=True, allow_unused=True, materialize_grads=True
+            )[0]
 
-    def _hessian(self, z: Tensor, output: Tensor, target: Any) -> Callable[[Tensor], Tensor]:
-        leaf, gradient = self._differentiate(output, target)
+    def _target_rows(self, output: Tensor, target: Any) -> tuple[Tensor, Any]:
+        """Return output and target as the user's loss takes them."""
+        self._check_dependence()
+        return output.detach().requires_grad_(), target
+
+    def _gradient(self, z: Tensor, y: tuple[Tensor, Any]) -> Tensor:
+        return self.to_terms(self.differentiable_gradient(*y).detach().unsqueeze(0))[0]
+
+    def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Callable[[Tensor], Tensor]:
+        output, _ = y
+        gradient = self.differentiable_gradient(*y)
 
         def multiply(v: Tensor) -> Tensor:
-            if gradient is None or not gradient.requires_grad:  # a linear loss
+            if not gradient.requires_grad:  # a linear loss
                 return torch.zeros_like(v)
-            products = []
-            with torch.enable_grad():
-                for column in self.from_terms(v, output):
-                    try:
-                        product = pull({"": gradient}, {"": column}, {"": leaf})[""]
-                    except RuntimeError as error:
-                        if lacks_memory(error):
-                            raise
-                        raise NotImplementedError(
-                            f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
-                            "Write the loss as a function of differentiable operations."
-                        ) from error
-                    products.append(torch.zeros_like(leaf) if product is None else product)
-            return self.to_terms(torch.stack(products))
+            columns = self.from_terms(v, output)
+            return self.to_terms(
+                torch.stack([self._pull(gradient, column, output) for column in columns])
+            )
 
         return multiply
 
-    def _hessian_sqrt(self, z: Tensor, output: Tensor, target: Any) -> Tensor:
-        self._check_dependence()
-        return super()._hessian_sqrt(z, output, target)
+    def _pull(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
+        """Return the derivative of ``gradient`` along a column, which is a graph of the column."""
+        try:
+            with torch.enable_grad():
+                product = pull({"": gradient}, {"": column}, {"": leaf})[""]
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            raise NotImplementedError(
+                f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
+                "Write the loss as a function of differentiable operations."
+            ) from error
+        return torch.zeros_like(leaf) if product is None else product
 
     def _check_dependence(self) -> None:
         if self.needs_graph:
@@ -231,16 +172,6 @@ class AdditiveLoss(Loss):
                 "factors are not, nor those of the empirical Fisher. Let the model return the "
                 "derivatives, and add weight decay to an operator by damped(delta)."
             )
-
-    def _differentiate(self, output: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
-        self._check_dependence()
-        with torch.enable_grad():
-            leaf = output.detach().requires_grad_()
-            total = self.sum(leaf, target)
-            if not total.requires_grad:
-                return leaf, None
-            (gradient,) = torch.autograd.grad(total, leaf, create_graph=True, allow_unused=True)
-        return leaf, gradient
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
         with IsolatedModules(self._roots, keep_graphs=True).active():

@@ -1,7 +1,8 @@
 """What all operators over a data set share."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
@@ -19,9 +20,8 @@ from curvlinops.autodiff.mode_selection import (
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.modes import Reverse
 from curvlinops.autodiff.parameters import split_blocks
-from curvlinops.linear_operator.columns import not_finite
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
@@ -121,14 +121,9 @@ class DataLinearOperator(TorchLinearOperator):
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
         self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
-        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks):
+        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
-
-    @property
-    def _trusting(self) -> bool:
-        # whoever does not want checks gets none on the batches either
-        return not self.check_deterministic
 
     # --- what a subclass says
 
@@ -183,12 +178,16 @@ class DataLinearOperator(TorchLinearOperator):
         scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
         if scale != 1.0:
             flat.mul_(scale)
+        out = codomain.split(flat)
         self._check_finite(out, codomain)
         return out
 
     def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
         """Linearize on a batch for a number of products, unless that is kept from before."""
-        keeps = self._cache.wants(("", problem.batch.index))
+        key = ("", problem.batch.index)
+        if (kept := self._cache.get(key, problem.batch)) is not None:
+            return kept
+        keeps = self._cache.wants(key)
         mode = self._mode_for(problem, many=self._are_many(num_products) or keeps)
         if not isinstance(mode, Reverse):  # forward mode has no graph
             return self._linearize(problem, mode)
@@ -253,12 +252,13 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options, by name."""
-        shared = {field.name for field in fields(DataLinearOperator)}
-        own = {name: value for name, value in vars(self).items() if name not in shared}
-        return {n: v for n, v in own.items() if isinstance(v, int | float | str)}
+        options = ((n, v) for n, v in vars(self).items() if isinstance(v, int | float | str))
+        return {name: value for name, value in options if name not in _shared_arguments()}
 
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        if self.risk.ranks.size == 1:
+            return nullcontext(columns)
         options = self._settings() | {"seed": None}  # ranks never draw the same numbers
         return self.risk.ranks.synchronized(self.risk, task, columns, options=options, **details)
 
@@ -312,14 +312,13 @@ class DataLinearOperator(TorchLinearOperator):
         if flags not in self._checked:
             singles_of = type(self).__name__ if self._per_sample else None
             report_batch_statistics(self.risk.model.roots, singles_of)
-            if not self._trusting:
-                check_repeatable(self.risk, independent=self._per_sample)
+            if self.check_deterministic:
+                check_repeatable(self.risk, self._per_sample)
             self._checked.add(flags)
         self._flags = flags
 
     def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
-        together = space.common_memory(out)
-        if (name := not_finite(out, () if together is None else [together])) is None:
+        if (name := not_finite(out, space.joined_view(out))) is None:
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
@@ -328,3 +327,8 @@ class DataLinearOperator(TorchLinearOperator):
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
             f"derivative does not exist (norm or sqrt at zero?), or {OVERFLOW}."
         )
+
+
+@functools.cache
+def _shared_arguments() -> frozenset[str]:
+    return frozenset(field.name for field in fields(DataLinearOperator))

@@ -8,8 +8,10 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.alone import SamplesAlone
+from curvlinops.layers.forms import innermost
 from curvlinops.layers.gradients import SampleGradients
-from curvlinops.layers.groups import Group, written
+from curvlinops.layers.groups import written
+from curvlinops.layers.outer import Outer
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
@@ -18,21 +20,6 @@ from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
 from curvlinops.support.rng import preserved_rng
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What products are made of.
-
-    Attributes:
-        rows: Whether the samples' gradients are faster than a graph, where they fit.
-        pairs: Whether what gradients are made of is; rows come first.
-        without_graph: Whether it must be rows, as the model lacks a derivative that graphs need.
-    """
-
-    rows: bool = False
-    pairs: bool = False
-    without_graph: bool = False
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -48,10 +35,9 @@ class EFLinearOperator(DataLinearOperator):
 
     Args:
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
-            product. With one gradient per sample, what is kept (see ``cache``) is no graph: the
-            gradients, if weights are used at many positions and they fit, which makes products
-            much faster; else the layers' inputs and output gradients, of which they are made. The
-            gradients also serve models that can be differentiated only once.
+            product. With one gradient per sample, the gradients are kept (see ``cache``) instead of
+            a graph if weights are used at many positions and the gradients fit, which makes
+            products much faster. They also serve models that can be differentiated only once.
 
     Raises:
         ValueError: If ``terms`` is neither of both, or samples interact in the model.
@@ -65,39 +51,55 @@ class EFLinearOperator(DataLinearOperator):
         """Check the option, too."""
         check_choice("terms", self.terms, ("term", "sample"))
         super().__post_init__()
-        self._forget_choice()
+        self._forget()
 
     def _reconsider(self) -> None:
         super()._reconsider()
-        self._forget_choice()
+        self._forget()
 
-    def _forget_choice(self) -> None:
+    def _forget(self) -> None:
         self._alone = SamplesAlone(type(self).__name__)
-        self._choice: _Choice | None = None
+        self._lacks_derivative = False  # which products by the graph need
 
     def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
         if problem.loss_needs_graph:
             return self._keep(problem, self._from_samples_alone, "alone")
-        # pairs are kept in place of a graph, which is larger: what does not fit is not tried twice
-        rows, pairs = ((kind, problem.batch.index) for kind in ("rows", ""))
-        if self._choice is None and self._cache.wants(rows):
-            with preserved_rng():  # the product draws as if there was no choice
-                self._choice = self._choose_forms(problem)
-        choice = self._choice or _Choice()
-        if choice.without_graph:
-            return self._keep(problem, self._from_rows, "rows")
+        key = ("rows", problem.batch.index)
         size = problem.num_samples * self.space.dim * self.space.dtype.itemsize
-        if choice.rows and self._cache.wants(rows) and self._cache.has_room(rows, size):
+        kept = self._cache.wants(key) and self._cache.has_room(key, size)
+        if self._lacks_derivative or (kept and self._prefers_rows(problem)):
             return self._keep(problem, self._from_rows, "rows")
-        if choice.pairs and self._cache.wants(pairs):
-            return self._keep(problem, self._from_pairs)
         try:
             return super()._prepare(problem, num_products)
         except NoDerivativeError:
             if self.autodiff != "auto" or self._is_finer(problem, evaluate(problem)):
                 raise
-        self._choice = _Choice(without_graph=True)
+        self._lacks_derivative = True
         return self._keep(problem, self._from_rows, "rows")
+
+    def _prefers_rows(self, problem: BatchProblem) -> bool:
+        """Return whether products with kept gradients are faster than with a kept graph."""
+        known, key = self.risk.shared(problem), ("rows", type(self), self.terms)
+        if key not in known:
+            with preserved_rng():  # the product draws as if there was no choice
+                known[key] = self._compare_costs(problem)
+        return known[key]
+
+    def _compare_costs(self, problem: BatchProblem) -> bool:
+        """Compare the operations of both for one sample.
+
+        The gradients' D numbers are read twice, which takes about as long as eight operations with
+        each of them in a matrix product. A graph takes four for each position of a weight.
+        """
+        gradients = self._capture(problem)
+        if gradients.fallbacks or self._is_finer(problem, gradients.output):
+            return False
+        operations = 0
+        for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
+            _, form, _ = innermost(part.form)
+            if isinstance(form, Outer):  # others are as cheap as biases
+                operations += 4 * form.num_positions * form.num_entries
+        return operations > 16 * self.space.dim
 
     def _is_finer(self, problem: BatchProblem, output: Tensor) -> bool:
         """Return whether there is more than one gradient for each sample."""
@@ -105,31 +107,11 @@ class EFLinearOperator(DataLinearOperator):
         return self.terms == "term" and num_terms != len(output)
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+        found = problem.known(SampleBackward, type(self).__name__, False)
         return found.capture(problem)
-
-    def _choose_forms(self, problem: BatchProblem) -> _Choice:
-        """Return what makes products faster than a graph does.
-
-        The gradients' N D numbers are read twice, which takes about as long as eight operations
-        with each of them in a matrix product. Pairs of inputs and output gradients take four for
-        each position of a weight, a graph as many, and those with the layers in between.
-        """
-        gradients = self._capture(problem)
-        output = gradients.output
-        if gradients.fallbacks or self._is_finer(problem, output):
-            return _Choice()
-        groups = self._backward(problem, gradients)
-        operations = sum(4 * form.num_multiplications for _, form in groups)
-        pairs = all(form.products() is not None for _, form in groups)
-        return _Choice(rows=operations > 16 * self.space.dim, pairs=pairs)
 
     def _gradient(self, problem: BatchProblem, output: Tensor) -> Tensor:
         return problem.loss.gradient(output, problem.batch.y).unsqueeze(0)
-
-    def _backward(self, problem: BatchProblem, gradients: SampleGradients) -> list[Group]:
-        """Return the samples' gradients."""
-        return gradients.backward(self._gradient(problem, gradients.output), last=True)
 
     def _from_rows(self, problem: BatchProblem) -> Apply:
         """Prepare products with the samples' gradients."""
@@ -137,28 +119,8 @@ class EFLinearOperator(DataLinearOperator):
         if self._is_finer(problem, gradients.output):  # unlike on the first batch
             return self._linearize(problem, self._mode_for(problem, many=True))
         terms = problem.terms(gradients.output)
-        rows = written(self._backward(problem, gradients), self.space)
-        return _sum_of_outer_products(rows, terms)
-
-    def _from_pairs(self, problem: BatchProblem) -> Apply:
-        """Prepare products with what the samples' gradients are made of."""
-        gradients = self._capture(problem)
-        if self._is_finer(problem, gradients.output):  # unlike on the first batch
-            return self._linearize(problem, self._mode_for(problem, many=True))
-        terms, products = problem.terms(gradients.output), {}
-        for names, form in self._backward(problem, gradients):
-            found = form.products()
-            if found is None:  # unlike on the first batch
-                return self._from_rows(problem)
-            products[names[0]] = found
-
-        def apply(V: Columns, out: Columns) -> Tensor:
-            weights = sum(products[name][0](v) for name, v in V.items())
-            for name, product in out.items():
-                product += products[name][1](weights)
-            return terms
-
-        return apply
+        groups = gradients.backward(self._gradient(problem, gradients.output), last=True)
+        return _sum_of_outer_products(written(groups, self.space), terms)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
         """Multiply if the loss is no function of the output; each sample is a term."""

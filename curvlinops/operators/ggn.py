@@ -68,8 +68,8 @@ class FisherMCLinearOperator(DataLinearOperator):
     ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``. The would-be gradients ``g_tm``
     belong to labels that are drawn from the likelihood which the loss implies, and are scaled such
     that the expectation of F is the GGN, for all of a loss's options. Products repeat exactly for
-    the same batches in the same order. Implemented for MSELoss, CrossEntropyLoss and
-    BCEWithLogitsLoss.
+    the same batches in the same order. Implemented for MSELoss, CrossEntropyLoss,
+    BCEWithLogitsLoss and PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.

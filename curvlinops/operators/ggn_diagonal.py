@@ -9,10 +9,14 @@ from torch import Tensor
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.columns import add, mark_last
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.operators.vectors import check_sampling, hessian_roots, would_be_gradients
+from curvlinops.operators.vectors import (
+    check_sampling,
+    hessian_roots,
+    mark_last,
+    would_be_gradients,
+)
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -25,7 +29,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     (``mc_samples=0``) backpropagates the columns of the square root of each term's loss Hessian: C
     vectors if a sample has one term, else C vectors for each position of a term in its sample
     (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
-    expectation is the exact one. Implemented for MSELoss, CrossEntropyLoss and BCEWithLogitsLoss.
+    expectation is the exact one. Implemented for the losses of ``FisherMCLinearOperator``; the
+    exact one also for HuberLoss and SmoothL1Loss.
 
     The diagonal is kept like graphs are, see ``cache``. What does not follow the model any
     more, but has inverses, powers and a determinant, is
@@ -54,7 +59,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         )
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+        found = problem.known(SampleBackward, type(self).__name__)
         return found.capture(problem)
 
     def _apply(self, columns: Columns) -> Columns:

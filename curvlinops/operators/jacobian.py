@@ -55,7 +55,7 @@ class OutputsLinearOperator(RowsLinearOperator):
     def _num_rows(self, output: Tensor) -> int:
         return output.numel()
 
-    def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
+    def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
         return tuple(output.shape)
 
     @in_default_modes
@@ -67,18 +67,18 @@ class OutputsLinearOperator(RowsLinearOperator):
         """
         batches: list[tuple[list[Group], Tensor]] = []
         with self._batches("gram") as passed:
-            places = RowPlaces(self, sum(self._lengths))
-            for problem in places.wanted(passed):
-                found = problem.known(SampleBackward, type(self).__name__, self._trusting, False)
+            places = RowPlaces(sum(self._lengths))
+            for problem in places.of(passed):
+                found = problem.known(SampleBackward, type(self).__name__, False)
                 gradients = found.capture(problem)
                 output = gradients.output
                 size = output.shape[1:].numel()
                 eye = torch.eye(size, dtype=output.dtype, device=output.device)
                 u = eye.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-                if (place := places.next(output.numel())) is not None:
-                    rows = torch.arange(place.start, place.stop, device=output.device)
-                    groups = gradients.backward(u, last=True)
-                    batches.append((groups, rows.reshape(-1, size).T))
+                place = places.next(output.numel())
+                rows = torch.arange(place.start, place.stop, device=output.device)
+                groups = gradients.backward(u, last=True)
+                batches.append((groups, rows.reshape(-1, size).T))
         return self._gram(batches)
 
 

@@ -1,28 +1,58 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.backward import evaluate
 from curvlinops.autodiff.mode_selection import NoDerivativeError
 from curvlinops.autodiff.modes import Push
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
-from curvlinops.layers.groups import Bounds, Group, add_sums, in_turns, write_rows, written
+from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.groups import Group, add_sums, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
-from curvlinops.operators.rows import AddRows, RowMaps, RowPlaces, RowsLinearOperator, row_indices
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
+from curvlinops.operators.rows import (
+    AddRows,
+    RowMaps,
+    RowPlaces,
+    RowsLinearOperator,
+    check_indices,
+    row_indices,
+)
+from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.arguments import check_choice
+from curvlinops.support.memory import suppressed
 from curvlinops.support.norms import wide
+from curvlinops.support.pytree import leaves, select_samples
 from curvlinops.support.torch_modes import in_default_modes
 
-#: Takes gradients of some samples, and their places among the rows.
-Visit = Callable[[list[Group], Tensor], None]
+#: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that belongs to V vectors and N samples.
+Place = Callable[[Tensor], Tensor]
+
+
+class Selection(NamedTuple):
+    """What is computed of a batch.
+
+    Attributes:
+        shapes: The shapes of the batch's tensors.
+        samples: The samples that have wanted rows; ``None`` for all, as the batch cannot be cut.
+        rows: The rows of these samples among all rows of the data.
+        stop: How many rows the data has up to this batch.
+    """
+
+    shapes: list[torch.Size]
+    samples: list[int] | None
+    rows: Tensor
+    stop: int
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -40,7 +70,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     arguments and errors see ``DataLinearOperator``; there are no blocks.
 
     Args:
-        subsampling: Indices of the rows to keep, in that order; only those are computed.
+        subsampling: Indices of the rows to keep, in that order. Batches are cut to samples that
+            have such rows, if the model then computes the same outputs.
         terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
             ``EFLinearOperator``). Terms interact in most models, so that these rows take a
             backward pass for each term of a sample.
@@ -58,7 +89,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def __post_init__(self) -> None:
         """Check the options, too."""
         check_choice("terms", self.terms, ("term", "sample"))
-        self._selective = self.subsampling is not None
         self._fallbacks: dict[str, str] = {}
         super().__post_init__()
         if len(self._blocks) > 1:
@@ -82,15 +112,91 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return dict(self._fallbacks)
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
+        self._indices: Tensor | None = None  # of the wanted ones of all rows
+        self._selections: list[Selection] = []
+        wanted = self.subsampling
+        self._wanted = None if wanted is None else row_indices(wanted, self.risk.space.device)
         self._all = self._rows()
-        self._indices = row_indices(self.subsampling, self._all.dim, self._all.device)
-        rows = ParameterSpace.flat(len(self._indices), self._all.dtype, self._all.device)
+        num_rows = self._all.dim
+        if self._wanted is not None:
+            check_indices(self._wanted, num_rows)
+            num_rows = len(self._wanted)
+            kept = torch.cat([selection.rows for selection in self._selections])
+            self._indices = torch.searchsorted(kept, self._wanted)
+            self._all = ParameterSpace.flat(len(kept), self._all.dtype, self._all.device)
+        rows = ParameterSpace.flat(num_rows, self._all.dtype, self._all.device)
         return self.risk.space, rows, False
+
+    # --- subsampling
+
+    def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
+        shape = super()._rows_shape(problem, output)
+        if self._wanted is not None:
+            self._select(problem, output, shape[0])
+        return shape
+
+    def _select(self, problem: BatchProblem, output: Tensor, num_rows: int) -> None:
+        """Find out which samples of the next batch have wanted rows."""
+        start = self._selections[-1].stop if self._selections else 0
+        stop = start + num_rows
+        rows, samples = torch.arange(start, stop, device=self._wanted.device), None
+        wanted = torch.isin(rows, self._wanted)
+        if not bool(wanted.any()):
+            rows, samples = rows[:0], []
+        elif (chosen := self._samples_of(problem, output, wanted)) is not None:
+            rows, samples = rows.reshape(len(output), -1)[chosen].flatten(), chosen.tolist()
+        self._selections.append(Selection(_shapes(problem), samples, rows, stop))
+
+    def _samples_of(self, problem: BatchProblem, output: Tensor, wanted: Tensor) -> Tensor | None:
+        """Return which samples have wanted rows, ``None`` if the batch cannot be cut to them."""
+        with suppressed():  # the model may refuse, or the number of samples not be evident
+            num_samples = problem.num_samples
+            have = wanted.reshape(num_samples, -1).any(1)
+            if int(have.sum()) == 1:  # models may treat a single sample in another way
+                have[1 if bool(have[0]) else 0] = True
+            samples = have.nonzero().flatten()
+            sizes = {len(output), *(len(y) for y in leaves(problem.batch.y))}
+            if len(samples) < num_samples and sizes == {num_samples}:
+                few, expected = evaluate(_cut(problem, samples.tolist())), output[samples]
+                if few.shape == expected.shape and not differs(few, expected, output):
+                    return samples
+        return None
+
+    @contextmanager
+    def _batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchProblem]]:
+        with super()._batches(description, data) as batches:
+            yield batches if self._indices is None else self._selected(batches)
+
+    def _selected(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
+        """Yield what is left of the batches.
+
+        Raises:
+            RuntimeError: If rows may not be where they were at construction.
+        """
+        for problem in batches:
+            index = problem.batch.index
+            known = self._selections[index] if index < len(self._selections) else None
+            if known is None or known.shapes != _shapes(problem):
+                raise RuntimeError(
+                    f"Batch {index} of the data has other shapes than at construction. With "
+                    "subsampling=, batches must keep their lengths. Build a new operator."
+                )
+            if known.samples is None:
+                yield problem
+            elif known.samples:
+                yield _cut(problem, known.samples)
+
+    def _chosen(self, x: Tensor) -> Tensor:
+        """Return the wanted ones of all rows."""
+        return x if self._indices is None else x[self._indices]
 
     def to_device(self, device: torch.device | str) -> "PerSampleGradientLinearOperator":
         """Move the operator itself, see ``DataLinearOperator``."""
         super().to_device(device)
-        self._all, self._indices = self._all.to(self.device), self._indices.to(self.device)
+        self._all = self._all.to(self.device)
+        self._indices = None if self._indices is None else self._indices.to(self.device)
         return self
 
     def _num_rows(self, output: Tensor) -> int:
@@ -130,29 +236,24 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _written(self, problem: BatchProblem) -> Columns:
         """Return the rows of a batch, ``{name: [M, entries]}``."""
-        _, count, at = self._turns(problem)
-        rows = [written(at(turn), problem.space) for turn in range(count)]
-        return {n: torch.stack([x[n] for x in rows], 1).flatten(0, 1) for n in rows[0]}
+        num_rows, gradients = self._backward(problem)
+        rows = self.domain.lazy_empty(num_rows)
+        for groups, place in gradients:
+            write_rows(groups, self.domain, rows, place)
+        return {name: flat(x) for name, x in rows.items()}
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         if not problem.loss_needs_graph:
             return super()._linearize_adjoint(problem)
-        rows = self._alone.rows(problem)
-        self._fallbacks = self._alone.fallbacks
+        rows = self._written(problem)
 
         def apply(u: Tensor, out: Columns) -> None:
             add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
 
         return apply, len(next(iter(rows.values())))
 
-    def _skips(self, place: slice | None) -> bool:
-        return self._selective and place is not None and not bool(self._within(place).any())
-
-    def _within(self, place: slice) -> Tensor:
-        return (self._indices >= place.start) & (self._indices < place.stop)
-
     def _apply(self, columns: Columns) -> Columns:
-        return {"": self._push(columns, self._all)[""][:, self._indices]}
+        return {"": self._chosen(self._push(columns, self._all)[""].T).T}
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return self._apply_adjoint_restricted(columns, self.domain.names)
@@ -161,16 +262,20 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return self._apply(columns)
 
     def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        rows = self._all.zeros(columns[""].shape[0])
-        rows[""].index_add_(1, self._indices, columns[""])
-        return self._pull(rows, self._all, names)
+        if self._indices is not None:
+            rows = self._all.zeros(len(columns[""]))
+            rows[""].index_add_(1, self._indices, columns[""])
+            columns = rows
+        return self._pull(columns, self._all, names)
 
     # --- beyond products
 
     @in_default_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        return self.domain.join(self._write(self.domain.together(self.shape[0])))
+        return self._chosen(
+            self.domain.join(self._write(self.domain.split(self.domain.empty(self._all.dim))))
+        )
 
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
@@ -182,61 +287,58 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        return self.risk.model.pack(self._write(self.domain.apart(self.shape[0])))
+        rows = self._write(self.domain.lazy_empty(self._all.dim))
+        return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
     def _write(self, out: Columns) -> Columns:
-        """Write all rows to ``{name: [N, *shape]}``, and return these."""
-        bounds = Bounds()
-
-        def visit(groups: list[Group], where: Tensor) -> None:
-            bounds.add(groups)
-            place = slice(int(where[0]), int(where[-1]) + 1)
-            if place.stop - place.start == len(where):
+        """Write all rows to ``{name: [M, *shape]}``, and return these."""
+        doubtful: set[str] = set()
+        with self._batches("gradients") as batches:
+            for groups, place in self._gradients(batches):
+                doubtful.update(*(names for names, form in groups if not form.is_surely_finite()))
                 write_rows(groups, self.domain, out, place)
-                return
-            rows = self.domain.apart(len(where))
-            write_rows(groups, self.domain, rows)
-            for name, x in rows.items():
-                out[name][where] = x
-
-        self._visit("gradients", visit)
         out = {name: out[name] for name in self.domain.names}
-        if rest := bounds.others(out):
-            self._check_finite(rest, self.domain.restricted(list(rest)))
+        if doubtful:
+            names = [name for name in out if name in doubtful]
+            self._check_finite({n: out[n] for n in names}, self.domain.restricted(names))
         return out
 
     @in_default_modes
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
-        squares = self.codomain.zeros(1)[""][0]
-
-        def visit(groups: list[Group], where: Tensor) -> None:
-            squares[where] = sum(form.squared_norms()[0] for _, form in groups).to(squares.dtype)
-
-        self._visit("norms", visit)
+        squares = self._all.zeros(1)[""][0]
+        with self._batches("norms") as batches:
+            for groups, place in self._gradients(batches):
+                place(squares).copy_(sum(form.squared_norms() for _, form in groups))
+        squares = self._chosen(squares)
         self._check(squares)
         return squares.sqrt()
 
     @in_default_modes
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
-        batches: list[tuple[list[Group], Tensor]] = []
-        self._visit("gram", lambda groups, where: batches.append((groups, where[None])), whole=True)
+        numbers = torch.arange(self._all.dim, device=self.device)
+        with self._batches("gram") as batches:
+            found = [(groups, place(numbers)) for groups, place in self._gradients(batches)]
         if self._alone.fallbacks:  # pairs of batches would compute all rows anew
             rows = self.dense()
             return rows @ rows.T
-        return self._gram(batches)
+        return self._chosen(self._chosen(self._gram(found)).T)
 
     @in_default_modes
     def second_moment(self) -> Tensor:
         """Return the mean of the rows' squared entries, ``[D]``."""
+        if self._indices is not None:
+            return self.dense().square().mean(0)
         return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
 
     @in_default_modes
     def variance(self) -> Tensor:
         """Return the variance of each column over the rows (divided by N), ``[D]``."""
+        if self._indices is not None:
+            return self.dense().double().var(0, correction=0).to(self.torch_dtype)
         space = ParameterSpace(self.domain.shapes, torch.float64, self.device)
-        means = self._means("variance", lambda form: form.to(space.dtype).moments(), space, 2)
+        means = self._means("variance", _moments, space, 2)
         return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
 
     def _means(
@@ -244,61 +346,68 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     ) -> Tensor:
         """Return sums over samples, ``[num, *parameter]``, divided by N."""
         out = space.zeros(num)
-        self._visit(name, lambda groups, _: add_sums(out, groups, of, space))
+        with self._batches(name) as batches:
+            for groups, _ in self._gradients(batches):
+                add_sums(out, groups, of, space)
         self._check_finite(out, space)
         return space.join(out) / self.shape[0]
 
-    def _visit(self, description: str, visit: Visit, whole: bool = False) -> None:
-        """Call ``visit`` with gradients until all rows that are wanted had their turn.
+    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[tuple[list[Group], Place]]:
+        """Yield gradients of V vectors and N samples, and which of all rows they are."""
+        places = RowPlaces(self._all.dim)
+        for problem in places.of(batches):
+            num_rows, gradients = self._backward(problem)
+            rows = places.next(num_rows)
+            for groups, place in gradients:
+                yield groups, lambda x, rows=rows, place=place: place(x[rows])
 
-        Args:
-            description: What for, in the progress bar.
-            visit: What is done with them.
-            whole: Whether it gets all of a batch at once.
-        """
-        with self._batches(description) as batches:
-            places = RowPlaces(self, self._all.dim)
-            for problem in places.wanted(batches):
-                num_samples, count, at = self._turns(problem)
-                place = places.next(num_samples * count)
-                if place is None:
-                    continue
-                where = self._within(place).nonzero().flatten()
-                local = self._indices[where] - place.start
-                if whole and count > 1:
-                    order = (local % count).argsort(stable=True)
-                    visit([in_turns(at, local[order], count, problem.space)], where[order])
-                    continue
-                for turn in (local % count).unique().tolist():
-                    chosen, mine = at(turn), local % count == turn
-                    if self._selective:
-                        samples = local[mine] // count
-                        chosen = [(names, form.select(samples)) for names, form in chosen]
-                    visit(chosen, where[mine])
-
-    def _turns(self, problem: BatchProblem) -> tuple[int, int, Callable[[int], list[Group]]]:
-        """Prepare the gradients of a batch, of one row of each sample at a time.
-
-        Returns:
-            The number of samples, how many neighboring rows each has, and a function of the place
-            among these.
-        """
+    def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[tuple[list[Group], Place]]]:
+        """Return how many rows a batch has; their gradients, and which of the rows they are."""
         if problem.loss_needs_graph:
             group = self._alone.group(problem)
             self._fallbacks = self._alone.fallbacks
-            return group[1].num_samples, 1, lambda _: [group]
-        found = problem.known(SampleBackward, type(self).__name__, self._trusting)
+            return group[1].num_samples, iter([([group], lambda x: x.unsqueeze(0))])
+        found = problem.known(SampleBackward, type(self).__name__)
         samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(problem, output).unsqueeze(0)
         if self.terms == "sample":
-            return len(output), 1, lambda _: samples.backward(gradient.to(output.dtype), last=True)
-        terms = problem.loss.to_terms(gradient)
-        count = max(terms.shape[1] // max(len(output), 1), 1)
+            gradients = samples.backward(gradient.to(output.dtype), last=True)
+            return len(output), iter([(gradients, lambda x: x.unsqueeze(0))])
+        num_terms = problem.loss.to_terms(gradient).shape[1]
+        return num_terms, self._by_term(problem, samples, gradient)
 
-        def at(turn: int) -> list[Group]:
-            alone = torch.zeros_like(terms)
-            alone[:, turn::count] = terms[:, turn::count]
-            return samples.backward(problem.loss.from_terms(alone, output).to(output.dtype))
+    def _by_term(
+        self, problem: BatchProblem, samples: SampleGradients, gradient: Tensor
+    ) -> Iterator[tuple[list[Group], Place]]:
+        """Yield gradients of one or several terms of each sample at a time."""
+        loss, output = problem.loss, samples.output
+        terms = loss.to_terms(gradient)[0]
+        sizes = len(output), max(len(terms) // max(len(output), 1), 1)
+        terms, step = terms.unflatten(0, sizes), samples.vectors_at_once
+        for start in range(0, sizes[1], step):
+            some = torch.arange(start, min(start + step, sizes[1]), device=terms.device)
+            alone = terms.new_zeros(len(some), *terms.shape)
+            alone[some - start, :, some] = terms[:, some].transpose(0, 1)
+            u = loss.from_terms(alone.flatten(1, 2), output)
 
-        return len(output), count, at
+            def place(x: Tensor, start: int = start) -> Tensor:
+                return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
+
+            yield samples.backward(u.to(output.dtype)), place
+
+
+def _moments(form: Form) -> Tensor:
+    """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
+    form, ones = form.to(torch.float64), torch.ones(form.num_samples, device="cpu")
+    return torch.stack([form.weighted_sum(ones).sum(0), form.sum_of_squares()])
+
+
+def _shapes(problem: BatchProblem) -> list[torch.Size]:
+    return [tensor.shape for tensor in leaves((problem.batch.X, problem.batch.y))]
+
+
+def _cut(problem: BatchProblem, samples: list[int]) -> BatchProblem:
+    """Return the problem on some samples of the batch."""
+    X, y = select_samples((problem.batch.X, problem.batch.y), samples, problem.num_samples)
+    return problem.on(Batch(problem.batch.index, X, y))

@@ -1,7 +1,6 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -17,7 +16,6 @@ from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.empirical_risk import BatchProblem
-from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive
 
@@ -53,16 +51,12 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the number of a batch's rows."""
         raise NotImplementedError
 
-    def _rows_shape(self, output: Tensor) -> tuple[int, ...]:
-        """Return the shape that a batch's rows have in lists of tensors, samples first."""
+    def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
+        """Return the shape that a batch's rows have in lists of tensors, samples first.
+
+        At construction, called for each batch in turn.
+        """
         return (self._num_rows(output),)
-
-    #: Whether only some rows are wanted, which requires that batches stay where they are.
-    _selective = False
-
-    def _skips(self, place: slice | None) -> bool:
-        """Return whether nobody asks for the rows at a place."""
-        return False
 
     def _linearize(self, problem: BatchProblem, mode: Mode) -> Push:
         return mode.jacobian(problem, lambda output: self._row_maps(problem, output)[0])
@@ -76,12 +70,12 @@ class RowsLinearOperator(DataLinearOperator):
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
         shapes: list[tuple[int, ...]] = []
-        self._sizes: list[tuple | None] = []
         with self.risk.batches("count_rows") as batches:
             for problem in batches:
-                self._sizes.append(_size(problem) if self._selective else None)
-                with problem.recording("once") as (_, _, output):
-                    shapes.append(self._rows_shape(output))
+                with problem.recording("once") as recording:
+                    output = recording.output.detach()
+                del recording
+                shapes.append(self._rows_shape(problem, output))
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -89,16 +83,6 @@ class RowsLinearOperator(DataLinearOperator):
         return ParameterSpace(
             {"": shape if alike else (sum(self._lengths),)}, space.dtype, space.device
         )
-
-    def _expected(self, problem: BatchProblem, start: int) -> slice | None:
-        """Return where the rows of a batch are if nothing has changed since construction."""
-        index = problem.batch.index
-        return slice(start, start + self._lengths[index]) if index < len(self._lengths) else None
-
-    def _has_kept_its_size(self, problem: BatchProblem) -> bool:
-        """Return whether it is evident that a batch has as many rows as at construction."""
-        size = _size(problem)
-        return size is not None and size == self._sizes[problem.batch.index]
 
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors, which are zero outside of ``columns``."""
@@ -109,11 +93,10 @@ class RowsLinearOperator(DataLinearOperator):
         flat_out = rows.join(out)
 
         with self._batches("matmat") as batches:
-            places = RowPlaces(self, rows.dim)
-            for problem in places.wanted(batches):
+            places = RowPlaces(rows.dim)
+            for problem in places.of(batches):
                 part = self._prepare(problem, num_columns)(columns)
-                if (place := places.next(part.shape[1])) is not None:
-                    flat_out[:, place] = part
+                flat_out[:, places.next(part.shape[1])] = part
         self._check_finite(out, rows)
         return out
 
@@ -125,11 +108,10 @@ class RowsLinearOperator(DataLinearOperator):
             return out
 
         with self._batches("matmat") as batches:
-            places = RowPlaces(self, rows.dim)
-            for problem in places.wanted(batches):
+            places = RowPlaces(rows.dim)
+            for problem in places.of(batches):
                 apply, length = self._keep(problem, self._linearize_adjoint, "transposed")
-                if (place := places.next(length)) is not None:
-                    apply(U[:, place], out)
+                apply(U[:, places.next(length)], out)
         self._check_finite(out, space)
         return out
 
@@ -140,7 +122,7 @@ class RowsLinearOperator(DataLinearOperator):
             batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
                 their numbers, ``[V, N]``.
         """
-        if not batches:  # no row is wanted
+        if not batches:
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
         with exclusive(), preserved_rng():  # some gradients take backward passes
@@ -159,59 +141,40 @@ class RowPlaces:
     """Says where the rows of each batch are among all rows.
 
     Args:
-        operator: The operator.
         dim: The number of rows.
     """
 
-    def __init__(self, operator: RowsLinearOperator, dim: int):
-        self._operator, self._dim = operator, dim
-        self._start = 0
-        self._expected: slice | None = None
+    def __init__(self, dim: int):
+        self._dim, self._start = dim, 0
 
-    def wanted(self, batches: Iterable[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield the batches, except for those whose rows nobody asks for.
+    def of(self, batches: Iterable[BatchProblem]) -> Iterator[BatchProblem]:
+        """Yield the batches; ``next`` is called for each.
 
         Raises:
             RuntimeError: If all batches together have another number of rows.
         """
-        for problem in batches:
-            self._expected = self._operator._expected(problem, self._start)
-            skips = self._operator._skips(self._expected)
-            if skips and self._operator._has_kept_its_size(problem):
-                self._start = self._expected.stop
-            else:
-                yield problem
+        yield from batches
         if self._start != self._dim:
             raise RuntimeError(
                 f"The data has {self._start} rows, at construction it had {self._dim}. Data or "
                 "model have changed; build a new operator."
             )
 
-    def next(self, found: int) -> slice | None:
-        """Return the place of a batch with ``found`` rows, ``None`` if nobody asks for them.
+    def next(self, num_rows: int) -> slice:
+        """Return the place of a batch's rows.
 
         Raises:
-            RuntimeError: If the rows are not where they were at construction.
+            RuntimeError: If there are more than at construction.
         """
-        place = slice(self._start, self._start + found)
-        selective = self._operator._selective
-        if place.stop > self._dim or (selective and place != self._expected):
-            remedy = " With subsampling=, batches must keep their lengths." * selective
+        place = slice(self._start, self._start + num_rows)
+        if place.stop > self._dim:
             raise RuntimeError(
                 f"The data has other batches than at construction, or the model other outputs: "
-                f"{found} rows after the first {self._start} of {self._dim}.{remedy} Build a new "
+                f"{num_rows} rows after the first {self._start} of {self._dim}. Build a new "
                 "operator."
             )
         self._start = place.stop
-        return None if self._operator._skips(place) else place
-
-
-def _size(problem: BatchProblem) -> tuple | None:
-    """Return a batch's number of samples and its tensors' shapes, if the number is evident."""
-    with suppress(Exception):  # the number may not be evident, or a tensor have no shape
-        tensors = leaves((problem.batch.X, problem.batch.y))
-        return problem.num_samples, *(tensor.shape for tensor in tensors)
-    return None
+        return place
 
 
 def flat(output: Tensor) -> RowMaps:
@@ -219,10 +182,8 @@ def flat(output: Tensor) -> RowMaps:
     return (lambda z: z.flatten(1)), (lambda u: u.reshape(u.shape[0], *output.shape))
 
 
-def row_indices(subsampling: Any, num_rows: int, device: torch.device) -> Tensor:
-    """Return the indices of the rows to keep, all if ``None``, after checking them."""
-    if subsampling is None:
-        return torch.arange(num_rows, device=device)
+def row_indices(subsampling: Any, device: torch.device) -> Tensor:
+    """Return indices of rows as a vector of integers."""
     try:
         given = subsampling if isinstance(subsampling, Tensor) else list(subsampling)
         indices = torch.as_tensor(given, device=device)
@@ -231,15 +192,19 @@ def row_indices(subsampling: Any, num_rows: int, device: torch.device) -> Tensor
             f"subsampling must be a list of indices of rows, got {subsampling!r}."
         ) from error
     if indices.ndim == 1 and not len(indices):
-        return indices.to(device, torch.int64)
+        return indices.to(torch.int64)
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise ValueError(
             "subsampling must be a list of indices of rows, got "
             f"{indices.dtype} of shape {list(indices.shape)}."
         )
-    if not (0 <= int(indices.min()) and int(indices.max()) < num_rows):
+    return indices.to(torch.int64)
+
+
+def check_indices(indices: Tensor, num_rows: int) -> None:
+    """Raise an error if there is no row for an index."""
+    if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < num_rows):
         raise ValueError(
             f"subsampling has indices from {int(indices.min())} to {int(indices.max())}, but the "
             f"data has {num_rows} rows."
         )
-    return indices.to(device, torch.int64)

@@ -1,6 +1,7 @@
 """What is backpropagated such that outer products of gradients add up to a curvature matrix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from curvlinops.losses import Loss
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.arguments import check_count
 from curvlinops.support.rng import seeded
+
+Item = TypeVar("Item")
 
 
 def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tuple[int, int]:
@@ -78,5 +81,15 @@ def signed_hessian_roots(
 def _roots(problem: BatchProblem, output: Tensor, num_samples: int | None) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
     problem.check(output)
-    roots = problem.loss.to_terms(problem.loss.hessian_root(output, problem.batch.y))
+    roots = problem.loss.to_terms(problem.loss.hessian_sqrt(output, problem.batch.y, minimal=True))
     return roots.unflatten(1, (num_samples or output.shape[0], -1))
+
+
+def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Yield items, each when the next one is known, and whether there is none."""
+    items = iter(items)
+    for item in items:
+        for following in items:
+            yield item, False
+            item = following
+        yield item, True

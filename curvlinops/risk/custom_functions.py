@@ -1,18 +1,20 @@
-"""Can the backward passes of the user's autograd functions be differentiated?
+"""Compares Hessians of models with custom autograd functions with differences of gradients.
 
-PyTorch cannot know: they are any Python code. A backward that detaches, or uses what the forward
-kept outside of the graph, gives a Hessian that lacks a part, without an error, and is still
-symmetric. So does a hook that replaces a gradient, as in deep equilibrium models.
+PyTorch cannot know whether the backward of a custom function can be differentiated: it is any
+Python code. A backward that detaches, or uses what the forward kept outside of the graph, gives a
+Hessian that lacks a part, without an error, and is still symmetric. So does a hook that replaces a
+gradient, as in deep equilibrium models.
 """
 
 import torch
 
 from curvlinops.autodiff.backward import Tensors, pull
 from curvlinops.autodiff.mode_selection import Mode
-from curvlinops.linear_operator.columns import norm
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, norm
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
+
+_TWICE = "the custom autograd functions, or hooks, of the model ({}) can be differentiated twice"
 
 
 def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
@@ -31,31 +33,27 @@ def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
     dtypes = {x.dtype for x in theta.values()} | problem.facts.dtypes
     if not problem.can_substitute or not dtypes <= {torch.float32, torch.float64}:
         warn(
-            f"The model has custom autograd functions, or hooks ({names}), and is a closure or has "
-            "dtypes of less than 32 bits: whether they can be differentiated twice cannot be "
-            "checked. If they cannot, the Hessian is wrong."
+            f"Whether {_TWICE.format(names)} cannot be checked: the model is a closure, or has "
+            "dtypes of less than 32 bits. If they cannot, the Hessian is wrong."
         )
         return
     v = problem.space.randn(1, torch.Generator(problem.space.device).manual_seed(0))
     # not along parameters whose gradient is zero by definition, such as rows of padding
     v = {n: torch.where(g == 0, 0.0, v[n][0]) for n, g in _gradient(problem, theta).items()}
+    product = problem.space.zeros(1)
+    columns = {name: x.unsqueeze(0) for name, x in v.items()}
+    mode.hessian(problem, problem.loss_seed)(columns, product)
     scale = max(norm(theta), 1e-3) / max(norm(v), 1e-3)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    product = problem.space.zeros(1)
-    mode.hessian(problem, problem.loss_seed)(
-        {name: x.unsqueeze(0) for name, x in v.items()}, product
-    )
     slopes = [_slope(problem, theta, v, step * scale) for step in (2 * eps**0.4, eps**0.4)]
     Hv = {name: x[0] for name, x in product.items()}
-    errors = [_distance(Hv, slope) / max(norm(slope), 1e-30) for slope in slopes]
-    noise = _distance(*slopes) / max(norm(slopes[1]), 1e-30)
-    if min(errors) <= 0.1:
+    error = min(_distance(Hv, slope) / max(norm(slope), 1e-30) for slope in slopes)
+    if error <= 0.1:
         return
-    if min(errors) <= 3 * noise:
+    if error <= 3 * _distance(*slopes) / max(norm(slopes[1]), 1e-30):
         warn(
-            f"Whether the custom autograd functions, or hooks, of the model ({names}) can be "
-            "differentiated twice could not be checked: differences of the gradient are too "
-            "inaccurate. If they cannot, the Hessian is wrong."
+            f"Whether {_TWICE.format(names)} could not be checked: differences of the gradient are "
+            "too inaccurate. If they cannot, the Hessian is wrong."
         )
         return
     raise RuntimeError(
@@ -68,12 +66,8 @@ def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
 
 def _slope(problem: BatchProblem, theta: Tensors, v: Tensors, step: float) -> Columns:
     """Return the central difference of the gradient along ``v``."""
-    ahead, behind = (
-        _gradient(
-            problem, {name: x + sign * step * v[name].to(x.dtype) for name, x in theta.items()}
-        )
-        for sign in (1, -1)
-    )
+    moved = ({n: x + h * v[n].to(x.dtype) for n, x in theta.items()} for h in (step, -step))
+    ahead, behind = (_gradient(problem, values) for values in moved)
     return {name: (ahead[name] - behind[name]) / (2 * step) for name in theta}
 
 

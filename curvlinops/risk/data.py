@@ -1,6 +1,6 @@
 """Batches: what they may look like, how many samples they have, how they reach the device."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from curvlinops.autodiff.model import Model
 from curvlinops.support.arguments import check_count
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 from curvlinops.support.pytree import leaves, map_leaves, move
@@ -79,21 +80,8 @@ class Batches:
         self._had_batches = False
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
-    def iterate(
-        self,
-        device: torch.device,
-        wrap: Callable[[Iterable], Iterable],
-        own: Collection[int] = (),
-    ) -> Iterator:
-        """Yield one ``Batch`` after the other.
-
-        Args:
-            device: Where its tensors shall be.
-            wrap: Applied to the data (a progress bar).
-            own: The ids of the model's own parameters.
-
-        Yields:
-            The batches, their tensors moved to ``device``.
+    def iterate(self, items: Iterable, device: torch.device, model: Model) -> Iterator[Batch]:
+        """Yield the items of the data as batches on a device, constant with respect to the model.
 
         Raises:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
@@ -101,7 +89,7 @@ class Batches:
         """
         index, num_data = -1, 0.0
         must_count = self.num_data is not None or self.batch_size_fn is not None
-        for index, pair in enumerate(wrap(self.data)):
+        for index, pair in enumerate(items):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
@@ -110,7 +98,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *_constant(move(tuple(pair), device), own))
+            batch = Batch(index, *_without_history(move(tuple(pair), device), model))
             try:
                 num_data += self.size(batch)
             except ValueError:  # it is not evident
@@ -119,14 +107,14 @@ class Batches:
                 num_data = nan
             yield batch
             self._had_batches = True
-        if index == -1 and self._had_batches:
-            raise ValueError(
-                f"data ({type(self.data).__name__}) yields no batch any more, though it did "
-                "before, as streams do that are exhausted after one pass. Each iteration must "
-                "start anew."
-            )
         if index == -1:
-            raise ValueError("data is empty: it did not yield a single batch.")
+            kind = type(self.data).__name__
+            raise ValueError(
+                f"data ({kind}) yields no batch any more, though it did before, as streams do that "
+                "are exhausted after one pass. Each iteration must start anew."
+                if self._had_batches
+                else "data is empty: it did not yield a single batch."
+            )
         if self.num_data is not None and num_data != self.num_data:
             raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
         self._counts = index + 1, num_data
@@ -152,9 +140,9 @@ class Batches:
             return int(batch.X.batch_sizes[0])
         sizes = _first_axes(batch.X)
         if len(sizes) != 1:
-            found = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
+            axes = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
             raise ValueError(
-                f"The number of samples in batch {batch.index} is not evident: its X has {found}. "
+                f"The number of samples in batch {batch.index} is not evident: its X has {axes}. "
                 "Pass batch_size_fn, a function from X to the number of samples."
             )
         return sizes.pop()
@@ -162,10 +150,8 @@ class Batches:
     def check_rows(self, batch: Batch, num_rows: int) -> None:
         """Refuse an output with fewer rows than targets, such as the mean over all samples.
 
-        Args:
-            batch: The batch. Nothing is said if its targets disagree on their number, or if it has
-                as many samples as the output has rows.
-            num_rows: The length of the output's first axis.
+        Nothing is said if the targets disagree on their number, or if the batch has as many samples
+        as the output has rows.
 
         Raises:
             ValueError: If there are fewer.
@@ -184,7 +170,7 @@ class Batches:
         )
 
 
-def _constant(tree: Any, own: Collection[int]) -> Any:
+def _without_history(tree: Any, model: Model) -> Any:
     """Detach tensors that were computed from others, unless these are in the same batch.
 
     In that case the model or the loss may differentiate one with respect to the other. Tensors that
@@ -192,13 +178,16 @@ def _constant(tree: Any, own: Collection[int]) -> Any:
     """
     tensors = leaves(tree)
     computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
-    connected, variables = False, set()
+    if not computed:
+        return tree
+    connected, sources = False, set()
     for leaf in computed:
         nodes = set(graph_nodes(leaf))
-        variables |= {id(variable) for variable in leaf_variables(nodes)}
+        sources |= {id(variable) for variable in leaf_variables(nodes)}
         connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
-    connected |= not variables.isdisjoint(map(id, tensors))
-    if not computed or (connected and variables.isdisjoint(own)):
+    connected |= not sources.isdisjoint(map(id, tensors))
+    parameters = (*model.params.values(), *model.registered.values())
+    if connected and sources.isdisjoint(map(id, parameters)):
         return tree
 
     def detached(leaf: Any) -> Any:

@@ -17,7 +17,6 @@ from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.support.norms import double_norm
-from curvlinops.support.torch_internals import saved_buffers
 
 
 class Ranks:
@@ -122,18 +121,18 @@ class Ranks:
 
     def _compare(self, description: Mapping[str, Any]) -> None:
         """Refuse to begin unless all ranks have the same description, see ``_description``."""
-        own = {key: repr(value) for key, value in description.items()}
-        if len({*self.gather_objects(sha256(repr(sorted(own.items())).encode()).digest())}) == 1:
+        texts = {key: repr(value) for key, value in description.items()}
+        if len({*self.gather_objects(sha256(repr(sorted(texts.items())).encode()).digest())}) == 1:
             return
-        every = self.gather_objects(own)
-        keys = dict.fromkeys(key for other in every for key in other)
-        different = [key for key in keys if len({other.get(key) for other in every}) > 1]
-        tasks = [key for key in different if not key.startswith(_VALUES)]
-        if tasks:
-            raise ValueError(
-                f"All ranks must do the same, but they differ in {tasks[0]}. "
-                f"{self._listed(other.get(tasks[0]) for other in every)}"
-            )
+        all_texts = self.gather_objects(texts)
+        keys = dict.fromkeys(key for each in all_texts for key in each)
+        different = [key for key in keys if len({each.get(key) for each in all_texts}) > 1]
+        for key in different:
+            if not key.startswith(_VALUES):
+                raise ValueError(
+                    f"All ranks must do the same, but they differ in {key}. "
+                    f"{self._listed(each.get(key) for each in all_texts)}"
+                )
         names = ", ".join(key.removeprefix(_VALUES) for key in different)
         raise ValueError(
             f"Ranks have different values of {names}. Give all the same, e.g. with "
@@ -182,14 +181,10 @@ class Ranks:
             return dict(tensors)
         kinds: dict[Any, tuple] = {}
         for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
-            kinds = kinds | {key: kind for key, kind in other.items() if key not in kinds}
-        sums = {}
-        for key, (shape, dtype) in kinds.items():
-            tensor = tensors.get(key)
-            if tensor is None:
-                tensor = torch.zeros(shape, dtype=dtype, device=device)
-            sums[key] = self.add(tensor)
-        return sums
+            kinds = other | kinds
+        lacking = kinds.keys() - tensors.keys()
+        zeros = {n: torch.zeros(kinds[n][0], dtype=kinds[n][1], device=device) for n in lacking}
+        return {key: self.add((tensors | zeros)[key]) for key in kinds}
 
     def first(self, tensor: Tensor) -> Tensor:
         """Return a copy of the first rank's tensor."""
@@ -201,19 +196,21 @@ class Ranks:
 
     def _first_columns(self, columns: Columns) -> Columns:
         """Return the first rank's columns, which it sends in one tensor."""
-        whole = self.first(torch.cat([column.flatten() for column in columns.values()]))
-        parts = whole.split([column.numel() for column in columns.values()])
+        parts = self.first(torch.cat([column.flatten() for column in columns.values()])).split(
+            [column.numel() for column in columns.values()]
+        )
         return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
 
 
-def _check_same(own: Columns, shared: Columns) -> None:
+def _check_same(columns: Columns, first: Columns) -> None:
     """Refuse vectors that are others than those of the first rank, but for rounding."""
 
-    def squares(columns: Iterable[Tensor]) -> Tensor:
-        return torch.stack([double_norm(flat(x), dim=1) for x in columns]).square().sum(0)
+    def squares(tensors: Iterable[Tensor]) -> Tensor:
+        return sum(double_norm(flat(x), dim=1).square() for x in tensors)
 
-    eps = torch.finfo(next(iter(own.values())).dtype).eps
-    if bool((squares(own[n] - shared[n] for n in own) > eps * squares(shared.values())).any()):
+    eps = torch.finfo(next(iter(columns.values())).dtype).eps
+    difference = squares(columns[n] - first[n] for n in columns)
+    if bool((difference > eps * squares(first.values())).any()):
         raise ValueError(
             "The vectors are not those of the first rank, which all multiply. Give solvers and "
             "estimators the same start on all ranks, by v0, seed or rng."
@@ -228,48 +225,42 @@ _VALUES = "values of "
 def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any]:
     """Return what must be the same on all ranks: what they do, and with which tensors."""
     params, vectors = risk.model.params, columns or {}
-    tensors = [*params.items(), *_other_tensors(risk)]
-    checksums = [checksum(tensor).to(risk.space.device) for _, tensor in tensors]
-    values = zip([name for name, _ in tensors], torch.stack(checksums).tolist(), strict=True)
+    tensors = params | _frozen_tensors(risk)
+    checksums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
     return {
         "operation": f"{risk.name}.{task}",
         "loss": None if risk.loss is None else risk.loss.description,
         **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in params.items()},
         **{f"vectors for '{n}'": tuple(x.shape) for n, x in vectors.items()},
         "the order of parameters": list(params),
-        **{f"{_VALUES}{name}": value for name, value in values},
+        **{f"{_VALUES}{n}": x for n, x in zip(tensors, checksums.tolist(), strict=True)},
     }
 
 
-def _other_tensors(risk: Any) -> list[tuple[str, Tensor]]:
+def _frozen_tensors(risk: Any) -> dict[str, Tensor]:
     """Return frozen parameters and buffers of modules, but not those that ``params`` replace."""
-    params, tensors = risk.model.params, dict[int, tuple[str, Tensor]]()
-    for root in [*risk.model.roots, getattr(risk.loss, "module", None)]:
-        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            own = dict(module.named_parameters(recurse=False))
-            buffers = saved_buffers(module)
-            # running statistics do not matter while batches are normalized by their own
-            if not ("running_mean" in buffers and module.training):
-                own |= buffers
-            for name, x in own.items():
-                tensors.setdefault(id(x), (f"{path}.{name}" if path else name, x))
-    replaced = {id(param) for param in params.values()}
-    return [
-        (f"{name} (frozen parameter or buffer)", x)
-        for key, (name, x) in tensors.items()
-        if key not in replaced and name not in params
-        if x.is_floating_point() and not x.is_sparse
-    ]
+    excluded, frozen = set(map(id, risk.model.params.values())), {}
+    statistics = ("running_mean", "running_var")
+    roots = [*risk.model.roots, getattr(risk.loss, "module", None)]
+    for number, root in enumerate(root for root in roots if isinstance(root, nn.Module)):
+        # these do not matter while batches are normalized by their own
+        training = (module for module in root.modules() if module.training)
+        excluded |= {id(getattr(module, name, root)) for module in training for name in statistics}
+        for name, x in root.state_dict(keep_vars=True).items():
+            if isinstance(x, Tensor) and x.is_floating_point() and not x.is_sparse:
+                if id(x) not in excluded and name not in risk.model.params:
+                    frozen[f"{name} of module {number} (frozen parameter or buffer)"] = x
+                excluded.add(id(x))
+    return frozen
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a weighted sum of a tensor's bits, modulo 2^64: the same on all devices, exactly."""
     words = tensor.detach().reshape(-1)
     words = words.view({1: torch.uint8, 2: torch.int16}.get(words.itemsize, torch.int32))
-    at_once = 2**15 if words.is_cpu else 2**21
-    weights = _weights(at_once, words.device)
+    weights = _weights(2**15 if words.is_cpu else 2**21, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part in words.split(at_once):
+    for part in words.split(len(weights)):
         total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
     return total
 

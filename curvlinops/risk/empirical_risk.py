@@ -1,6 +1,6 @@
 """The empirical risk: model, loss, parameters and data; sums and terms over all batches."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,13 +11,12 @@ from torch import Tensor
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.backward import LossLike, Recording, Seed
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import check_graph, needs_graph, own_ids
+from curvlinops.autodiff.graph_checks import Watch, check_graph, needs_graph
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.columns import add
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.first_batch import BatchFacts, Look, learned
+from curvlinops.risk.first_batch import BatchFacts, facts_of, learned
 from curvlinops.risk.output_checks import check_finite, check_kind, check_numbers
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
@@ -31,10 +30,14 @@ class BatchProblem:
     def __init__(self, risk: "EmpiricalRisk", batch: Batch):
         self._risk = risk
         self.batch = batch
-        self.number = risk.ranks.number(batch.index)  # seeds what is random on it
         self.space = risk.space
         self.model, self.loss = risk.model, risk.loss
         self.leaves, self.constants = risk.model.leaves, risk.model.constants
+
+    @property
+    def number(self) -> int:
+        """The number of the batch among those of all ranks, which seeds what is random on it."""
+        return self._risk.ranks.number(self.batch.index)
 
     @property
     def facts(self) -> BatchFacts:
@@ -57,8 +60,9 @@ class BatchProblem:
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
-        known = self.loss is None or self.loss.is_function_of_values
-        return not known and self.facts.loss_needs_graph
+        if self.loss is None or self.loss.is_function_of_values:
+            return False
+        return self.facts.loss_needs_graph
 
     @property
     def num_samples(self) -> int:
@@ -70,11 +74,15 @@ class BatchProblem:
 
         Other operators on the same model share it, as long as all is alike but for numbers.
         """
-        return self._risk.known(self, make, *args)
+        learners, key = self._risk.learners, (make, *args)
+        if key not in learners:
+            shared = self._risk.shared(self).setdefault(key, make(*args))
+            learners[key] = shared if shared.is_complete else make(*args)
+        return learners[key]
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        self._risk.preserve_rng()
+        self._risk.current_pass.preserve_rng()
         return Evaluation(self.model, values, differentiation)
 
     def on(self, batch: Batch) -> "BatchProblem":
@@ -96,33 +104,65 @@ class BatchProblem:
         """
         leaves = self.leaves()
         evaluation = self.evaluation(leaves, differentiation)
-        look = Look(self, leaves) if self.is_first else None
         with evaluation.active():
-            if look is not None:
-                output = self._first_output(evaluation, leaves, look)
+            if self.is_first:
+                output = self._first_output(evaluation, leaves)
             else:
                 output = self.output(evaluation)
-                self._risk.look_at_loss(self.batch, output, leaves)
+                self._look_at_loss(output, leaves)
                 if not self.loss_needs_graph:
                     check_graph(output, self.model, leaves)
             yield Recording(evaluation, leaves, output)
 
-    def _first_output(
-        self, evaluation: Evaluation, leaves: dict[str, Tensor], look: Look
-    ) -> Tensor:
+    def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
         """Evaluate the model for the first time, and look at its graph."""
-        with look.watch:
+        with Watch(self.model, leaves) as watch:
             output = self.output(evaluation)
-            facts = look.facts(output)
+            facts = facts_of(self, output, leaves, watch)
             value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
         check_graph(value, self.model, leaves)
         self._risk.facts = facts
         self.model.differentiates |= facts.model_differentiates
         return output
 
+    def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Find out whether a user's loss needs the graph of the output now.
+
+        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
+        """
+        loss, risk = self.loss, self._risk
+        if loss is None or loss.is_function_of_values or loss.needs_graph:
+            return
+        if needs_graph(loss, output, self.batch.y, leaves, self.model.params):
+            loss.needs_graph = True
+            risk.facts = replace(risk.facts, loss_needs_graph=True)
+
     def terms(self, output: Tensor) -> Tensor:
-        """Return the batch's share of the normalization, after checking that all fits."""
-        return self._risk.terms(output, self.batch)
+        """Return the batch's share of the normalization.
+
+        Raises:
+            ValueError: If output and target do not fit, or not to those of other batches.
+        """
+        loss, risk, index, y = self.loss, self._risk, self.batch.index, self.batch.y
+        if loss is None:
+            return torch.zeros((), device=output.device)
+        try:
+            loss.check(output, y)
+            risk.data.check_rows(self.batch, len(output))
+            if not risk.values_checked:
+                loss.check_values(output, y)
+                risk.values_checked = True
+        except ValueError as error:
+            raise ValueError(f"Batch {index}: {error}") from error
+        size = loss.term_size(output)
+        risk.term_size = size if risk.term_size is None else risk.term_size
+        if size != risk.term_size:
+            raise ValueError(
+                f"Batch {index} has outputs with a last axis of length {size}, others "
+                f"{risk.term_size}; their mean is not defined. Use reduction='sum', or batches "
+                "that agree."
+            )
+        return loss.denominator(output, y)
 
     def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum over the batch's terms, and its share of the normalization."""
@@ -139,11 +179,45 @@ class BatchProblem:
     def check(self, output: Tensor) -> None:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
-        seen = output if self.loss is not None and self.loss.needs_graph else output.detach()
-        if self.loss is None or (self.loss.needs_graph and not output.requires_grad):
+        with_graph = self.loss is not None and self.loss.needs_graph
+        if self.loss is None or (with_graph and not output.requires_grad):
             check_numbers(self.batch, output)
         else:
-            check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
+            value = self.loss.sum(output if with_graph else output.detach(), self.batch.y)
+            check_finite(self.batch, value.detach(), {})
+
+
+class Pass:
+    """One pass over the data, an iterator over its batches; ``stack`` is closed at its end.
+
+    Attributes:
+        batch: The batch that is in use, ``None`` while one is fetched.
+    """
+
+    def __init__(self, risk: "EmpiricalRisk", batches: Iterator[Batch], stack: ExitStack):
+        self._risk, self._batches, self._stack = risk, batches, stack
+        self._preserves_rng = False
+        self.batch: Batch | None = None
+
+    def __iter__(self) -> "Pass":
+        """Return itself."""
+        return self
+
+    def __next__(self) -> BatchProblem:
+        """Return the risk on the next batch."""
+        self.batch = None
+        self.batch = next(self._batches)
+        self._risk.current_pass = self  # another thread may have begun one meanwhile
+        return BatchProblem(self._risk, self.batch)
+
+    def preserve_rng(self) -> None:
+        """Restore the random number generators at the end of the pass.
+
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
+        """
+        if not self._preserves_rng:
+            self._stack.enter_context(preserved_rng())
+            self._preserves_rng = True
 
 
 class EmpiricalRisk:
@@ -162,7 +236,12 @@ class EmpiricalRisk:
     Attributes:
         values_checked: Whether what the loss assumes of its values is known to hold.
         facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
+        term_size: The length of the outputs' last axis, where it must be equal in all batches.
+        learners: What learns about the model, see ``BatchProblem.known``.
+        current_pass: The pass whose batch is in use, if there is one.
     """
+
+    current_pass: Pass | None = None
 
     def __init__(
         self,
@@ -176,20 +255,17 @@ class EmpiricalRisk:
         self.model, self.data = model, batches
         self.progressbar, self.name, self.ranks = progressbar, name, ranks or Ranks()
         self.space = ParameterSpace.of(model.params)
-        self._pass, self._preserves_rng = ExitStack(), True  # no pass yet
         self.reconsider(loss)
 
     def reconsider(self, loss: LossLike | None) -> None:
         """Use a loss from now on, and forget all that is known of loss and model."""
         self.loss, self.values_checked, self.term_size = loss, loss is None, None
         self.facts: BatchFacts | None = None
-        self._known: dict[Hashable, Any] = {}
+        self.learners: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
 
     @contextmanager
-    def batches(
-        self, description: str, data: Batches | None = None
-    ) -> Iterator[Iterator[BatchProblem]]:
+    def batches(self, description: str, data: Batches | None = None) -> Iterator[Pass]:
         """Pass over the data, in a loop inside of a context. There are no other passes over data.
 
         Inside the context, no other thread evaluates models, PyTorch has its default modes, and
@@ -202,55 +278,28 @@ class EmpiricalRisk:
         Raises:
             Exception: Any error inside, with a note that names the batch.
         """
-        with exclusive(), ExitStack() as self._pass:
-            self._pass.callback(setattr, self, "_preserves_rng", True)
-            self._preserves_rng = False
-            if type((data or self.data).data) not in (list, tuple):  # loaders draw, too
-                self.preserve_rng()
-            self.model.follow()
-            current: list[Batch] = []
+        data, device = data or self.data, self.space.device
+        items = data.data
+        if self.progressbar:
+            items = shown(items, f"{self.name}.{description} on {device}")
+        is_loader = type(data.data) not in (list, tuple)
+        items = fetched(items) if is_loader else items
+        with exclusive(), ExitStack() as stack:
+            iterator = Pass(self, data.iterate(items, device, self.model), stack)
+            if is_loader:  # they draw random numbers, too
+                iterator.preserve_rng()
             try:
-                yield self._iterate(description, data or self.data, current)
+                yield iterator
             except Exception as error:
                 # what was learned from numbers that are not finite, say, may be wrong
-                for key in self._known:
+                for key in self.learners:
                     self._shared.pop(key, None)
-                self._known = {}
-                if current:
-                    current[-1].name_in(error)
+                self.learners = {}
+                if iterator.batch is not None:
+                    iterator.batch.name_in(error)
                 raise
-
-    def preserve_rng(self) -> None:
-        """Restore the random number generators at the end of the current pass.
-
-        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
-        """
-        if not self._preserves_rng:
-            self._pass.enter_context(preserved_rng())
-            self._preserves_rng = True
-
-    def _iterate(
-        self, description: str, data: Batches, current: list[Batch]
-    ) -> Iterator[BatchProblem]:
-        device = self.space.device
-        label = f"{self.name}.{description} on {device}"
-
-        def wrap(items: Iterable) -> Iterable:
-            shown_items = shown(items, label) if self.progressbar else items
-            return shown_items if type(items) in (list, tuple) else fetched(shown_items)
-
-        for batch in data.iterate(device, wrap, own_ids(self.model)):
-            current[:] = [batch]
-            yield BatchProblem(self, batch)
-            current.clear()
-
-    def known(self, problem: BatchProblem, make: Callable, *args: Hashable) -> Any:
-        """See ``BatchProblem.known``."""
-        key = (make, *args)
-        if key not in self._known:
-            found = self.shared(problem).setdefault(key, make(*args))
-            self._known[key] = found if found.is_complete else make(*args)
-        return self._known[key]
+            finally:
+                self.current_pass = None
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.
@@ -266,44 +315,6 @@ class EmpiricalRisk:
             key = (problem.facts.signature, flags, kinds, tuple(self.model.params), loss)
             self._shared = learned(self.model.source, key)
         return self._shared
-
-    def look_at_loss(self, batch: Batch, output: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Find out whether a user's loss needs the graph of the output now.
-
-        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
-        """
-        loss = self.loss
-        if loss is None or loss.is_function_of_values or loss.needs_graph:
-            return
-        if needs_graph(loss, output, batch.y, leaves, self.model.params):
-            loss.needs_graph = True
-            self.facts = replace(self.facts, loss_needs_graph=True)
-
-    def terms(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return a batch's share of the normalization.
-
-        Raises:
-            ValueError: If output and target do not fit, or not to those of other batches.
-        """
-        if self.loss is None:
-            return torch.zeros((), device=output.device)
-        try:
-            self.loss.check(output, batch.y)
-            self.data.check_rows(batch, len(output))
-            if not self.values_checked:
-                self.loss.check_values(output, batch.y)
-                self.values_checked = True
-        except ValueError as error:
-            raise ValueError(f"Batch {batch.index}: {error}") from error
-        size = self.loss.term_size(output)
-        self.term_size = size if self.term_size is None else self.term_size
-        if size != self.term_size:
-            raise ValueError(
-                f"Batch {batch.index} has outputs with a last axis of length {size}, others "
-                f"{self.term_size}; their mean is not defined. Use reduction='sum', or batches "
-                "that agree."
-            )
-        return self.loss.denominator(output, batch.y)
 
     def scale(self, total: Tensor | float) -> float:
         """Return ``c``, given the sum of the batches' terms.

@@ -17,6 +17,7 @@ from curvlinops.support.autograd_graph import (
     signature,
 )
 from curvlinops.support.memory import suppressed
+from curvlinops.support.torch_internals import without_torch_function
 
 
 @dataclass(frozen=True)
@@ -43,37 +44,22 @@ class BatchFacts:
     signature: int
 
 
-class Look:
-    """Gathers facts while the model is evaluated for the first time.
-
-    Args:
-        problem: The risk on the batch.
-        leaves: The tensors by which the parameters are replaced.
-
-    Attributes:
-        watch: A context that watches the calls of model and loss.
-    """
-
-    def __init__(self, problem: Any, leaves: dict[str, Tensor]):
-        self._problem, self._leaves = problem, leaves
-        self.watch = Watch(problem.model, leaves)
-
-    def facts(self, output: Tensor) -> BatchFacts:
-        """Return what the output's graph shows; inside of ``watch`` only."""
-        loss, y = self._problem.loss, self._problem.batch.y
-        depends = loss is not None and not loss.is_function_of_values
-        depends = depends and needs_graph(loss, output, y, self._leaves, self._problem.model.params)
-        value = output
-        if loss is not None:
-            loss.needs_graph = depends
-            with suppressed():  # products have better messages
-                value = loss.sum(output, y)
+def facts_of(problem: Any, output: Tensor, leaves: dict[str, Tensor], watch: Watch) -> BatchFacts:
+    """Return what the graph of an output and its loss shows; ``watch`` is active."""
+    loss, y, value, depends = problem.loss, problem.batch.y, output, False
+    if loss is not None:
+        if not loss.is_function_of_values:
+            depends = needs_graph(loss, output, y, leaves, problem.model.params)
+        loss.needs_graph = depends
+        with suppressed():  # products have better messages
+            value = loss.sum(output, y)
+    with without_torch_function():  # the evaluation watches calls, which costs time
         nodes = list(graph_nodes(value))
         return BatchFacts(
             graph_bytes=footprint(value),
             dtypes=precisions(nodes, output),
-            custom_functions=frozenset(custom_functions(nodes) | self.watch.hooks),
-            model_differentiates=self.watch.differentiates,
+            custom_functions=frozenset(custom_functions(nodes) | watch.hooks),
+            model_differentiates=watch.differentiates,
             loss_needs_graph=depends,
             signature=signature(value),
         )
@@ -96,9 +82,9 @@ def learned(source: Any, key: Hashable) -> dict[Hashable, Any]:
         key: What the contents depend on. They must not refer to the model.
     """
     try:
-        known = _LEARNED.setdefault(source, {})
+        entries = _LEARNED.setdefault(source, {})
     except TypeError:  # an object without weak references
         return {}
-    if key not in known and len(known) >= _MOST_KEYS:
-        del known[next(iter(known))]
-    return known.setdefault(key, {})
+    if key not in entries and len(entries) >= _MOST_KEYS:
+        del entries[next(iter(entries))]
+    return entries.setdefault(key, {})

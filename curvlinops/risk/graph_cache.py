@@ -11,14 +11,20 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_modules
 
 from curvlinops.risk.data import Batch
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
-from curvlinops.support.fingerprint import PLAIN, Fingerprint, same_numbers
+from curvlinops.support.fingerprint import (
+    PLAIN,
+    Fingerprint,
+    array_differs,
+    children,
+    same_numbers,
+)
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.torch_internals import global_hooks
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -73,9 +79,9 @@ class GraphCache:
         if self._num_freezes and self._is_checked:
             self.active = self.keeps
             return False
-        watched, known = (*watched, *_settings(device)), self._fingerprint
-        restructured = known is not None and not _holds(known.has_structure, watched)
-        unchanged = known is not None and not restructured and _holds(known.has_numbers)
+        watched, previous = (*watched, *_settings(device)), self._fingerprint
+        restructured = previous is not None and not _holds(previous.has_structure, watched)
+        unchanged = previous is not None and not restructured and _holds(previous.has_numbers)
         if not unchanged:
             self.clear()
             try:
@@ -106,6 +112,17 @@ class GraphCache:
         limit = self._automatic_limit() if self.cache == "graph" else self._budget()
         return key in self._entries or self._used + num_bytes <= limit
 
+    def get(self, key: Any, batch: Batch) -> Any:
+        """Return what was built for the same batch before, ``None`` if nothing is kept of it."""
+        entry = self._entries.get(key) if self.active else None
+        if entry is None:
+            return None
+        if _same_batch(batch, entry.batch):
+            return entry.built
+        self._used -= entry.num_bytes
+        del self._entries[key]  # before the new one needs memory
+        return None
+
     def get_or_build(self, key: Any, batch: Batch, build: Callable[[Batch], Any]) -> Any:
         """Return what ``build`` makes of a batch, or what it has made of the same batch before.
 
@@ -117,14 +134,10 @@ class GraphCache:
         """
         if not self.wants(key):
             return build(batch)
-        entry = self._entries.get(key)
-        if entry is not None:
-            if _same_batch(batch, entry.batch):
-                return entry.built
-            self._used -= entry.num_bytes
-            del self._entries[key], entry  # before the new one needs memory
+        if (kept := self.get(key, batch)) is not None:
+            return kept
         try:
-            own = _copied(batch)  # the batch's memory is the user's, and may change
+            copied = _copied(batch)  # the batch's memory is the user's, and may change
             if not self._entries:
                 self._used = self._fingerprint.keep_numbers()
         except Exception as error:  # users' objects may raise anything
@@ -132,14 +145,14 @@ class GraphCache:
             self._rejected.add(key)
             return build(batch)
         states = GeneratorStates()
-        built = build(own)
+        built = build(copied)
         if not states.are_current():
             _LOGGER.info("%s: batch %d is not kept: the model is random", self.name, batch.index)
             return built
         num_bytes = footprint(built)
         fits = self._used + num_bytes <= self._budget()
         if fits:
-            self._entries[key] = _Entry(built, own, num_bytes)
+            self._entries[key] = _Entry(built, copied, num_bytes)
             self._used += num_bytes
         else:
             self._rejected.add(key)
@@ -202,60 +215,47 @@ def _copied(batch: Batch) -> Batch:
     if any(tensor.grad_fn is not None for tensor in tensors):
         raise ValueError("its tensors were computed from each other.")
     copies = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
-    own = copy.deepcopy(batch, copies)
+    copied = copy.deepcopy(batch, copies)
     for tensor in tensors:  # what users attach to tensors
         vars(copies[id(tensor)]).update(copy.deepcopy(vars(tensor), copies))
-    return own
+    return copied
 
 
-def _same_batch(batch: Batch, own: Batch) -> bool:
+def _same_batch(batch: Batch, copied: Batch) -> bool:
     pairs: list[tuple[Tensor, Tensor]] = []
     try:
-        same = _same_structure((batch.X, batch.y), (own.X, own.y), pairs)
+        same = _same_structure((batch.X, batch.y), (copied.X, copied.y), pairs)
         return same and same_numbers(pairs)
     except Exception:  # users' objects may raise anything
         return False
 
 
-def _same_structure(now: Any, known: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+def _same_structure(now: Any, before: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
     """Return whether two batches are alike but for numbers in tensors, which are gathered."""
-    if type(now) is not type(known):
+    if isinstance(now, type):
+        return now is before
+    if type(now) is not type(before):
         return False
     if isinstance(now, Tensor):
-        pairs.append((now, known))
-        return _same_structure(vars(now), vars(known), pairs)
+        pairs.append((now, before))
+        return _same_structure(vars(now), vars(before), pairs)
     if isinstance(now, PLAIN):
-        return now == known
+        return now == before
     if isinstance(now, np.ndarray):
-        return not now.dtype.hasobject and _array(now) == _array(known)
-    if isinstance(now, Mapping):
-        if list(now) != list(known):
-            return False
-        now, known = list(now.values()), list(known.values())
-    elif not isinstance(now, list | tuple):
-        if callable(now) or not hasattr(now, "__dict__"):
-            return False
-        now, known = ([*vars(x), *vars(x).values()] for x in (now, known))
-    if len(now) != len(known):
+        return not array_differs(now, before)
+    is_container = isinstance(now, Mapping | list | tuple)
+    if not is_container and (callable(now) or not hasattr(now, "__dict__")):
         return False
-    return all(_same_structure(x, y, pairs) for x, y in zip(now, known, strict=True))
-
-
-def _array(array: np.ndarray) -> tuple:
-    return array.dtype, array.shape, array.tobytes()
-
-
-_GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
-    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
-    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
-)
+    old_parts, new_parts = children(before), children(now)
+    return len(old_parts) == len(new_parts) and all(
+        _same_structure(x, y, pairs) for x, y in zip(new_parts, old_parts, strict=True)
+    )
 
 
 def _settings(device: torch.device) -> list:
     """Return PyTorch's own settings that a forward pass depends on."""
     return [
-        *(getattr(torch_modules, name) for name in _GLOBAL_HOOKS),
+        *global_hooks(),
         torch.get_autocast_dtype(device.type),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),

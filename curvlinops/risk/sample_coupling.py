@@ -1,12 +1,11 @@
 """Does the output for a sample depend on the other samples of its batch?"""
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, evaluate
+from curvlinops.autodiff.backward import evaluate
 from curvlinops.risk.data import Batch
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.memory import lacks_memory, suppressed
@@ -34,11 +33,10 @@ def couples_samples(problem: BatchProblem, output: Tensor) -> bool | None:
     refuse a part of a batch.
     """
     with suppressed():
-        # one sample alone may take ways of its own, so that two are better
-        X, num_samples = problem.batch.X, problem.num_samples
-        at_least = 2 if num_samples > 3 else 1
-        if at_least < num_samples == len(output):
-            few = _on(problem, select_samples(X, slice(at_least), num_samples))
+        # models may treat one sample alone differently, so that two are better
+        num_samples = problem.num_samples
+        few = 2 if num_samples > 3 else 1
+        if few < num_samples == len(output):
             return _differs_alone(problem, few, output)
     return None
 
@@ -51,8 +49,7 @@ def check_first_sample(problem: BatchProblem, output: Tensor) -> None:
             cannot be cut.
     """
     try:
-        X = select_samples(problem.batch.X, slice(1), len(output))
-        coupled = _differs_alone(problem, _on(problem, X), output)
+        coupled = _differs_alone(problem, 1, output)
     except Exception as error:
         if lacks_memory(error):
             raise
@@ -62,26 +59,25 @@ def check_first_sample(problem: BatchProblem, output: Tensor) -> None:
         raise ValueError(COUPLED)
 
 
-def _differs_alone(problem: Problem, part: Problem, output: Tensor) -> bool:
-    """Return whether the first samples of a batch have other outputs without the rest."""
-    found = evaluate(part)
-    few, num_samples = len(found), len(output)
-    if few >= num_samples:  # as many outputs as before: what was cut are not the samples
+def _differs_alone(problem: BatchProblem, num_first: int, output: Tensor) -> bool:
+    """Return whether the first samples of a batch have other outputs without the others."""
+    X, index, num_samples = problem.batch.X, problem.batch.index, len(output)
+    first = select_samples(X, slice(num_first), num_samples)
+    output_alone = evaluate(problem.on(Batch(index, first, None)))
+    num_rows = len(output_alone)
+    if num_rows >= num_samples:  # as many outputs as before: what was cut are not the samples
         return False
-    if found.shape[1:] != output.shape[1:]:
+    if output_alone.shape[1:] != output.shape[1:]:
         # perhaps it has a number for each pair of samples: there are as many with copies instead
-        found = evaluate(_on(problem, tile_samples(problem.batch.X, few, num_samples)))[:few]
-    return differs(found, output[:few], output)
+        copies = tile_samples(X, num_rows, num_samples)
+        output_alone = evaluate(problem.on(Batch(index, copies, None)))[:num_rows]
+    return differs(output_alone, output[:num_rows], output)
 
 
-def _on(problem: Problem, X: Any) -> Problem:
-    return problem.on(Batch(problem.batch.index, X, None))
-
-
-def differs(found: Tensor, expected: Tensor, output: Tensor) -> bool:
-    """Return whether a part of an output differs by more than rounding errors of all of it."""
-    if found.shape != expected.shape:
+def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:
+    """Return whether rows of an output differ by more than rounding errors of all of it."""
+    if rows.shape != expected.shape:
         return False
     tolerance = _TOLERANCES.get(output.dtype, 1.5e-2)
-    error, scale = ((x.detach().double()).norm() for x in (found - expected, output))
+    error, scale = (x.detach().double().norm() for x in (rows - expected, output))
     return float(error) > tolerance * float(scale)

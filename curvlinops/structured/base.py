@@ -1,8 +1,10 @@
 """What all matrices with structure can do."""
 
+import json
 from functools import reduce
 from math import isfinite
 from operator import matmul
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,17 +13,20 @@ from torch import Tensor
 from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.linalg import signed_logarithm
-from curvlinops.structured.saving import Saveable
 from curvlinops.support.arguments import as_device, check_count, check_number
+from curvlinops.support.records import write, write_state
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
+#: Of what is saved. It changes when older files cannot be read any more.
+FORMAT = "structured operator 3"
 
-class StructuredLinearOperator(Saveable, TorchLinearOperator):
+
+class StructuredLinearOperator(TorchLinearOperator):
     """A matrix whose structure makes more than products cheap.
 
-    Multiples, sums with multiples of the identity, inverses and powers are such operators again,
-    and so are those sums and products of two that a subclass knows (``_added``, ``_multiplied``).
+    Multiples, sums with multiples of the identity, inverses and powers have structure, too, and so
+    have sums and products of two operators if their classes say so (``_added``, ``_multiplied``).
     Operators never change: all of these are new ones, which share tensors with the old. Tensors are
     kept, not copied; do not change them in place.
 
@@ -47,17 +52,17 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
     @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar."""
-        raise self._lacks("trace")
+        return self._trace()
 
     @in_default_modes
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries, a scalar."""
-        raise self._lacks("Frobenius norm")
+        return self._norm().to(self.torch_dtype)
 
     @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
-        raise self._lacks("diagonal")
+        return self._diagonal()
 
     @in_default_modes
     def det(self) -> Tensor:
@@ -81,6 +86,15 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         if bool(sign < 0):
             raise ValueError("The determinant is negative, so that it has no real logarithm.")
         return logarithm
+
+    @in_default_modes
+    def eigvalsh(self) -> Tensor:
+        """Return all eigenvalues in ascending order, ``[D]``.
+
+        Raises:
+            ValueError: If the operator is not symmetric.
+        """
+        return self.eigh().eigenvalues.sort().values
 
     # --- functions of the operator
 
@@ -118,6 +132,19 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         if not isfinite(damping):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
         return self._inverse(damping, retry_double_precision)
+
+    def solve(self, b: Any) -> Any:
+        """Return the solution x of ``A x = b``, the same as ``A.inverse() @ b``.
+
+        The inverse is not kept; for several calls keep ``A.inverse()``.
+
+        Args:
+            b: One or several vectors, of any kind that ``A @ b`` takes.
+
+        Raises:
+            ValueError: If the operator is not symmetric, or singular to working precision.
+        """
+        return self.inverse() @ b
 
     @in_default_modes
     def power(self, exponent: float) -> TorchLinearOperator:
@@ -168,7 +195,23 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         draws = self.domain.join(self._root()._multiply_root(self.domain.split(z)))
         return draws[0] if num_samples is None else draws.T
 
-    # --- where it lives
+    # --- files and devices
+
+    @in_default_modes
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the operator consists of: tensors by name, and metadata as a string.
+
+        ``load`` makes an operator of it. Do not write to the tensors: they are the operator's own.
+
+        Raises:
+            NotImplementedError: If the operator, or a part of it, is of a class of your own.
+        """
+        data, tensors = write(self)
+        return {"metadata": json.dumps({"format": FORMAT, "operator": data}), **tensors}
+
+    def save(self, path: str | Path) -> None:
+        """Write the operator to a safetensors file, which ``load`` reads."""
+        write_state(self.state_dict(), path)
 
     def to_device(self, device: torch.device | str) -> "StructuredLinearOperator":
         """Return the operator on another device; itself if it is there already."""
@@ -189,7 +232,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         # of two spaces that agree, keep the one that has parameter structure
         for one, two in sorted((pair, pair[::-1]), key=lambda both: both[0].domain.is_flat):
             if two._multiple is not None:
-                return two._named(one)._shifted(two._multiple)
+                return two._with_names(one)._shifted(two._multiple)
         total = pair[0]._added(pair[1])
         return pair[1]._added(pair[0]) if total is None else total
 
@@ -215,13 +258,50 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
     def _cast(self, dtype: torch.dtype) -> "StructuredLinearOperator":
         return self if self.torch_dtype == dtype else self._to(self.device, dtype)
 
+    @in_default_modes
+    def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
+        """Return some eigenpairs, ``None`` if that takes the decomposition of a large matrix.
+
+        Args:
+            k: How many, at most D.
+            which: ``"LM"``, ``"LA"``, ``"SA"`` or ``"BE"``, see ``eigsh``.
+
+        Returns:
+            Eigenvalues in ascending order, ``[k]``, and orthonormal eigenvectors, ``[D, k]``.
+        """
+        if not self._has_eigh():
+            return None
+        decomposition = self.eigh()
+        values, order = decomposition.eigenvalues.sort()
+        if which == "LM":
+            chosen = values.abs().argsort(descending=True)[:k].sort().values
+        else:
+            from_below = {"LA": 0, "SA": k, "BE": k // 2}[which]
+            ranks = torch.arange(len(values), device=self.device)
+            chosen = torch.cat([ranks[:from_below], ranks[len(values) - k + from_below :]])
+        units = torch.zeros(len(values), k, dtype=self.torch_dtype, device=self.device)
+        units[order[chosen], torch.arange(k, device=self.device)] = 1.0
+        return values[chosen], decomposition.eigenvectors @ units
+
     def _raised(self, exponent: Any) -> TorchLinearOperator:
         return self.power(exponent)
 
     # --- what a subclass implements
 
-    #: The number c if the operator is c times the identity (then it has ``_named``, too).
+    #: The number c if the operator is c times the identity; it also has ``_with_names`` then.
     _multiple: float | None = None
+
+    def _trace(self) -> Tensor:
+        """Return the trace, a scalar."""
+        return self._diagonal().sum()
+
+    def _norm(self) -> Tensor:
+        """Return the Frobenius norm, a scalar, perhaps in float64."""
+        raise self._lacks("Frobenius norm")
+
+    def _diagonal(self) -> Tensor:
+        """Return the diagonal as a new tensor, ``[D]``."""
+        raise self._lacks("diagonal")
 
     def _scaled(self, scalar: float) -> "StructuredLinearOperator":
         """Return ``scalar A``."""
@@ -263,6 +343,10 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         """
         raise self._lacks("eigendecomposition")
 
+    def _has_eigh(self) -> bool:
+        """Return whether an eigendecomposition takes little more than those of small matrices."""
+        return self.self_adjoint
+
     def _inverse(self, shift: float, retry_double_precision: bool) -> "StructuredLinearOperator":
         """Return the inverse of ``A + shift I``."""
         return self._eigh(shift, accurate=retry_double_precision)._power(-1.0)
@@ -280,7 +364,7 @@ class StructuredLinearOperator(Saveable, TorchLinearOperator):
         return []
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":
-        """Return the operator elsewhere, or in another dtype."""
+        """Return the operator on another device, or in another dtype."""
         raise self._lacks("copy elsewhere")
 
     def _need_symmetry(self, what: str) -> None:

@@ -12,22 +12,22 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import decompose
+from curvlinops.structured.layout import Layout, scatter
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
-from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded
 class BlockDiagonalLinearOperator(StructuredLinearOperator):
-    """A block-diagonal matrix of structured operators.
-
-    If all blocks act on named parameters, and no name occurs twice, so does the operator.
-    Otherwise it acts on plain vectors, the concatenation of those of its blocks. It iterates over
-    its blocks.
+    """A block-diagonal matrix of structured operators. It iterates over its blocks.
 
     Args:
         blocks: The blocks, in this order; or a dictionary of them, whose keys appear in messages.
-        space: The space of the vectors, if its parameters have another order than in the blocks.
+        space: The parameters on which the operator acts. Default: those of the blocks if these
+            have names of which none occurs twice; otherwise it acts on plain vectors, the
+            concatenation of those of its blocks.
+        layouts: Where the entries of each block's plain vectors are in the parameters. Default:
+            blocks act on parameters of the space, or one block after the other on all entries.
 
     Raises:
         TypeError: If a block has no structure.
@@ -38,31 +38,49 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         self,
         blocks: Sequence[StructuredLinearOperator] | Mapping[Any, StructuredLinearOperator],
         space: ParameterSpace | None = None,
+        layouts: Sequence[Layout] | None = None,
     ):
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
         _check(named)
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
-        self._blocks = {name: block._cast(dtype) for name, block in named.items()}
-        domains = [block.domain for block in named.values()]
-        names = [name for domain in domains for name in domain.names]
-        self._is_named = "" not in names and len(set(names)) == len(names)
-        domain = self._join_spaces(domains, dtype)
         if space is not None:
-            self._check_space(domain, space)
-            domain = space.widened(dtype)
+            dtype = torch.promote_types(dtype, space.dtype)
+        self._blocks = {name: block._cast(dtype) for name, block in named.items()}
+        self._layouts = None if layouts is None else tuple(layouts)
+        names = [] if layouts else [name for block in self for name in block.domain.shapes]
+        self._is_named = not layouts and "" not in names and len(set(names)) == len(names)
+        domain = self._concatenated() if space is None else space
+        self._check_space(domain)
+        domain = domain.to(next(iter(self)).device, dtype)
         super().__init__(domain, all(block.self_adjoint for block in self))
 
-    def _join_spaces(self, domains: list[ParameterSpace], dtype: torch.dtype) -> ParameterSpace:
-        if self._is_named:
-            shapes = {name: shape for space in domains for name, shape in space.shapes.items()}
-            return ParameterSpace(shapes, dtype, domains[0].device)
-        return ParameterSpace.flat(sum(space.dim for space in domains), dtype, domains[0].device)
+    def _concatenated(self) -> ParameterSpace:
+        """Return the space of all parameters of the blocks, or of plain vectors."""
+        spaces = [block.domain for block in self]
+        if not self._is_named:
+            return ParameterSpace({"": (sum(space.dim for space in spaces),)})
+        return ParameterSpace({n: shape for space in spaces for n, shape in space.shapes.items()})
 
-    def _check_space(self, domain: ParameterSpace, space: ParameterSpace) -> None:
-        if space.shapes != domain.shapes:  # in any order
+    def _check_space(self, space: ParameterSpace) -> None:
+        if self._is_named and space.shapes != self._concatenated().shapes:  # in any order
             raise ValueError(
-                f"The blocks act on {domain.shapes}, which are not the parameters of the space: "
-                f"{space.shapes}."
+                f"The blocks act on {self._concatenated().shapes}, which are not the parameters of "
+                f"the space: {space.shapes}."
+            )
+        sizes = [block.domain.dim for block in self]
+        if sum(sizes) != space.dim:
+            raise ValueError(
+                f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
+                f"the parameters {space.shapes}."
+            )
+        if self._layouts is None:
+            return
+        if not all(block.domain.is_flat for block in self):
+            raise ValueError("Only blocks on plain vectors can have a layout.")
+        if [layout.size for layout in self._layouts] != sizes:
+            raise ValueError(
+                f"The blocks have vectors of {sizes} entries, their layouts "
+                f"{[layout.size for layout in self._layouts]}."
             )
 
     # --- blocks
@@ -84,58 +102,65 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def _record(self) -> tuple:
+        return self._blocks, None if self.domain.is_flat else self.domain, self._layouts
+
+    def _with(self, blocks: Mapping[Any, Any]) -> "BlockDiagonalLinearOperator":
+        space = None if self.domain.is_flat else self.domain
+        return BlockDiagonalLinearOperator(blocks, space, self._layouts)
+
+    def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> dict[Any, Any]:
+        """Return what a function makes of each block; errors name the block."""
+        out = {}
+        for name, block in self._blocks.items():
+            # a single block without a key is not worth mentioning
+            with about(None if len(self) == 1 and name == 0 else name):
+                out[name] = function(block)
+        return out
+
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
     ) -> "BlockDiagonalLinearOperator":
         """Apply a function to each block."""
-        blocks = {}
-        for name, block in self._blocks.items():
-            with about(name):
-                blocks[name] = function(block)
-        return self._with(blocks)
-
-    def _with(self, blocks: dict) -> "BlockDiagonalLinearOperator":
-        space = self.domain if self._is_named else None
-        return BlockDiagonalLinearOperator(blocks, space)
-
-    def _stack(self, quantity: Callable[[StructuredLinearOperator], Tensor]) -> Tensor:
-        """Compute a scalar of each block, ``[B]``."""
-        return torch.stack([quantity(block) for block in self])
+        return self._with(self._each(function))
 
     # --- vectors
 
-    def _parts(self, columns: Columns) -> Iterator[tuple[StructuredLinearOperator, Columns]]:
-        """Yield each block with its part of vectors."""
+    def _split(self, columns: Columns) -> list[Columns]:
+        """Return the blocks' vectors."""
         if self._is_named:
-            for block in self:
-                yield block, {name: columns[name] for name in block.domain.names}
-        else:
-            flat = self.domain.join(columns)
-            sizes = [block.domain.dim for block in self]
-            for block, part in zip(self, flat.split(sizes, dim=1), strict=True):
-                yield block, block.domain.split(part)
+            return [{name: columns[name] for name in block.domain.names} for block in self]
+        if self._layouts is not None:
+            return [{"": layout.gather(columns)} for layout in self._layouts]
+        flat = self.domain.join(columns)
+        vectors = flat.split([block.domain.dim for block in self], dim=1)
+        return [block.domain.split(own) for block, own in zip(self, vectors, strict=True)]
 
-    def _whole(self, parts: list[Columns]) -> Columns:
-        """Put the blocks' parts of vectors together."""
+    def _join(self, parts: list[Columns]) -> Columns:
+        """Return vectors of which the blocks' vectors are parts."""
         if self._is_named:
             merged = {name: column for part in parts for name, column in part.items()}
             return {name: merged[name] for name in self.domain.names}
-        flat = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
-        return self.domain.split(torch.cat(flat, dim=1))
+        if self._layouts is not None:
+            return scatter(self._layouts, [part[""] for part in parts], self.domain.shapes)
+        vectors = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
+        return self.domain.split(torch.cat(vectors, dim=1))
 
-    def _whole_vector(self, vectors: list[Tensor]) -> Tensor:
-        """Put the blocks' plain vectors, ``[D_b]`` each, together."""
+    def _join_vectors(self, vectors: list[Tensor]) -> Tensor:
+        """Return the vector ``[D]`` whose parts are the blocks' vectors, ``[D_b]`` each."""
         parts = [
             block.domain.split(vector.unsqueeze(0))
             for block, vector in zip(self, vectors, strict=True)
         ]
-        return self.domain.join(self._whole(parts))[0].clone()
-
-    def _record(self) -> tuple:
-        return self._blocks, self.domain if self._is_named else None
+        return self.domain.join(self._join(parts))[0].clone()
 
     def _apply(self, columns: Columns) -> Columns:
-        return self._whole([block._apply(part) for block, part in self._parts(columns)])
+        parts = zip(self, self._split(columns), strict=True)
+        return self._join([block._apply(part) for block, part in parts])
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        parts = zip(self, self._split(columns), strict=True)
+        return self._join([block._apply_adjoint(part) for block, part in parts])
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         if not self._is_named:
@@ -148,33 +173,20 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 out |= block._apply_restricted(some, wanted)
         return out
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._whole([block._apply_adjoint(part) for block, part in self._parts(columns)])
-
     # --- quantities
 
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
-        return self._stack(lambda block: block.trace()).sum()
+    def _trace(self) -> Tensor:
+        return torch.stack([block._trace() for block in self]).sum()
 
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar."""
-        norms = self._stack(lambda block: block.frobenius_norm())
-        return double_norm(norms, 0).to(self.torch_dtype)
+    def _norm(self) -> Tensor:
+        return double_norm(torch.stack([block._norm().double() for block in self]), 0)
 
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
-        return self._whole_vector([block.diagonal() for block in self])
+    def _diagonal(self) -> Tensor:
+        return self._join_vectors([block._diagonal() for block in self])
 
     def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        results = []
-        for name, block in self._blocks.items():
-            with about(name):
-                results.append(block._slogdet(shift))
-        signs, logarithms = (torch.stack(part) for part in zip(*results, strict=True))
+        results = self._each(lambda block: block._slogdet(shift)).values()
+        signs, logarithms = (torch.stack(parts) for parts in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
@@ -183,7 +195,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return [each for block in self for each in block._to_decompose(shift, accurate)]
 
     def _decompose(self, shift: float, accurate: bool) -> None:
-        """Compute the decompositions that all blocks need together, which batches equal sizes."""
+        """Compute the eigendecompositions that blocks need, those of equal sizes at once."""
         needed = [
             (factor, f"A factor of block {label(name)}", wide)
             for name, block in self._blocks.items()
@@ -194,10 +206,13 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
         self._decompose(shift, accurate)
-        blocks = self._map(lambda block: block._eigh(shift, accurate))
-        values = self._whole_vector([block.eigenvalues for block in blocks])
-        vectors = {name: block.eigenvectors for name, block in blocks.blocks.items()}
+        blocks = self._each(lambda block: block._eigh(shift, accurate))
+        values = self._join_vectors([block.eigenvalues for block in blocks.values()])
+        vectors = {name: block.eigenvectors for name, block in blocks.items()}
         return EighDecomposedLinearOperator(values, self._with(vectors))
+
+    def _has_eigh(self) -> bool:
+        return all(block._has_eigh() for block in self)
 
     def _inverse(self, shift: float, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
         if shift:
@@ -225,8 +240,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
         blocks = {name: block._to(device, dtype) for name, block in self._blocks.items()}
-        space = self.domain.to(device, dtype) if self._is_named else None
-        return BlockDiagonalLinearOperator(blocks, space)
+        space = None if self.domain.is_flat else self.domain.to(device, dtype)
+        return BlockDiagonalLinearOperator(blocks, space, self._layouts)
 
     def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
         return self._combined(other, lambda one, two: one._plus(two))
@@ -238,25 +253,28 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         self, other: StructuredLinearOperator, function: Callable
     ) -> "BlockDiagonalLinearOperator | None":
         """Combine pairs of blocks, if these have equal spaces and each result has structure."""
-        if not isinstance(other, BlockDiagonalLinearOperator) or not _same(self, other):
+        if not isinstance(other, BlockDiagonalLinearOperator) or not self._has_blocks_of(other):
             return None
         pairs = zip(self._blocks, self, other, strict=True)
         blocks = {name: function(one, two) for name, one, two in pairs}
         return None if any(block is None for block in blocks.values()) else self._with(blocks)
 
-
-def _same(first: BlockDiagonalLinearOperator, second: BlockDiagonalLinearOperator) -> bool:
-    """Return whether two operators have blocks of the same parameters."""
-    shapes = [[list(b.domain.shapes.items()) for b in operator] for operator in (first, second)]
-    return shapes[0] == shapes[1]
+    def _has_blocks_of(self, other: "BlockDiagonalLinearOperator") -> bool:
+        """Return whether two operators have blocks on the same entries of the same parameters."""
+        if self.domain.shapes != other.domain.shapes or self._layouts != other._layouts:
+            return False
+        one, two = ([list(block.domain.shapes.items()) for block in op] for op in (self, other))
+        return one == two
 
 
 @contextmanager
 def about(key: Any) -> Iterator[None]:
-    """Say of which block an error speaks."""
+    """Name the block in errors, unless the key is ``None``."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
+        if key is None:
+            raise
         raise type(error)(f"Block {label(key)}: {error}") from error
 
 
@@ -275,6 +293,7 @@ def _check(blocks: dict) -> None:
             )
         if block.shape[0] != block.shape[1]:
             raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
-    devices = {str(block.device) for block in blocks.values()}
+    devices = {block.device for block in blocks.values()}
     if len(devices) > 1:
-        raise ValueError(f"The blocks live on {sorted(devices)}. Move them with to_device().")
+        names = sorted(map(str, devices))
+        raise ValueError(f"The blocks live on {names}. Move them with to_device().")

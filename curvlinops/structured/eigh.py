@@ -60,19 +60,13 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         scaled = {name: column * scale[name] for name, column in columns.items()}
         return self.eigenvectors._apply(scaled)
 
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
+    def _trace(self) -> Tensor:
         return self.eigenvalues.sum()
 
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar."""
-        return double_norm(self.eigenvalues, 0).to(self.torch_dtype)
+    def _norm(self) -> Tensor:
+        return double_norm(self.eigenvalues, 0)
 
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
+    def _diagonal(self) -> Tensor:
         values = self.domain.split(self.eigenvalues.unsqueeze(0))
         return self.domain.join(self.eigenvectors._squared_entries()._apply(values))[0].clone()
 

@@ -1,6 +1,8 @@
-"""The factors of Kronecker products: dense or diagonal matrices, one for each of G groups."""
+"""Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
 from collections.abc import Sequence
+from functools import reduce
+from itertools import islice
 from math import prod
 
 import torch
@@ -24,16 +26,19 @@ from curvlinops.support.records import recorded
 
 
 @recorded
-class Dense:
-    """One dense matrix for each of G groups.
+class Factor:
+    """A matrix for each of G groups. All are dense, or all are diagonal.
+
+    Eigenvalues of diagonal matrices are their entries, which have no rounding errors.
 
     Args:
-        tensor: The matrices, ``[G, n, m]``.
-        symmetric: Whether they are symmetric, up to rounding. Default: look.
+        tensor: Dense matrices ``[G, n, m]``, or the diagonals ``[G, n]`` of diagonal matrices.
+        symmetric: Whether the matrices are symmetric, up to rounding. Default: look.
         psd: Whether they are positive semidefinite, as sums of squares are.
         eps: The rounding error of their entries, if these were computed in a smaller dtype.
-        decomposition: Eigenvalues ``[G, n]``, with zeros for rounding errors, and eigenvectors
-            ``[G, n, n]``, if known. The eigenvalues may have a larger dtype than the matrices.
+        decomposition: The eigenvalues ``[G, n]`` of dense matrices, with zeros for rounding errors,
+            and the eigenvectors ``[G, n, n]``, if known. Eigenvalues may have a larger dtype.
+        is_identity: Whether the matrices are the identity.
     """
 
     def __init__(
@@ -43,15 +48,20 @@ class Dense:
         psd: bool = False,
         eps: float = 0.0,
         decomposition: tuple[Tensor, Tensor] | None = None,
+        is_identity: bool = False,
     ):
-        self.tensor, self.psd = tensor, psd
-        self.groups, self.rows, self.columns = tensor.shape
-        self.symmetric = is_symmetric(tensor) if symmetric is None else symmetric
-        self.eps = max(eps, torch.finfo(tensor.dtype).eps)
+        self.tensor, self.psd, self.is_identity = tensor, psd, is_identity
         self.decomposition = decomposition
+        self.groups, self.rows, self.columns = *tensor.shape[:2], tensor.shape[-1]
+        self.is_diagonal = tensor.ndim == 2
+        if symmetric is None:
+            symmetric = self.is_diagonal or is_symmetric(tensor)
+        self.symmetric = symmetric
+        self.eps = 0.0 if self.is_diagonal else max(eps, torch.finfo(tensor.dtype).eps)
 
     def _record(self) -> tuple:
-        return self.tensor, self.symmetric, self.psd, self.eps, self.decomposition
+        properties = self.symmetric, self.psd, self.eps, self.decomposition, self.is_identity
+        return self.tensor, *properties
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply along an axis.
@@ -65,7 +75,11 @@ class Dense:
         Returns:
             Numbers ``[groups, left, n, right]``, in some shape.
         """
+        if self.is_identity:
+            return X
         T = self.tensor
+        if self.is_diagonal:
+            return X.reshape(groups, left, self.rows, right) * T[:, None, :, None]
         if groups == 1 and (left == 1 or right == 1):  # faster than a batch of one matrix
             if left == 1:
                 return T[0] @ X.reshape(self.columns, right)
@@ -78,57 +92,68 @@ class Dense:
             return X.squeeze(3) @ (T if self.symmetric else T.mT)
         return T @ X.squeeze(1) if left == 1 else T.unsqueeze(1) @ X
 
+    # --- quantities
+
     def dense(self) -> Tensor:
         """Return the matrices, ``[G, n, m]``."""
-        return self.tensor
+        return self.tensor.diag_embed() if self.is_diagonal else self.tensor
 
     def diagonal(self) -> Tensor:
         """Return the diagonals, ``[G, n]``."""
-        return self.tensor.diagonal(dim1=-2, dim2=-1)
+        return self.tensor if self.is_diagonal else self.tensor.diagonal(dim1=-2, dim2=-1)
 
     def norm(self) -> Tensor:
         """Return the Frobenius norms, ``[G]``, in float64."""
-        return double_norm(self.tensor, (-2, -1))
+        return double_norm(self.tensor, range(1, self.tensor.ndim))
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, ``[G]``; zero and -inf if singular."""
-        if self.symmetric:
-            _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps, self.psd)
-            if bool(valid.all()):
-                return torch.ones_like(logarithm), logarithm
-            decompose([self], ["A factor"], [True])
-            return tuple(x.to(logarithm) for x in signed_logarithm(self.eigenvalues()))
+        if self.is_diagonal:
+            return signed_logarithm(self.tensor)
+        if not self.symmetric:
+            return self._slogdet_by_lu()
+        _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps, self.psd)
+        if bool(valid.all()):
+            return torch.ones_like(logarithm), logarithm
+        decompose([self], ["A factor"], [True])
+        sign, wide = signed_logarithm(self.eigenvalues())
+        return sign.to(logarithm), wide.to(logarithm)
+
+    def _slogdet_by_lu(self) -> tuple[Tensor, Tensor]:
         lu, pivots, _ = torch.linalg.lu_factor_ex(self.tensor)
         diagonal = lu.diagonal(dim1=-2, dim2=-1)
         if self.rows:
             sizes = diagonal.abs()
             limit = tolerance(self.rows, self.eps) * sizes.amax(-1, keepdim=True)
             diagonal = diagonal.masked_fill(sizes <= limit, 0)
-        places = torch.arange(1, self.rows + 1, device=pivots.device)
-        swaps = (pivots != places).sum(-1)
+        swaps = (pivots != torch.arange(1, self.rows + 1, device=pivots.device)).sum(-1)
         sign, logarithm = signed_logarithm(diagonal)
         return sign * (1 - 2 * (swaps % 2)), logarithm
 
     def inner(self, other: "Factor") -> Tensor:
         """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
-        if isinstance(other, Diagonal):
-            return other.inner(self)
+        if self.is_diagonal or other.is_diagonal:
+            return (self.diagonal().double() * other.diagonal()).sum(-1)
         pairs = zip(*torch.broadcast_tensors(self.tensor, other.tensor), strict=True)
         return torch.stack([double_dot(one, two) for one, two in pairs])
 
+    # --- functions of symmetric matrices
+
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``; call ``decompose`` first.
+        """Return the eigenvalues, ``[G, n]``; of dense matrices, call ``decompose`` first.
 
         They have zeros for rounding errors, and perhaps a larger dtype than the matrices.
         """
-        return self.decomposition[0]
+        return self.tensor if self.is_diagonal else self.decomposition[0]
 
-    def eigenvectors(self) -> "Dense":
-        """Return the eigenvectors as columns; call ``decompose`` first."""
-        return Dense(self.decomposition[1], symmetric=False)
+    def eigenvectors(self) -> "Factor":
+        """Return the eigenvectors as columns; of dense matrices, call ``decompose`` first."""
+        if self.is_diagonal:
+            return identity(self.rows, self.tensor)
+        return Factor(self.decomposition[1], symmetric=False)
 
-    def inverse(self, shift: float | Tensor, name: str) -> "Dense":
-        """Return ``(A + shift I)^-1``; call ``decompose`` first.
+    def inverse(self, shift: float | Tensor, name: str) -> "Factor":
+        """Return ``(A + shift I)^-1`` of dense matrices; call ``decompose`` first.
 
         Args:
             shift: A number, or one for each group, ``[G, 1]``.
@@ -139,187 +164,94 @@ class Dense:
         values = shifted(values, shift, *limits)
         return self._from_eigenvalues(power(values, -1.0, name, self.tensor.dtype))
 
-    def _from_eigenvalues(self, values: Tensor) -> "Dense":
-        """Return the symmetric matrices with the same eigenvectors and other eigenvalues."""
+    def _from_eigenvalues(self, values: Tensor) -> "Factor":
+        """Return the dense matrices with the same eigenvectors and other eigenvalues."""
         vectors = self.decomposition[1]
         matrix = symmetrized(vectors * values.to(vectors).unsqueeze(-2) @ vectors.mT)
-        return Dense(matrix, symmetric=True, psd=self.psd, decomposition=(values, vectors))
+        return Factor(matrix, symmetric=True, psd=self.psd, decomposition=(values, vectors))
 
-    def power(self, exponent: float, name: str) -> "Dense":
+    def power(self, exponent: float, name: str) -> "Factor":
         """Return a power; if not a positive integer, ``decompose`` must have been called."""
-        if self.tensor.numel() == 0:
+        if self.is_identity or self.tensor.numel() == 0:
             return self
+        if self.is_diagonal:
+            return Factor(power(self.tensor, exponent, name), psd=self.psd)
         if exponent > 0 and exponent.is_integer():
             product = torch.linalg.matrix_power(self.tensor, int(exponent))
-            return Dense(symmetrized(product), symmetric=True, psd=self.psd)
+            return Factor(symmetrized(product), symmetric=True, psd=self.psd)
         values = power(self.eigenvalues(), exponent, name, self.tensor.dtype)
         return self._from_eigenvalues(values)
 
-    def transposed(self) -> "Dense":
-        """Return the transposed matrices."""
-        return Dense(self.tensor.mT, self.symmetric, self.psd, self.eps)
+    # --- algebra
 
-    def scaled(self, scalar: float) -> "Dense":
+    def transposed(self) -> "Factor":
+        """Return the transposed matrices."""
+        if self.symmetric:
+            return self
+        return Factor(self.tensor.mT, symmetric=False, eps=self.eps)
+
+    def scaled(self, scalar: float) -> "Factor":
         """Return a multiple."""
         known = self.decomposition and (scalar * self.decomposition[0], self.decomposition[1])
         psd = self.psd and scalar >= 0
-        return Dense(scalar * self.tensor, self.symmetric, psd, self.eps, known)
+        return Factor(scalar * self.tensor, self.symmetric, psd, self.eps, known)
 
-    def shifted(self, shift: float | Tensor) -> "Dense":
-        """Return the sum of a decomposed factor and multiples of the identity, ``[G, 1]``."""
+    def shifted(self, shift: float | Tensor) -> "Factor":
+        """Return the sum with non-negative multiples of the identity, ``[G, 1]``.
+
+        Of dense matrices, call ``decompose`` first.
+        """
+        if self.is_diagonal:
+            return Factor((self.tensor + shift).to(self.tensor), psd=self.psd)
         values, vectors = self.decomposition
         out = self.tensor.clone()
         out.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return Dense(out, self.symmetric, self.psd, self.eps, (values + shift, vectors))
+        return Factor(out, self.symmetric, self.psd, self.eps, (values + shift, vectors))
 
-    def plus(self, other: "Factor") -> "Dense":
+    def plus(self, other: "Factor") -> "Factor":
         """Return the sum with another factor."""
         psd = self.psd and other.psd
-        return Dense(self.tensor + other.dense(), psd=psd, eps=max(self.eps, other.eps))
+        if self.is_diagonal and other.is_diagonal:
+            return Factor(self.tensor + other.tensor, psd=psd)
+        return Factor(self.dense() + other.dense(), psd=psd, eps=max(self.eps, other.eps))
 
-    def squared(self) -> "Dense":
+    def squared(self) -> "Factor":
         """Return the squares of the entries."""
-        return Dense(self.tensor**2, self.symmetric)
+        return self if self.is_identity else Factor(self.tensor**2, self.symmetric)
 
-    def times(self, other: "Factor") -> "Dense":
+    def times(self, other: "Factor") -> "Factor":
         """Return the product with another factor."""
-        eps = max(self.eps, other.eps)
-        if isinstance(other, Diagonal):
-            return Dense(self.tensor * other.entries.unsqueeze(-2), eps=eps)
-        return Dense(self.tensor @ other.tensor, eps=eps)
+        if self.is_identity or other.is_identity:
+            return other if self.is_identity else self
+        one, two = self.tensor, other.tensor
+        if self.is_diagonal and not other.is_diagonal:
+            one = one.unsqueeze(-1)
+        if other.is_diagonal and not self.is_diagonal:
+            two = two.unsqueeze(-2)
+        is_dense = not (self.is_diagonal or other.is_diagonal)
+        return Factor(one @ two if is_dense else one * two, eps=max(self.eps, other.eps))
 
-    def with_scaled_rows(self, scales: Tensor) -> "Dense":
-        """Return the product ``diag(scales) A`` with diagonals ``[G, n]``."""
-        return Dense(scales.unsqueeze(-1) * self.tensor, eps=self.eps)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Dense":
-        """Return the factor elsewhere, or in another dtype."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Factor":
+        """Return the factor on another device, or in another dtype."""
+        if self.is_identity:
+            return identity(self.rows, self.tensor[:, :1].to(device, dtype))
         known = None
         if self.decomposition and torch.finfo(dtype).eps >= torch.finfo(self.tensor.dtype).eps:
             values, vectors = self.decomposition
             known = values.to(device), vectors.to(device, dtype)
-        return Dense(self.tensor.to(device, dtype), self.symmetric, self.psd, self.eps, known)
+        return Factor(self.tensor.to(device, dtype), self.symmetric, self.psd, self.eps, known)
 
 
-@recorded
-class Diagonal:
-    """One diagonal matrix for each of G groups. Its eigenvalues are its entries, without error.
-
-    Args:
-        entries: The diagonals, ``[G, n]``.
-        is_unit: Whether this is the identity.
-    """
-
-    symmetric, eps = True, 0.0
-
-    def __init__(self, entries: Tensor, is_unit: bool = False):
-        self.entries, self.is_unit = entries, is_unit
-        self.groups, self.rows = entries.shape
-        self.columns = self.rows
-
-    def _record(self) -> tuple:
-        return self.entries, self.is_unit
-
-    @property
-    def psd(self) -> bool:
-        """Whether no entry is negative."""
-        return self.is_unit or not bool((self.entries < 0).any())
-
-    def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
-        """Multiply along an axis, see ``Dense.multiply``."""
-        if self.is_unit:
-            return X
-        return X.reshape(groups, left, self.rows, right) * self.entries[:, None, :, None]
-
-    def dense(self) -> Tensor:
-        """Return the matrices, ``[G, n, n]``."""
-        return self.entries.diag_embed()
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonals, ``[G, n]``."""
-        return self.entries
-
-    def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``, in float64."""
-        return double_norm(self.entries, -1)
-
-    def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of the determinants, ``[G]`` each."""
-        return signed_logarithm(self.entries)
-
-    def inner(self, other: "Factor") -> Tensor:
-        """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
-        return (self.entries.double() * other.diagonal()).sum(-1)
-
-    def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``."""
-        return self.entries
-
-    def eigenvectors(self) -> "Diagonal":
-        """Return the eigenvectors, the identity."""
-        return unit(self.rows, self.entries)
-
-    def power(self, exponent: float, name: str) -> "Diagonal":
-        """Return a power."""
-        return self if self.is_unit else Diagonal(power(self.entries, exponent, name))
-
-    def transposed(self) -> "Diagonal":
-        """Return the factor itself."""
-        return self
-
-    def scaled(self, scalar: float) -> "Diagonal":
-        """Return a multiple."""
-        return Diagonal(scalar * self.entries)
-
-    def shifted(self, shift: float | Tensor) -> "Diagonal":
-        """Return the sum with multiples of the identity, ``[G, 1]``."""
-        return Diagonal((self.entries + shift).to(self.entries))
-
-    def plus(self, other: "Factor") -> "Factor":
-        """Return the sum with another factor."""
-        return (
-            Diagonal(self.entries + other.entries)
-            if isinstance(other, Diagonal)
-            else other.plus(self)
-        )
-
-    def squared(self) -> "Diagonal":
-        """Return the squares of the entries."""
-        return self if self.is_unit else Diagonal(self.entries**2)
-
-    def times(self, other: "Factor") -> "Factor":
-        """Return the product with another factor."""
-        if self.is_unit:
-            return other
-        if isinstance(other, Diagonal):
-            return Diagonal(self.entries * other.entries)
-        return other.with_scaled_rows(self.entries)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Diagonal":
-        """Return the factor elsewhere, or in another dtype."""
-        if self.is_unit:
-            return unit(self.rows, self.entries[:, :1].to(device, dtype))
-        return Diagonal(self.entries.to(device, dtype))
-
-
-Factor = Dense | Diagonal
-
-
-def unit(size: int, like: Tensor) -> Diagonal:
+def identity(size: int, like: Tensor) -> Factor:
     """Return the identity as a factor, without memory of its size."""
-    return Diagonal(like.new_ones(1, 1).expand(1, size), is_unit=True)
+    return Factor(like.new_ones(1, 1).expand(1, size), psd=True, is_identity=True)
 
 
-def tensor_of(factor: Factor) -> Tensor:
-    """Return the numbers of which a factor consists, ``[G, m, n]`` or ``[G, n]``."""
-    return factor.tensor if isinstance(factor, Dense) else factor.entries
-
-
-# --- several factors together
+# --- several factors at once
 
 
 def decompose(factors: Sequence[Factor], names: Sequence[str], accurate: Sequence[bool]) -> None:
-    """Compute the eigendecompositions that factors do not have yet, equal sizes together.
+    """Compute the eigendecompositions that dense factors do not have yet, equal sizes at once.
 
     Args:
         factors: The factors.
@@ -330,7 +262,7 @@ def decompose(factors: Sequence[Factor], names: Sequence[str], accurate: Sequenc
         missing = {
             id(factor): (factor, name)
             for factor, name, wide in zip(factors, names, accurate, strict=True)
-            if wide == (dtype is not None) and _lacks(factor, dtype)
+            if wide == (dtype is not None) and _lacks_decomposition(factor, dtype)
         }
         dense = [factor for factor, _ in missing.values()]
         labels = [name for _, name in missing.values()]
@@ -339,11 +271,9 @@ def decompose(factors: Sequence[Factor], names: Sequence[str], accurate: Sequenc
             factor.decomposition = without_rounding(values, factor.eps, factor.psd), vectors
 
 
-def _lacks(factor: Factor, dtype: torch.dtype | None) -> bool:
-    if isinstance(factor, Diagonal):
-        return False
+def _lacks_decomposition(factor: Factor, dtype: torch.dtype | None) -> bool:
     known = factor.decomposition
-    return known is None or (dtype is not None and known[0].dtype != dtype)
+    return not factor.is_diagonal and (known is None or dtype not in (None, known[0].dtype))
 
 
 def invert(
@@ -352,7 +282,7 @@ def invert(
     names: Sequence[str],
     retry_double_precision: bool = True,
 ) -> list[Factor]:
-    """Return the inverses of ``F + shift I`` for symmetric factors F, equal sizes together.
+    """Return the inverses of ``F + shift I`` for symmetric factors F, equal sizes at once.
 
     Args:
         factors: The factors F.
@@ -363,35 +293,33 @@ def invert(
     Raises:
         ValueError: If a factor is singular to working precision, or has NaN or infinite values.
     """
-    out: list[Factor] = [None] * len(factors)  # type: ignore[list-item]
+    inverses: dict[int, Factor] = {}
     dense: dict[tuple[float, bool], list[int]] = {}
-    for i, (factor, shift) in enumerate(zip(factors, shifts, strict=True)):
-        if isinstance(factor, Diagonal):
-            entries = (factor.entries + shift).to(factor.entries)
-            out[i] = Diagonal(power(entries, -1.0, names[i]))
+    for i, factor in enumerate(factors):
+        if factor.is_diagonal:
+            diagonal = (factor.tensor + shifts[i]).to(factor.tensor)
+            inverses[i] = Factor(power(diagonal, -1.0, names[i]), psd=factor.psd)
         else:
             dense.setdefault((factor.eps, factor.psd), []).append(i)
-    left = []
-    for (eps, psd), some in dense.items():
-        tensors = [factors[i].tensor for i in some]
-        check_finite(tensors, [names[i] for i in some])
+    for (eps, psd), numbers in dense.items():
+        tensors = [factors[i].tensor for i in numbers]
+        check_finite(tensors, [names[i] for i in numbers])
         for members, sizes, batch in batches(tensors):
-            shift = torch.cat([_of_groups(shifts[some[i]], factors[some[i]]) for i in members])
+            some = [numbers[member] for member in members]
+            shift = torch.cat([_by_group(shifts[i], factors[i]) for i in some])
             inverse, _, valid = cholesky_inverse(batch, shift, eps, psd, retry_double_precision)
-            are_valid = [True] * len(sizes)
-            if not bool(valid.all()):
-                are_valid = [bool(part.all()) for part in valid.split(sizes)]
-            for i, part, is_valid in zip(members, inverse.split(sizes), are_valid, strict=True):
-                out[some[i]] = Dense(part, symmetric=True, psd=psd)
-                left += [] if is_valid else [some[i]]
-    accurate = [retry_double_precision] * len(left)
-    decompose([factors[i] for i in left], [names[i] for i in left], accurate)
-    for i in left:
-        out[i] = factors[i].inverse(shifts[i], names[i])
-    return out
+            flags = iter(valid.tolist())
+            for i, size, result in zip(some, sizes, inverse.split(sizes), strict=True):
+                if all(list(islice(flags, size))):
+                    inverses[i] = Factor(result, symmetric=True, psd=psd)
+    others = [i for i in range(len(factors)) if i not in inverses]
+    accurate = [retry_double_precision] * len(others)
+    decompose([factors[i] for i in others], [names[i] for i in others], accurate)
+    inverses |= {i: factors[i].inverse(shifts[i], names[i]) for i in others}
+    return [inverses[i] for i in range(len(factors))]
 
 
-def _of_groups(shift: float | Tensor, factor: Dense) -> Tensor:
+def _by_group(shift: float | Tensor, factor: Factor) -> Tensor:
     """Return one number for each group, ``[G]``."""
     shift = torch.as_tensor(shift, dtype=torch.float64, device=factor.tensor.device)
     return shift.flatten().expand(factor.groups)
@@ -419,3 +347,23 @@ def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
     if groups > 1:
         X = X.reshape(groups, K, prod(rows)).transpose(0, 1)
     return X.reshape(K, groups * prod(rows))
+
+
+def slogdet(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
+    """Return sign and logarithm of the determinant of the block-diagonal of G Kronecker products.
+
+    Args:
+        factors: The factors, all square.
+        groups: G; factors may have one group for all.
+    """
+    total = prod(factor.rows for factor in factors)
+    signs, logarithms = [], []
+    for factor in factors:
+        sign, logarithm = factor.slogdet()
+        # each eigenvalue occurs in as many products
+        times = total // factor.rows if factor.rows else 0
+        signs.append(sign**times)
+        # an empty product has determinant one, also of singular factors
+        logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
+    sign, logarithm = reduce(torch.mul, signs), reduce(torch.add, logarithms)
+    return sign.expand(groups).prod(), logarithm.expand(groups).sum()

@@ -9,32 +9,17 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import (
-    Dense,
-    Diagonal,
-    Factor,
-    decompose,
-    invert,
-    multiply,
-    tensor_of,
-    unit,
-)
-from curvlinops.structured.identity import IdentityLinearOperator
-from curvlinops.structured.linalg import (
-    eigh_batched,
-    power,
-    real,
-    shifted,
-    signed_logarithm,
-    tolerance,
-    without_rounding,
-)
+from curvlinops.structured.factor import Factor, decompose, identity, invert, multiply, slogdet
+from curvlinops.structured.linalg import real, shifted, tolerance
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.structured.two_terms import (
+    DiagonalizedSumLinearOperator,
+    simultaneous_diagonalization,
+)
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
-from curvlinops.support.torch_modes import in_default_modes
 
 #: Sums of Kronecker products with so many rows are always written as a matrix for their inverse: it
 #: takes no time, and a matrix can do more.
@@ -66,7 +51,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def __init__(self, *factors: Tensor | StructuredLinearOperator | Factor):
         if not factors:
             raise ValueError("A Kronecker product needs at least one factor.")
-        self._factors = _in_one_place(
+        self._factors = _in_one_dtype(
             [part for i, factor in enumerate(factors) for part in _read(factor, i)]
         )
         groups = {factor.groups for factor in self._factors} - {1}
@@ -76,7 +61,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
                 f"{[factor.groups for factor in self._factors]}."
             )
         self._groups = groups.pop() if groups else 1
-        like = tensor_of(self._factors[0])
+        like = self._factors[0].tensor
         columns, rows = (
             self._groups * prod(getattr(factor, axis) for factor in self._factors)
             for axis in ("columns", "rows")
@@ -104,23 +89,14 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     # --- quantities: those of the factors, by group
 
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
+    def _trace(self) -> Tensor:
         self._need_square_factors("A trace")
         return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar."""
-        return self._double_norm().to(self.torch_dtype)
-
-    def _double_norm(self) -> Tensor:
+    def _norm(self) -> Tensor:
         return double_norm(self._by_group([factor.norm() for factor in self._factors]), 0)
 
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
+    def _diagonal(self) -> Tensor:
         self._need_square_factors("A diagonal")
         diagonal = self._outer([factor.diagonal() for factor in self._factors]).flatten()
         # a product of several is a new tensor already
@@ -131,17 +107,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if shift:
             self._need_symmetry("A determinant of a sum with the identity")
             return super()._slogdet(shift)
-        total = prod(factor.rows for factor in self._factors)
-        signs, logarithms = [], []
-        for factor in self._factors:
-            sign, logarithm = factor.slogdet()
-            # each eigenvalue occurs in as many products
-            times = total // factor.rows if factor.rows else 0
-            signs.append(sign**times)
-            # an empty product has determinant one, also of singular factors
-            logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
-        logarithm = reduce(torch.add, logarithms).expand(self._groups).sum()
-        return self._by_group(signs).prod(), logarithm
+        return slogdet(self._factors, self._groups)
 
     def _by_group(self, values: list[Tensor]) -> Tensor:
         """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""
@@ -156,7 +122,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _to_decompose(self, shift: float, accurate: bool) -> list[tuple[Factor, bool]]:
         eps = torch.finfo(self.torch_dtype).eps
-        accurate = accurate and abs(shift) <= 1e3 * eps * float(self._double_norm())
+        accurate = accurate and abs(shift) <= 1e3 * eps * float(self._norm())
         return [(factor, accurate) for factor in self._factors]
 
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
@@ -183,8 +149,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _is_matrix(self) -> bool:
         """Return whether the operator is a single dense matrix that is not decomposed yet."""
         first, *others = self._factors
-        known = not isinstance(first, Dense) or first.decomposition is not None
-        return not others and first.groups == self._groups and not known
+        needs_factorization = not first.is_diagonal and first.decomposition is None
+        return not others and first.groups == self._groups and needs_factorization
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent == 0:
@@ -204,7 +170,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _scaled(self, scalar: float) -> "KroneckerProductLinearOperator":
         # the smallest factor is the cheapest; the others keep their decompositions
-        sizes = [tensor_of(factor).numel() for factor in self._factors]
+        sizes = [factor.tensor.numel() for factor in self._factors]
         index = sizes.index(min(sizes))
         factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
         return KroneckerProductLinearOperator(*factors)
@@ -216,7 +182,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if not isinstance(other, KroneckerProductLinearOperator) or not self._fits(other):
             return None
         pairs = list(zip(self._factors, other._factors, strict=True))
-        different = [i for i, (a, b) in enumerate(pairs) if tensor_of(a) is not tensor_of(b)]
+        different = [i for i, (a, b) in enumerate(pairs) if a.tensor is not b.tensor]
         if len(different) > 1:
             are_square = all(factor.rows == factor.columns for factor in self._factors)
             return SumOfKroneckersLinearOperator([self, other]) if are_square else None
@@ -304,29 +270,21 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
 
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
-        return reduce(torch.add, [term.trace() for term in self._terms])
+    def _trace(self) -> Tensor:
+        return reduce(torch.add, [term._trace() for term in self._terms])
 
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar.
-
-        It is the root of the sum of the inner products of all pairs of terms.
-        """
+    def _norm(self) -> Tensor:
+        # the root of the sum of the inner products of all pairs of terms
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for one in self._terms:
             for two in self._terms:
                 pairs = zip(one._factors, two._factors, strict=True)
                 inner = reduce(torch.mul, [a.inner(b) for a, b in pairs])
                 total += inner.expand(self._groups).sum()
-        return total.clamp(min=0).sqrt().to(self.torch_dtype)
+        return total.clamp(min=0).sqrt()
 
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
-        return reduce(torch.add, [term.diagonal() for term in self._terms])
+    def _diagonal(self) -> Tensor:
+        return reduce(torch.add, [term._diagonal() for term in self._terms])
 
     # --- functions of the operator
 
@@ -337,7 +295,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         return self._is_diagonal() or self._groups * size**2 <= self.max_dense_dim**2
 
     def _is_diagonal(self) -> bool:
-        return all(isinstance(factor, Diagonal) for term in self._terms for factor in term._factors)
+        return all(factor.is_diagonal for term in self._terms for factor in term._factors)
 
     def _matrix(self) -> KroneckerProductLinearOperator:
         """Return the sum as one factor."""
@@ -355,13 +313,13 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
                 "only one term, or solve iteratively with products of this operator."
             )
         if self._is_diagonal():
-            return Diagonal(self.diagonal().view(-1, size))
+            return Factor(self._diagonal().view(-1, size))
         dense = reduce(torch.add, [_kron(term._factors) for term in self._terms])
         factors = [factor for term in self._terms for factor in term._factors]
         psd, eps = all(f.psd for f in factors), max(f.eps for f in factors)
-        return Dense(dense.expand(self._groups, size, size), psd=psd, eps=eps)
+        return Factor(dense.expand(self._groups, size, size), psd=psd, eps=eps)
 
-    def _diagonalized(self, shift: float) -> "CongruentLinearOperator | None":
+    def _diagonalized(self, shift: float) -> DiagonalizedSumLinearOperator | None:
         """Return the operator in a basis in which its two terms are diagonal, if there is one."""
         are_two_pairs = len(self._terms) == len(self._sizes) == 2
         if (
@@ -371,8 +329,11 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
             or self.domain.dim <= min(_SMALL, self.max_dense_dim)
         ):
             return None
-        first, second = self._terms
-        return _diagonalized(first, second) or _diagonalized(second, first)
+        first, second = (term._factors for term in self._terms)
+        names = self._terms[0]._names()
+        return simultaneous_diagonalization(first, second, names) or simultaneous_diagonalization(
+            second, first, names
+        )
 
     def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
         return (self._diagonalized(shift) or self._matrix())._slogdet(shift)
@@ -383,6 +344,9 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
         return self._matrix()._eigh(shift, accurate)
+
+    def _has_eigh(self) -> bool:
+        return super()._has_eigh() and self.can_be_written
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent == -1:
@@ -430,133 +394,16 @@ def _kron(factors: Sequence[Factor]) -> Tensor:
     return reduce(two, [factor.dense() for factor in factors])
 
 
-@recorded
-class CongruentLinearOperator(StructuredLinearOperator):
-    """A symmetric matrix ``X diag(values) X^T``, where X need not be orthogonal.
-
-    Unlike that of an eigendecomposition, its structure is lost if a multiple of the identity is
-    added, and it has no powers except for the inverse.
-
-    Args:
-        values: The diagonal, ``[D]``.
-        basis: X, a Kronecker product of square factors.
-        dual: ``X^-T``, likewise.
-    """
-
-    def __init__(
-        self,
-        values: Tensor,
-        basis: KroneckerProductLinearOperator,
-        dual: KroneckerProductLinearOperator,
-    ):
-        self.values, self.basis, self.dual = values, basis, dual
-        super().__init__(basis.domain)
-
-    def _record(self) -> tuple:
-        return self.values, self.basis, self.dual
-
-    def _apply(self, columns: Columns) -> Columns:
-        product = self.basis._apply_adjoint(columns)[""] * self.values
-        return self.basis._apply({"": product})
-
-    def _multiply_root(self, columns: Columns) -> Columns:
-        """Multiply by a matrix R with ``R R^T`` equal to the operator."""
-        return self.basis._apply({"": columns[""] * power(self.values, 0.5)})
-
-    def _root(self) -> "CongruentLinearOperator":
-        return self
-
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
-        return self.diagonal().sum()
-
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar."""
-        gram = (self.basis._transposed()._multiplied(self.basis))._squared_entries()
-        product = gram._apply({"": self.values.unsqueeze(0)})[""][0]
-        return (self.values @ product).clamp(min=0).sqrt()
-
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
-        return self.basis._squared_entries()._apply({"": self.values.unsqueeze(0)})[""][0]
-
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        if shift:
-            raise self._lacks("determinant of a sum with the identity")
-        sign, logarithm = signed_logarithm(self.values)
-        return sign, logarithm + 2 * self.basis._slogdet(0.0)[1]
-
-    def _inverse(self, shift: float, retry_double_precision: bool) -> "CongruentLinearOperator":
-        if shift:
-            raise self._lacks("inverse of a sum with the identity")
-        return CongruentLinearOperator(power(self.values, -1.0), self.dual, self.basis)
-
-    def _scaled(self, scalar: float) -> "CongruentLinearOperator":
-        return CongruentLinearOperator(scalar * self.values, self.basis, self.dual)
-
-    def _to(self, device: torch.device, dtype: torch.dtype) -> "CongruentLinearOperator":
-        parts = (part._to(device, dtype) for part in (self.basis, self.dual))
-        return CongruentLinearOperator(self.values.to(device, dtype), *parts)
-
-
-def _diagonalized(
-    first: KroneckerProductLinearOperator, second: KroneckerProductLinearOperator
-) -> CongruentLinearOperator | None:
-    """Return the sum of two Kronecker products of two symmetric factors each.
-
-    With ``P_1 = S S^T`` and ``P_2 = S diag(l) S^T``, likewise ``Q_1 = T T^T`` and
-    ``Q_2 = T diag(m) T^T``, the sum ``P_1 (x) Q_1 + P_2 (x) Q_2`` is
-    ``(S (x) T) diag(1 + l_i m_j) (S (x) T)^T``.
-
-    Returns:
-        ``None`` if a factor of the first one is not positive definite.
-    """
-    decompose(first._factors, first._names(), [True] * 2)
-    if not all(bool((factor.eigenvalues() > 0).all()) for factor in first._factors):
-        return None
-    pairs = zip(first._factors, second._factors, strict=True)
-    (S, dual_S, left), (T, dual_T, right) = (_simultaneous(*pair) for pair in pairs)
-    values = left.unsqueeze(-1) * right.unsqueeze(-2)
-    groups = max(first._groups, second._groups)
-    entries = max(factor.eps for term in (first, second) for factor in term._factors)
-    relative = tolerance(max(S.rows, T.rows), entries)
-    values = shifted(values.expand(groups, *values.shape[1:]).flatten(1), 1.0, relative, 0.0)
-    basis, dual = (KroneckerProductLinearOperator(*pair) for pair in ((S, T), (dual_S, dual_T)))
-    return CongruentLinearOperator(values.flatten().to(first.torch_dtype), basis, dual)
-
-
-def _simultaneous(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor]:
-    """Return S, ``S^-T`` and l with ``first = S S^T`` and ``second = S diag(l) S^T``.
-
-    Args:
-        first: A positive definite factor, decomposed.
-        second: A symmetric factor.
-    """
-    root = first.eigenvalues().double().sqrt()
-    if isinstance(first, Diagonal) and isinstance(second, Diagonal):
-        values = second.entries / first.entries
-        return Diagonal(root.to(values)), Diagonal((1 / root).to(values)), values
-    Q = first.eigenvectors().dense().double()
-    middle = Q.mT @ second.dense().double() @ Q / (root.unsqueeze(-1) * root.unsqueeze(-2))
-    [(values, turn)] = eigh_batched([middle], ["A factor of a sum of Kronecker products"])
-    basis = (Q * root.unsqueeze(-2)) @ turn, (Q / root.unsqueeze(-2)) @ turn
-    S, dual = (Dense(part.to(second.dense()), symmetric=False) for part in basis)
-    return S, dual, without_rounding(values, second.eps, second.psd)
-
-
 def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> list[Factor]:
     """Return what the Kronecker product computes with."""
-    if isinstance(factor, Dense | Diagonal):
+    if isinstance(factor, Factor):
         return [factor]
     if isinstance(factor, IdentityLinearOperator):
         one = torch.ones(1, dtype=factor.torch_dtype, device=factor.device)
-        identity = unit(factor.domain.dim, one)
-        return [identity if factor.scalar == 1 else identity.scaled(factor.scalar)]
+        unit = identity(factor.domain.dim, one)
+        return [unit if factor.scalar == 1 else unit.scaled(factor.scalar)]
     if isinstance(factor, DiagonalLinearOperator):
-        return [Diagonal(factor.diagonal().unsqueeze(0))]
+        return [Factor(factor.diagonal().unsqueeze(0))]
     name = name_of_factor(index)
     if isinstance(factor, KroneckerProductLinearOperator):
         if factor._groups > 1:
@@ -565,23 +412,19 @@ def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> lis
     if isinstance(factor, StructuredLinearOperator):
         raise TypeError(f"{name} is a {type(factor).__name__}; pass the matrix .to_dense().")
     tensor = real(factor, name, ndim=(2, 3))
-    return [Dense(tensor.unsqueeze(0) if tensor.ndim == 2 else tensor)]
+    return [Factor(tensor.unsqueeze(0) if tensor.ndim == 2 else tensor)]
 
 
-def _in_one_place(factors: list[Factor]) -> list[Factor]:
-    """Return the factors in their common dtype, all on one device."""
-    tensors = [tensor_of(factor) for factor in factors]
-    devices = {tensor.device for tensor in tensors}
+def _in_one_dtype(factors: list[Factor]) -> list[Factor]:
+    """Return the factors in their common dtype; refuse several devices."""
+    devices = {factor.tensor.device for factor in factors}
     if len(devices) > 1:
         raise ValueError(
             f"The factors of a Kronecker product live on {sorted(map(str, devices))}. Move them to "
             "one device."
         )
-    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    return [
-        factor if tensor.dtype == dtype else factor.to(tensor.device, dtype)
-        for factor, tensor in zip(factors, tensors, strict=True)
-    ]
+    dtype = reduce(torch.promote_types, [factor.tensor.dtype for factor in factors])
+    return [f if f.tensor.dtype == dtype else f.to(f.tensor.device, dtype) for f in factors]
 
 
 def name_of_factor(index: int) -> str:

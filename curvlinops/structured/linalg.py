@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.columns import not_finite
+from curvlinops.linear_operator.space import not_finite
 from curvlinops.support.arguments import without_graph
 
 #: Matrices with fewer numbers than this are copied into batches. Larger ones gain nothing.

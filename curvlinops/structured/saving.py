@@ -1,31 +1,53 @@
-"""What structured operators consist of, to be saved."""
+"""Structured operators from files, which ``StructuredLinearOperator.save`` writes."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from curvlinops.support.records import write, write_state
+import torch
+from torch import Tensor
+
+from curvlinops.structured.base import FORMAT, StructuredLinearOperator
+from curvlinops.support.arguments import as_device
+from curvlinops.support.records import metadata_of, read, read_state
 from curvlinops.support.torch_modes import in_default_modes
 
-#: Of what is saved. It changes when older files cannot be read any more.
-FORMAT = "structured operator 2"
 
+@in_default_modes
+def load(
+    source: str | Path | Mapping[str, Any], device: torch.device | str = "cpu"
+) -> StructuredLinearOperator:
+    """Return a structured operator that was saved: an inverse, a damped KFAC, a power.
 
-class Saveable:
-    """What a structured operator consists of, as plain tensors and metadata."""
+    It has the structure, the precision and the parameters' names of the one that was saved, and
+    needs neither model nor data. No code in the file is run.
 
-    @in_default_modes
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the operator consists of: tensors by name, and metadata as a string.
+    Args:
+        source: The file that its method ``save`` wrote, or what ``state_dict`` returned.
+        device: Where it goes.
 
-        ``load`` makes an operator of it. Do not write to the tensors: they are the operator's own.
-
-        Raises:
-            NotImplementedError: If the operator, or a part of it, is of a class of your own.
-        """
-        data, tensors = write(self)
-        return {"metadata": json.dumps({"format": FORMAT, "operator": data}), **tensors}
-
-    def save(self, path: str | Path) -> None:
-        """Write the operator to a safetensors file, which ``load`` reads."""
-        write_state(self.state_dict(), path)
+    Raises:
+        ValueError: If there is no structured operator, it is damaged, or of another version.
+    """
+    state = source if isinstance(source, Mapping) else read_state(source)
+    metadata = metadata_of(state, "a structured operator")
+    if "fingerprint" in metadata:
+        kind = "EKFAC" if any(name.endswith(".moment") for name in state) else "KFAC"
+        fisher_type = metadata["fingerprint"].get("fisher_type")
+        raise ValueError(
+            f"This is the state of a {kind}LinearOperator with {fisher_type=}. It has the "
+            "factors without the model: build the operator with model, loss and data, and read "
+            "the state with its method load(path) or load_state_dict(state). What "
+            "curvlinops.load() reads is saved by K.structure.save(path) or "
+            "K.inverse(...).save(path)."
+        )
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"Unknown format {metadata.get('format')!r} of the saved state: load() reads "
+            f"{FORMAT!r}."
+        )
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    operator = read(metadata.get("operator"), tensors, as_device(device))
+    if not isinstance(operator, StructuredLinearOperator):
+        raise ValueError(f"The saved state is a {type(operator).__name__}, no structured operator.")
+    return operator

@@ -6,7 +6,6 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.support.records import recorded
-from curvlinops.support.torch_modes import in_default_modes
 
 
 @recorded
@@ -32,36 +31,33 @@ class ShiftedLinearOperator(StructuredLinearOperator):
         return f"{self.operator._formula()} + {self.shift:g} * Identity"
 
     def _apply(self, columns: Columns) -> Columns:
-        return self._add(self.operator._apply(columns), columns)
+        return self._plus_multiple(self.operator._apply(columns), columns)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._add(self.operator._apply_adjoint(columns), columns)
+        return self._plus_multiple(self.operator._apply_adjoint(columns), columns)
 
-    def _add(self, products: Columns, columns: Columns) -> Columns:
+    def _plus_multiple(self, products: Columns, columns: Columns) -> Columns:
         return {
             name: torch.add(product, columns[name], alpha=self.shift)
             for name, product in products.items()
         }
 
-    @in_default_modes
-    def trace(self) -> Tensor:
-        """Return the sum of the diagonal, a scalar."""
-        return self.operator.trace() + self.shift * self.domain.dim
+    def _trace(self) -> Tensor:
+        return self.operator._trace() + self.shift * self.domain.dim
 
-    @in_default_modes
-    def frobenius_norm(self) -> Tensor:
-        """Return the root of the sum of all squared entries, a scalar."""
-        norm, trace = (x.double() for x in (self.operator.frobenius_norm(), self.operator.trace()))
+    def _norm(self) -> Tensor:
+        norm, trace = self.operator._norm().double(), self.operator._trace().double()
         square = norm**2 + 2 * self.shift * trace + self.shift**2 * self.domain.dim
-        return square.clamp(min=0).sqrt().to(self.torch_dtype)
+        return square.clamp(min=0).sqrt()
 
-    @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
-        return self.operator.diagonal() + self.shift
+    def _diagonal(self) -> Tensor:
+        return self.operator._diagonal() + self.shift
 
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> StructuredLinearOperator:
         return self.operator._eigh(self.shift + shift, accurate)
+
+    def _has_eigh(self) -> bool:
+        return self.operator._has_eigh()
 
     def _to_decompose(self, shift: float, accurate: bool) -> list:
         return self.operator._to_decompose(self.shift + shift, accurate)

@@ -1,7 +1,7 @@
 """Arguments that are numbers, devices, one of a few choices, or constants to autograd."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import inf, isnan
 from operator import index
 from typing import Any, TypeVar
@@ -29,28 +29,6 @@ def as_integer(value: Any) -> int | None:
 def as_device(device: torch.device | str) -> torch.device:
     """Return a device as tensors there name it: ``"cuda"`` becomes ``cuda:0``."""
     return torch.empty(0, device=device).device
-
-
-def check_call(name: str, function: Callable, args: tuple, kwargs: dict, *first: str) -> None:
-    """Check the arguments of a function that passes them on, after the ones that it takes first.
-
-    Args:
-        name: Of the function that was called.
-        function: To which it passes them.
-        args: What it passes on.
-        kwargs: The same, by name.
-        *first: Names of what it takes itself.
-
-    Raises:
-        TypeError: If they do not fit; the message numbers what is required.
-    """
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        required = [n for n, p in signature.parameters.items() if p.default is p.empty]
-        numbered = ", ".join(f"{i}. {n}" for i, n in enumerate((*first, *required), start=1))
-        raise TypeError(f"{name} takes {numbered}, and options: {error}.") from None
 
 
 def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = None) -> int:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.support.pytree import strided_tensors
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
     plain_values,
     saved_values,
+    strided_tensors,
 )
 
 
@@ -54,8 +54,8 @@ def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
         output: What it computed.
     """
     edges = (edge for node in nodes for edge in node.next_functions)
-    found = {input_metadata(node, index).dtype for node, index in edges if node is not None}
-    return frozenset(dtype.to_real() for dtype in found | {output.dtype})
+    dtypes = {input_metadata(node, index).dtype for node, index in edges if node is not None}
+    return frozenset(dtype.to_real() for dtype in dtypes | {output.dtype})
 
 
 def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
@@ -65,19 +65,19 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
 
 def custom_functions(nodes: Iterable[Any]) -> set[str]:
     """Return the names of the user's own autograd functions in a graph."""
-    own = __name__.partition(".")[0]
+    package = __name__.partition(".")[0]
     custom = (node for node in nodes if isinstance(node, BackwardCFunction))
     return {
         node.name().removesuffix("Backward")
         for node in custom
-        if function_of(node).__module__.partition(".")[0] != own
+        if function_of(node).__module__.partition(".")[0] != package
     }
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors at which a graph with these nodes begins, such as parameters."""
-    found = (getattr(node, "variable", None) for node in nodes)
-    return (variable for variable in found if isinstance(variable, Tensor))
+    variables = (getattr(node, "variable", None) for node in nodes)
+    return (variable for variable in variables if isinstance(variable, Tensor))
 
 
 def footprint(part: Any) -> int:

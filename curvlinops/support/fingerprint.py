@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvlinops.support.torch_internals import version_of
+
 #: Values that are the same if they are equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.Size)
 _DICTS = (dict, OrderedDict)
@@ -118,7 +120,7 @@ class Fingerprint:
         return (
             not any(self._empty)
             and _are_same(tuple(roots), self._roots)
-            and all(_are_same(children(part), known) for part, known in self._parts)
+            and all(_are_same(children(part), before) for part, before in self._parts)
         )
 
     def has_numbers(self) -> bool:
@@ -130,7 +132,7 @@ class Fingerprint:
             return False
         if self._copies is None:
             return True
-        if any(map(_array_differs, self._arrays, self._array_copies)):
+        if any(map(array_differs, self._arrays, self._array_copies)):
             return False
         return _equal(zip(map(_bits, self.tensors), self._copies, strict=True))
 
@@ -165,8 +167,7 @@ def _place(tensor: Tensor) -> tuple:
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"tensors of layout {tensor.layout} are not watched")
-    version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.stride(), *_kind(tensor)
+    return tensor.data_ptr(), version_of(tensor), tensor.stride(), *_kind(tensor)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -176,23 +177,24 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _array_differs(array: np.ndarray, copy: np.ndarray) -> bool:
+def array_differs(array: np.ndarray, copy: np.ndarray) -> bool:
+    """Return whether two arrays have other numbers, bit by bit, or are of another kind."""
     if array.dtype.hasobject:
         raise TypeError("arrays of objects are not watched")
     return (array.dtype, array.shape, array.tobytes()) != (copy.dtype, copy.shape, copy.tobytes())
 
 
-def _are_same(now: tuple, known: tuple) -> bool:
+def _are_same(now: tuple, before: tuple) -> bool:
     """Return whether two tuples have the same objects, or equal plain values."""
-    if len(now) != len(known):
+    if len(now) != len(before):
         return False
-    return all(map(is_, now, known)) or all(map(_is_same, now, known))
+    return all(map(is_, now, before)) or all(map(_is_same, now, before))
 
 
-def _is_same(now: Any, known: Any) -> bool:
-    if now is known:
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
         return True
-    return type(now) is type(known) and isinstance(now, PLAIN) and now == known
+    return type(now) is type(before) and isinstance(now, PLAIN) and now == before
 
 
 def children(part: Any) -> tuple:
@@ -212,14 +214,14 @@ def children(part: Any) -> tuple:
         return tuple(x for name, x in vars(part).items() if not name.startswith("__"))
     if isinstance(part, _CONSTANT) or _package(kind.__module__) == "curvlinops":
         return ()
-    own = () if is_installed(kind.__module__) else (kind,)
+    members = () if is_installed(kind.__module__) else (kind,)
     if isinstance(part, Mapping):
-        own += (*part, *part.values())
+        members += (*part, *part.values())
     elif isinstance(part, CONTAINERS):
-        own += tuple(part)
+        members += tuple(part)
     attributes = getattr(part, "__dict__", {})
     slots = (getattr(part, name, None) for name in _slots(kind))
-    return (*own, *attributes, *attributes.values(), *slots)
+    return (*members, *attributes, *attributes.values(), *slots)
 
 
 def _of_class(part: type) -> tuple:
@@ -243,12 +245,12 @@ def _of_function(function: FunctionType) -> tuple:
 def used_globals(function: FunctionType) -> Iterator[Any]:
     """Yield the globals that a function names, and of modules of the user what it names of them."""
     names, variables = names_in(function.__code__), function.__globals__
-    found = [variables[name] if name in variables else sys.modules.get(name) for name in names]
+    values = [variables[name] if name in variables else sys.modules.get(name) for name in names]
     # `import a.b as c` in a function takes c from the module a
-    found += [sys.modules.get(_package(name)) for name in names if "." in name]
+    values += [sys.modules.get(_package(name)) for name in names if "." in name]
     seen: set[int] = set()
-    while found:
-        value = found.pop()
+    while values:
+        value = values.pop()
         if id(value) in seen:  # modules may refer to each other
             continue
         seen.add(id(value))
@@ -256,7 +258,7 @@ def used_globals(function: FunctionType) -> Iterator[Any]:
             yield value
         elif not is_installed(value.__name__):
             yield id(value)  # not all that the module has
-            found += [vars(value)[name] for name in names if name in vars(value)]
+            values += [vars(value)[name] for name in names if name in vars(value)]
 
 
 @functools.cache
@@ -302,7 +304,7 @@ def is_installed(module: str | None) -> bool:
 def _is_installed(package: str) -> bool:
     if package in sys.stdlib_module_names or package == "curvlinops":
         return package != "__main__"
-    found = sys.modules.get(package)
-    places = [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     parts = {part for place in places if place is not None for part in Path(place).parts}
     return not parts.isdisjoint({"site-packages", "dist-packages"})

@@ -34,8 +34,8 @@ def frozen(*operators: Any) -> Iterator[None]:
 
 def _freezable(operators: tuple) -> list[Freezable]:
     """Return what can be frozen in attributes of this package's objects."""
-    found, stack, seen = [], list(operators), set()
-    own = __name__.partition(".")[0]
+    freezable, stack, seen = [], list(operators), set()
+    package = __name__.partition(".")[0]
     while stack:
         part = stack.pop()
         if id(part) in seen:
@@ -43,9 +43,9 @@ def _freezable(operators: tuple) -> list[Freezable]:
         seen.add(id(part))
         if isinstance(part, list | tuple):
             stack += part
-        elif type(part).__module__.partition(".")[0] == own:
+        elif type(part).__module__.partition(".")[0] == package:
             if hasattr(part, "freeze"):
-                found.append(part)
+                freezable.append(part)
             else:
                 stack += getattr(part, "__dict__", {}).values()
-    return found
+    return freezable

@@ -31,11 +31,25 @@ def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     return norms.squeeze(axes) if axes else norms
 
 
+def double_dots(x: Tensor, y: Tensor) -> Tensor:
+    """Return inner products along the last axis, in float64, without a copy of all numbers in it.
+
+    Args:
+        x: Vectors, ``[..., D]``.
+        y: Vectors of the same shape.
+
+    Returns:
+        The inner products, ``[...]``.
+    """
+    at_once = _COPIED if x.is_cpu else _PART_ON_DEVICE
+    width = max(at_once * x.shape[-1] // max(x.numel(), 1), 1)
+    parts = zip(x.split(width, -1), y.split(width, -1), strict=True)
+    return torch.stack([torch.linalg.vecdot(p.double(), q.double()) for p, q in parts]).sum(0)
+
+
 def double_dot(x: Tensor, y: Tensor) -> Tensor:
     """Return the inner product of all numbers, in float64, without a copy of all of them in it."""
-    at_once = _COPIED if x.is_cpu else _PART_ON_DEVICE
-    parts = zip(x.reshape(-1).split(at_once), y.reshape(-1).split(at_once), strict=True)
-    return torch.stack([torch.dot(some.double(), same.double()) for some, same in parts]).sum()
+    return double_dots(x.reshape(-1), y.reshape(-1))
 
 
 def _in_parts(x: Tensor, axes: list[int]) -> Tensor:

@@ -107,6 +107,8 @@ def move(tree: Any, device: torch.device) -> Any:
     Raises:
         ValueError: If a tensor has no values.
     """
+    if type(tree) is tuple and all(x is None or _is_on(x, device) for x in tree):
+        return tree
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -123,6 +125,11 @@ def move(tree: Any, device: torch.device) -> Any:
     return map_leaves(tree, moved, _has_to)
 
 
+def _is_on(part: Any, device: torch.device) -> bool:
+    """Return whether a tensor needs no ``move``."""
+    return type(part) is Tensor and part.device == device and not part.is_inference()
+
+
 def _has_to(part: Any) -> bool:
     """Return whether something moves itself, such as a tensor, or a batch of Hugging Face."""
     return hasattr(type(part), "to")  # attributes of an object may be its items
@@ -136,9 +143,7 @@ def has_length(leaf: Any, length: int) -> bool:
     return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0 and leaf.shape[0] == length
 
 
-def select_samples(
-    tree: Any, samples: slice, num_samples: int, shared: Tensor | None = None
-) -> Any:
+def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> Any:
     """Return some samples of a batch.
 
     Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
@@ -148,19 +153,15 @@ def select_samples(
         tree: X, y, or both.
         samples: Which samples.
         num_samples: How many the batch has.
-        shared: A tensor that belongs to all samples, and stays.
     """
 
     def select(part: Any) -> Any:
+        if isinstance(samples, list):
+            return _at(part, samples)
         # no view: it would keep all samples in memory
         return part[samples].clone() if isinstance(part, Tensor) else part[samples]
 
-    return _map_samples(tree, select, num_samples, shared)
-
-
-def duplicate_sample(tree: Any) -> Any:
-    """Return a batch of one sample with this sample twice, see ``select_samples``."""
-    return _map_samples(tree, lambda part: _at(part, [0, 0]), 1)
+    return _map_samples(tree, select, num_samples)
 
 
 def tile_samples(tree: Any, few: int, num_samples: int) -> Any:
@@ -174,16 +175,8 @@ def _at(part: Any, indices: list[int]) -> Any:
     return type(part)(part[i] for i in indices) if is_list else part[indices]
 
 
-def possibly_shared(tree: Any, num_samples: int) -> list[Tensor]:
-    """Return the tensors with an entry for each sample if one may belong to all samples instead."""
-    tensors = {id(leaf): leaf for leaf in leaves(tree) if has_length(leaf, num_samples)}
-    return list(tensors.values()) if len(tensors) > 1 else []
-
-
-def _map_samples(
-    tree: Any, function: Callable[[Any], Any], num_samples: int, shared: Tensor | None = None
-) -> Any:
-    """Apply a function to all that has one entry for each sample, but not to ``shared``."""
+def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
+    """Apply a function to all that has one entry for each sample."""
 
     def lists_samples(part: Any) -> bool:
         """Return whether a list has one thing for each sample."""
@@ -196,24 +189,8 @@ def _map_samples(
         return not inner or not all(has_length(x, num_samples) for x in inner)
 
     def applied(part: Any) -> Any:
-        if part is shared:
-            return part
         if isinstance(part, Tensor) and has_length(part, num_samples):
             return function(part.detach()).requires_grad_(part.requires_grad)
         return function(part) if lists_samples(part) or has_length(part, num_samples) else part
 
     return map_leaves(tree, applied, lists_samples)
-
-
-def strided_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]

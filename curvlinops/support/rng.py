@@ -1,7 +1,7 @@
 """Generators of random numbers: seeded ones, and the global ones, which are lent out."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -62,7 +62,7 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = [(own, own.get_state()) for own in _global_generators()]
+        self._torch = [(generator, generator.get_state()) for generator in _global_generators()]
 
     def are_current(self) -> bool:
         """Return whether nothing was drawn since."""
@@ -72,15 +72,15 @@ class GeneratorStates:
             self._python == random.getstate()
             and position == new_position
             and np.array_equal(words, new_words)
-            and all(torch.equal(state, own.get_state()) for own, state in self._torch)
+            and all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        for own, state in self._torch:
-            own.set_state(state)
+        for generator, state in self._torch:
+            generator.set_state(state)
 
 
 #: The states that contexts of all threads will restore, in the order in which these began.
@@ -88,15 +88,12 @@ _PRESERVED: list[GeneratorStates] = []
 
 
 @contextmanager
-def preserved_rng() -> Iterator[Callable[[], bool]]:
-    """Restore all global random number generators on exit (loaders draw from them, too).
-
-    What it yields tells whether nothing has been drawn from them so far.
-    """
+def preserved_rng() -> Iterator[None]:
+    """Restore all global random number generators on exit (loaders draw from them, too)."""
     states = GeneratorStates()
     _PRESERVED.append(states)
     try:
-        yield states.are_current
+        yield
     finally:
         states.restore()
         # other threads began meanwhile, and end later

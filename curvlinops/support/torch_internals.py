@@ -2,12 +2,14 @@
 
 import functools
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
 
@@ -69,10 +71,16 @@ def function_of(node: Any) -> type:
     return type(node)._forward_cls
 
 
-def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own buffers that are in its ``state_dict``."""
-    buffers = module.named_buffers(recurse=False)
-    return {n: x for n, x in buffers if n not in module._non_persistent_buffers_set}
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
+    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
+    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
+)
+
+
+def global_hooks() -> list[dict]:
+    """Return the hooks on all modules, by kind."""
+    return [getattr(modules, name, {}) for name in _GLOBAL_HOOKS]
 
 
 current_function_modes = internal("torch.overrides", "_get_current_function_mode_stack")
@@ -93,6 +101,90 @@ def uncached_parametrizations() -> Iterator[None]:
         parametrize._cache_enabled = cached
 
 
+# --- modules
+
+
+def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and all their children, each once, faster than ``nn.Module.modules``."""
+    modules, stack = {}, list(reversed([*roots]))
+    while stack:
+        module = stack.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            if module._modules:
+                stack += [x for x in reversed([*module._modules.values()]) if x is not None]
+    return list(modules.values())
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries in which a module has its own parameters and buffers."""
+    return module._parameters, module._buffers
+
+
+def backward_hooks(module: nn.Module) -> tuple[dict, dict]:
+    """Return the dictionaries in which a module has hooks on backward passes."""
+    return module._backward_hooks, module._backward_pre_hooks
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks on forward passes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """Return what ``torch.compile`` was given, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+# --- tensors
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; ``None`` where PyTorch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor."""
+    tensor._is_param = True
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep hooks on tensors from changing gradients."""
+    hooks = [(tensor, tensor._backward_hooks) for tensor in tensors]
+    try:
+        for tensor, _ in hooks:
+            tensor._backward_hooks = None
+        yield
+    finally:
+        for tensor, saved in hooks:
+            tensor._backward_hooks = saved
+
+
+def strided_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [] if tensor._is_zerotensor() else [tensor]
+
+
+# --- modes
+
+with warnings.catch_warnings(), suppress(ImportError):
+    # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
+
+#: ``torch.compiler.disable`` without the import of the compiler, which takes a second.
+disable_compiler = internal("torch", "_disable_dynamo")
 # What replaces calls of a model needs these.
 set_grad_enabled = internal("torch._C", "_set_grad_enabled")
 set_tangents_enabled = internal("torch._C", "_set_fwd_grad_enabled")

@@ -9,13 +9,22 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from curvlinops.support.torch_internals import in_transform
+from curvlinops.support.torch_internals import disable_compiler, in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Held while a model is evaluated: all threads share its modules and the random number generators.
-_LOCK = threading.RLock()
+_LOCK = threading.Lock()
+
+
+class _Thread(threading.local):
+    """Whether the current thread holds the lock."""
+
+    holds_lock = False
+
+
+_THREAD = _Thread()
 
 #: The types of devices that have an autocast of their own.
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -27,21 +36,30 @@ def _autocasting() -> list[str]:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the package's lock and enter PyTorch's default modes.
+    """Hold the package's lock and enter PyTorch's default modes; nothing changes if that is held.
 
     The lock is released while ``fetched`` waits for data.
     """
-    with _LOCK, default_modes():
+    if _THREAD.holds_lock:
         yield
+        return
+    with _LOCK, default_modes():
+        _THREAD.holds_lock = True
+        try:
+            yield
+        finally:
+            _THREAD.holds_lock = False
 
 
 @contextmanager
 def _unlocked() -> Iterator[None]:
-    state = _LOCK._release_save()  # however often this thread has acquired it
+    _THREAD.holds_lock = False
+    _LOCK.release()
     try:
         yield
     finally:
-        _LOCK._acquire_restore(state)
+        _LOCK.acquire()
+        _THREAD.holds_lock = True
 
 
 def fetched(data: Iterable) -> Iterator:
@@ -95,11 +113,8 @@ def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` calls as it is, where compiled functions call it.
-
-    This is ``torch.compiler.disable`` without the import of the compiler, which takes a second.
-    """
-    disabled = torch._disable_dynamo(function)
+    """Decorate a function that ``torch.compile`` calls as it is inside of compiled functions."""
+    disabled = disable_compiler(function)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,7 +14,7 @@ from curvlinops.layers.covariance import (
     covariance_by_shifts,
     shifts_are_cheaper,
 )
-from curvlinops.layers.window import Window
+from curvlinops.layers.patches import Window
 
 #: Samples, channels, length of the image; kernel, groups; padded by half a kernel.
 LAYERS = [

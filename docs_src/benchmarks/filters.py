@@ -1,7 +1,7 @@
 """Times ways to compute single samples' gradients of convolutions, layer by layer, on the CPU.
 
-Products with patches, and one convolution with the samples as groups of channels. Bold is the one
-that the package takes; see `curvlinops/layers/filters.py`.
+Products with patches, and PyTorch's own gradient of the filters under `vmap`. Bold is the one that
+the package takes; see `Patches` in `curvlinops/layers/patches.py`.
 """
 
 import torch
@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from ways import Row, main
 
-from curvlinops.layers import filters
-from curvlinops.layers.patches import make_patches
-from curvlinops.layers.window import Window
+from curvlinops.layers.patches import Patches, Window
 
 #: Samples, input channels, output channels, length of the image; kernel, stride, padding, groups.
 LAYERS = [
@@ -41,15 +39,17 @@ def row(layer: tuple[int, ...], dtype: torch.dtype) -> Row:
     window = Window.of(x[:, 0], weight.shape[2:], stride, padding, 1, groups)
     g = torch.randn_like(z).unflatten(1, (groups, -1)).flatten(3).permute(0, 3, 1, 2)
 
+    patches, everything = Patches(x, window), slice(None)
+
     def by_patches() -> Tensor:
-        return torch.einsum("nsgo,nsgi->ngoi", g, make_patches(x[:, 0], window))
+        return torch.einsum("nsgo,nsgi->ngoi", g, patches[everything])
 
     name = (
         f"{list(x[:, 0].shape)}, {outputs} filters of {kernel} x {kernel}, stride {stride}, "
         f"padding {padding}" + f", {groups} groups" * (groups > 1)
     )
-    found = {"patches": by_patches, "groups": lambda: filters.of_samples(x, g, window)}
-    taken = "groups" if filters.prefers_groups(x, window, g.shape[-1]) else "patches"
+    found = {"patches": by_patches, "vmap": lambda: patches.filter_gradients(everything, g)}
+    taken = "vmap" if patches.cost_more(g.shape[-1]) else "patches"
     return name, found, taken
 
 

@@ -126,12 +126,19 @@ for row, (title, found) in zip(axes, stages.items(), strict=True):
     row[0].set_ylabel(title)
     for ax, (name, A) in zip(row, found.items(), strict=True):
         image = ax.imshow(A.numpy(), norm=norm, cmap="RdBu_r", interpolation="none")
-        ax.set(title=name, xticks=[], yticks=[])
-        edges = torch.tensor([p.numel() for p in params.values()]).cumsum(0)[:-1] - 0.5
+        sizes = torch.tensor([p.numel() for p in params.values()])
+        centers, edges = sizes.cumsum(0) - sizes / 2, sizes.cumsum(0)[:-1] - 0.5
+        # the biases are too small for names of their own
+        weights = [(c, n) for c, n in zip(centers.tolist(), params, strict=True) if "weight" in n]
+        ticks, labels = zip(*weights, strict=True)
+        ax.set(title=name, yticks=[])
+        ax.set_xticks(ticks, labels, rotation=30, ha="right", fontsize="x-small")
+        if ax is row[0]:
+            ax.set_yticks(ticks, labels, fontsize="x-small")
         for edge in edges.tolist():
             ax.axhline(edge, color="black", linewidth=0.3)
             ax.axvline(edge, color="black", linewidth=0.3)
-    fig.colorbar(image, ax=row, shrink=0.9)
+    fig.colorbar(image, ax=row, shrink=0.9, label="entry")
 fig.savefig("curvature_matrices.png", dpi=150)
 
 # %%

@@ -109,7 +109,11 @@ def show(matrices: dict[str, torch.Tensor], title: str) -> plt.Figure:
 
 
 fig = show(matrices, "All parameters")
+weights = [name for name in params if name.endswith("weight")]  # biases are too small for names
+centers = [(K.space.slice(name).start + K.space.slice(name).stop) / 2 for name in weights]
+fig.axes[0].set_yticks(centers, weights)
 for ax in fig.axes[:3]:
+    ax.set_xticks(centers, weights, rotation=30, ha="right")
     for name in params:
         edge = K.space.slice(name).stop - 0.5
         ax.axhline(edge, color="white", linewidth=0.4)

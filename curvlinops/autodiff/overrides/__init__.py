@@ -72,14 +72,15 @@ def active(differentiation: Differentiation) -> Iterator[None]:
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
-    switch = TangentSwitch()
     table = TWICE if differentiation == "twice" else OVERRIDES
-    if differentiation == "forward":
+    switch = TangentSwitch() if differentiation == "forward" else None
+    if switch is not None:
         table = table | switch.table
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
         with kernels, Overrides(table):
             yield
     finally:
-        switch.restore()
+        if switch is not None:
+            switch.restore()
         torch.backends.mha.set_fastpath_enabled(fast)

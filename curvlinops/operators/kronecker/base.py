@@ -42,7 +42,7 @@ from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.support.arguments import check_call, check_choice, check_count
+from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.records import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -92,7 +92,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
-    #: Whether eigenvalues are corrected with gradients of single samples, in a second pass.
+    #: Whether eigenvalues are corrected in a second pass.
     _needs_second_pass = False
 
     def __post_init__(self) -> None:
@@ -226,15 +226,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         def add(problem: BatchProblem, samples: SampleGradients) -> None:
             add_batch(sums, problem, samples, self._planner)
 
-        def skips_checks() -> bool:
+        def needs_samples() -> bool:
             # factors that sum over all rows need no samples; exact blocks do
-            has_exact_blocks = any(name == "matrix" for _, name in sums.plan.shapes)
-            needs_samples = self._options.reduced or (self._needs_second_pass and has_exact_blocks)
-            return self._trusting or not needs_samples
+            has_exact_blocks = any(block.is_exact for block in sums.plan.blocks)
+            return bool(self._options.reduced or has_exact_blocks or not sums.plan.blocks)
 
         try:
             sums.num_batches = self._each_batch(
-                "factors", add, batches, sums.num_batches, skips_checks
+                "factors", add, batches, sums.num_batches, needs_samples
             )
         except ChangedError as error:
             if batches is not None:
@@ -249,16 +248,15 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         function: Callable[[BatchProblem, SampleGradients], None],
         batches: Batches | None,
         first: int,
-        skips_checks: Callable[[], bool] | None = None,
+        needs_samples: Callable[[], bool] = lambda: True,
     ) -> int:
         """Call a function on each batch; number these from ``first``, and return the next."""
         number = first
         with self._batches(description, batches) as problems:
             for number, problem in enumerate(problems, first + 1):
                 own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
-                arguments = type(self).__name__, self._trusting, True, True
-                backward = own.known(SampleBackward, *arguments)
-                samples = backward.capture(own, None if skips_checks is None else skips_checks())
+                backward = own.known(SampleBackward, type(self).__name__, True, True)
+                samples = backward.capture(own, needs_samples())
                 self._check_terms(own, samples)
                 if samples.num_samples:
                     function(own, samples)
@@ -377,7 +375,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         cls: Callable[P, Operator], state_dict: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
     ) -> Operator:
         """Build an operator from saved factors and its arguments, without a pass over the data."""
-        check_call(f"{cls.__name__}.from_state_dict", cls, args, kwargs, "state_dict")
         operator = cls(*args, **{"check_deterministic": False, **kwargs})
         operator.load_state_dict(state_dict)
         return operator

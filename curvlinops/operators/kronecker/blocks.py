@@ -1,32 +1,32 @@
 """Turns sums over the data into structured matrices."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.layers.covariance import mirror
 from curvlinops.layers.factors import Kind, relation, total
-from curvlinops.layers.symmetric import mirror
+from curvlinops.layers.outer import IN_ORDER
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.entries import Entries
+from curvlinops.operators.kronecker.layout import unused_views, view_of
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import BlockSpec
 from curvlinops.operators.kronecker.sums import FactorSums, Sources
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator
-from curvlinops.structured.factor import Dense, Diagonal, Factor
+from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
     SumOfKroneckersLinearOperator,
 )
+from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.structured.linalg import batches
-from curvlinops.structured.rearranged import RearrangedLinearOperator
-
-#: Of how many rows the lower half is copied at once.
-_MIRRORED = 64
 
 
 class Product(NamedTuple):
@@ -149,14 +149,12 @@ def _mirrored(matrix: Tensor) -> Tensor:
     """Return what nobody else has without the asymmetry of rounding."""
     if matrix.ndim == 3:
         # it is a sum of outer products, which some processors do not round symmetrically
-        mirror(matrix, _MIRRORED)
+        mirror(matrix)
     return matrix
 
 
 def _factor(matrix: Tensor) -> Factor:
-    if matrix.ndim == 2:
-        return Diagonal(matrix)
-    return Dense(matrix, symmetric=True, psd=True)
+    return Factor(matrix, symmetric=True, psd=True)
 
 
 #: Operators by the names of their parameters.
@@ -176,15 +174,18 @@ def assemble(factors: Sequence[BlockFactors], space: ParameterSpace, build: Buil
     """
     blocks: Blocks = {}
     for names, own in _by_names(factors):
-        shapes = {name: space.shapes[name] for name in names}
-        entries = Entries.of(shapes, [each.block for each in own])
+        own_space = space.restricted(names)
+        layouts, unused = _layouts(
+            tuple(each.block for each in own), tuple(own_space.shapes.items())
+        )
+        if unused.views:
+            layouts = [*layouts, unused]
+            # they have their share of damping
+            zeros = _zeros(unused.size, space).unsqueeze(0)
+            own = [*own, BlockFactors(BlockSpec(names, "zero"), matrix=zeros)]
         with about(names):
-            if entries.num_rest:
-                own = [*own, _unused(names, entries.num_rest, space)]
             operators = [build(each) for each in own]
-        one = operators[0] if len(operators) == 1 else BlockDiagonalLinearOperator(operators)
-        own_space = ParameterSpace(shapes, space.dtype, space.device)
-        blocks[names] = RearrangedLinearOperator(one, own_space, entries)
+        blocks[names] = BlockDiagonalLinearOperator(operators, own_space, layouts)
     return blocks
 
 
@@ -195,9 +196,33 @@ def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[Blo
     return iter(groups.items())
 
 
-def _unused(names: tuple[str, ...], size: int, space: ParameterSpace) -> BlockFactors:
-    """Return the entries of parameters that no layer uses, which have their share of damping."""
-    return BlockFactors(BlockSpec(names, "zero"), matrix=_zeros(size, space).unsqueeze(0))
+@lru_cache(maxsize=1024)  # the same blocks come again with each inverse
+def _layouts(
+    blocks: tuple[BlockSpec, ...], shapes: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[list[Layout], Layout]:
+    """Return where the entries of blocks are in their parameters, and the entries of no block."""
+    layouts = [_layout(block, dict(shapes)) for block in blocks]
+    if sum(layout.size for layout in layouts) == sum(prod(shape) for _, shape in shapes):
+        return layouts, Layout(())
+    views = [view for layout in layouts for view in layout.views]
+    unused: list[ParameterView] = []
+    for name, shape in shapes:
+        unused += unused_views(name, shape, [view for view in views if view.name == name])
+    return layouts, Layout(tuple(unused))
+
+
+def _layout(block: BlockSpec, shapes: Mapping[str, Sequence[int]]) -> Layout:
+    """Return where a block's entries are: of several inputs, the last one is the bias."""
+    if not block.kinds:
+        [name] = block.names
+        return Layout((view_of(name, shapes[name], None, IN_ORDER),))
+    kind = block.kinds[0]
+    arrangements = kind.arrangement, IN_ORDER
+    views = [
+        view_of(name, shapes[name], place, arrangement)
+        for name, place, arrangement in zip(block.names, block.places, arrangements, strict=False)
+    ]
+    return Layout(tuple(views), kind.groups * kind.outputs)
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:
@@ -210,8 +235,7 @@ def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinea
         return summed(factors.products)
     if factors.matrix is not None:
         return KroneckerProductLinearOperator(_factor(factors.matrix))
-    size = Entries.of(space.shapes, [factors.block]).sizes[0]
-    return DiagonalLinearOperator(_zeros(size, space))
+    return DiagonalLinearOperator(_zeros(prod(space.shapes[factors.block.names[0]]), space))
 
 
 def factors_of(product: Product) -> list[Factor]:

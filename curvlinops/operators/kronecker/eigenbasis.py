@@ -10,13 +10,12 @@ from torch import Tensor
 from curvlinops.layers.embedding import Lookup
 from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.forms import Form, squared_sum
-from curvlinops.layers.inputs import Inputs
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer, sum_of
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Inputs, Outer, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, unit
+from curvlinops.structured.factor import Factor, decompose, identity
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.support.records import recorded
 
@@ -56,10 +55,11 @@ class Basis:
         axes = [(self.outputs, sizes[0])]
         axes += [] if self.kind.shift else [(self.inputs, sizes[1])]
         factors: list[Factor] = [
-            unit(size, eigenvalues) if Q is None else Dense(Q, symmetric=False) for Q, size in axes
+            identity(size, eigenvalues) if Q is None else Factor(Q, symmetric=False)
+            for Q, size in axes
         ]
         if groups > 1 and all(factor.groups == 1 for factor in factors):
-            factors.insert(0, unit(groups, eigenvalues))
+            factors.insert(0, identity(groups, eigenvalues))
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 
@@ -70,15 +70,16 @@ class Basis:
             parts: All uses of the block's weight on a batch.
         """
         forms = [part.form for part in parts]
-        if all(isinstance(form, Outer) and form.kind == forms[0].kind for form in forms):
-            return self._of_matrices(Outer.merge(forms) if len(forms) > 1 else forms[0])
+        whole = sum_of(forms)
+        if isinstance(whole, Outer):
+            return self._of_matrices(whole)
         if all(isinstance(form, Lookup) for form in forms) and self.inputs is None:
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
             shape = forms[0].num_rows, g.shape[-1]
             return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
-        return self._of_rows(sum_of(forms), self.kind.arrangement)
+        return self._of_rows(whole, self.kind.arrangement)
 
     def _of_matrices(self, form: Outer) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""
@@ -100,11 +101,27 @@ class Basis:
         matrix = (*matrix, form.num_entries // prod(matrix))
         for some in form.parts():
             rows = form.rows(some).flatten(0, 1)
-            rows = arrangement.undo(rows, 1).reshape(len(rows), *matrix)
-            rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
-            rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
-            total = total + squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
-        return total.permute(1, 2, 0)
+            total = total + self._squares(arrangement.undo(rows, 1).reshape(len(rows), *matrix))
+        return total
+
+    def _squares(self, rows: Tensor) -> Tensor:
+        """Return the sum of squares of gradients ``[P, G, O, I]``, rotated, ``[G, O, I]``."""
+        rows = _rotated(rows.permute(0, 2, 1, 3), self.inputs)
+        rows = _rotated(rows.permute(0, 3, 2, 1), self.outputs)
+        return squared_sum(rows.flatten(1)).reshape(rows.shape[1:]).permute(1, 2, 0)
+
+    def second_moment_of_rows(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the sum of squared gradients in this basis, ``[G, O, I]``.
+
+        Args:
+            weight: Gradients of what a layer uses of the weight, ``[P, entries]``.
+            bias: Those of its bias, ``None`` if the block has none.
+        """
+        matrix = self.kind.groups, self.kind.outputs
+        rows = self.kind.arrangement.undo(weight, 1).reshape(len(weight), *matrix, -1)
+        if bias is not None:
+            rows = torch.cat([rows, bias.reshape(len(bias), *matrix, 1)], 3)
+        return self._squares(rows)
 
 
 class Rotated:
@@ -152,11 +169,12 @@ def _axes(factors: BlockFactors) -> tuple[Factor | None, Factor | None]:
     """Return the factors whose eigenvectors are the basis, ``None`` for the standard basis."""
     first = factors.products[0]
     outputs, inputs = (
-        None if isinstance(factor, Diagonal) else factor
+        None if factor is None or factor.is_diagonal else factor
         for factor in (first.gradients, first.inputs)
     )
     for other in factors.products[1:]:
-        if isinstance(other.inputs, Diagonal) and not isinstance(first.inputs, Diagonal):
+        is_diagonal = other.inputs is not None and other.inputs.is_diagonal
+        if is_diagonal and not first.inputs.is_diagonal:
             # those of lookups are the outputs of a head with the same weight
             if relation(first.kind, other.kind) == "transposed":
                 outputs = None

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.groups import split
 from curvlinops.layers.parts import Part
-from curvlinops.linear_operator.columns import mark_last
 from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
@@ -14,12 +14,13 @@ from curvlinops.operators.kronecker.blocks import (
     normalized,
     operator_of,
 )
-from curvlinops.operators.kronecker.eigenbasis import eigenbases
+from curvlinops.operators.kronecker.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kronecker.estimate import backpropagated, on_slice
 from curvlinops.operators.kronecker.inverse import Damping
 from curvlinops.operators.kronecker.options import FisherType
-from curvlinops.operators.kronecker.plan import Slice, group_by_use
+from curvlinops.operators.kronecker.plan import BlockSpec, Slice, group_by_use
 from curvlinops.operators.kronecker.sums import ChangedError, FactorSums
+from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
@@ -93,14 +94,35 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     by_slice.setdefault((use.name, use.place), []).extend(own)
                 for block in blocks:
                     # what was added is not kept in memory
-                    if parts := by_slice.pop(block.slice, []):
-                        basis = sums.bases[block.slices]
-                        moments.add((block.slices, "moment"), basis.second_moment(parts))
+                    parts, basis = by_slice.pop(block.slice, []), sums.bases[block.slices]
+                    if any(part.unsorted for part in parts):
+                        moment = self._one_by_one(basis, block, samples, u)
+                    elif parts:
+                        moment = basis.second_moment(parts)
+                    else:
+                        continue
+                    moments.add((block.slices, "moment"), moment)
 
         with self._synchronized("eigenvalues"):
             self._each_batch("eigenvalues", add, batches, first)
         sums.tensors |= ranks.add_all(moments.tensors, self.device)
         return sums
+
+    def _one_by_one(
+        self, basis: Basis, block: BlockSpec, samples: SampleGradients, u: Tensor
+    ) -> Tensor:
+        """Return the second moment of gradients that are computed sample by sample."""
+        [(names, form)] = samples.one_by_one(u, block.names)
+        total: Tensor | float = 0.0
+        for some in form.parts():
+            of_names = split(names, form.rows(some).flatten(0, 1), self.space)
+            rows = [
+                of_names[name].flatten(1)[:, slice(None) if p is None else p.entries(u.device)]
+                for name, p in block.slices
+            ]
+            rows = [x.to(self.torch_dtype) for x in rows]
+            total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
+        return total
 
     def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
         key = factors.block.slices

@@ -12,7 +12,6 @@ from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
-from curvlinops.linear_operator.columns import mark_last
 from curvlinops.operators.kronecker.options import FisherType, Options
 from curvlinops.operators.kronecker.plan import LayerUse, Uses, group_by_use
 from curvlinops.operators.kronecker.sums import (
@@ -22,14 +21,20 @@ from curvlinops.operators.kronecker.sums import (
     Planner,
     has_bias_input,
 )
-from curvlinops.operators.vectors import hessian_roots, signed_hessian_roots, would_be_gradients
+from curvlinops.operators.vectors import (
+    hessian_roots,
+    mark_last,
+    signed_hessian_roots,
+    would_be_gradients,
+)
 from curvlinops.risk.empirical_risk import BatchProblem
 
 #: Why there may be no factors in the reduce setting.
-_UNASSIGNED = (
+_OPEN = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
+_UNSORTED = "it is not known to which samples the rows of its layer belong"
 
 
 def backpropagated(
@@ -85,7 +90,7 @@ def add_batch(
             if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
                 uses = sums.plan.uses.union(Uses(frozenset(groups), unknown))
                 sums.plan = planner.extend(sums.plan, uses)
-        exact = _exact_forms(sums, groups) + samples.rest(u)
+        exact = _exact_forms(sums, groups, samples, u) + samples.rest(u)
         for use in list(groups):
             # what was added is not kept in memory
             for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0, planner):
@@ -95,14 +100,14 @@ def add_batch(
 
 
 def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
-    """Return the parameters whose rows cannot be averaged over samples, and why."""
-    names = {
-        use.name
-        for use, parts in groups.items()
-        if use.kind is not None and use.name in options.reduced
-        if any(part.open for part in parts)
-    }
-    return dict.fromkeys(names, _UNASSIGNED)
+    """Return the parameters whose gradients should be those of samples but are not, and why."""
+    reasons = {}
+    for use, parts in groups.items():
+        if use.name in options.reduced and use.kind and any(part.open for part in parts):
+            reasons[use.name] = _OPEN
+        if (use.name in options.reduced or not use.kind) and any(part.unsorted for part in parts):
+            reasons[use.name] = _UNSORTED
+    return reasons
 
 
 def _factors(
@@ -131,14 +136,19 @@ def on_slice(part: Part, dtype: torch.dtype) -> Part:
     return part._replace(form=form.to(dtype))
 
 
-def _exact_forms(sums: FactorSums, groups: dict[LayerUse, list[Part]]) -> list[Group]:
+def _exact_forms(
+    sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
+) -> list[Group]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
     names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
     forms: dict[str, list[Form]] = {}
+    unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
-            forms.setdefault(use.name, []).extend(part.form for part in parts)
-    return [([name], sum_of(own)) for name, own in forms.items()]
+            forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
+            unsorted |= {use.name for part in parts if part.unsorted}
+    alone = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
+    return [([name], sum_of(own)) for name, own in forms.items() if own] + alone
 
 
 def _add_exact_blocks(sums: FactorSums, groups: Sequence[Group], planner: Planner) -> None:

@@ -19,7 +19,7 @@ from curvlinops.operators.kronecker.blocks import (
 )
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factor import Dense, Diagonal, Factor, decompose, invert
+from curvlinops.structured.factor import Factor, decompose, invert
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
 from curvlinops.support.arguments import check_number, without_graph
 from curvlinops.support.records import recorded
@@ -178,11 +178,11 @@ def _invert(
 
 def _rescaled(factor: Factor, scales: Tensor) -> Factor:
     """Return ``diag(scales) F diag(scales)`` for scales ``[1, n]``."""
-    scales = scales.to(factor.diagonal())
-    if isinstance(factor, Diagonal):
-        return Diagonal(factor.entries * scales**2)
+    scales = scales.to(factor.tensor)
+    if factor.is_diagonal:
+        return Factor(factor.tensor * scales**2, psd=True)
     matrix = factor.tensor * scales.unsqueeze(-1) * scales.unsqueeze(-2)
-    return Dense(matrix, symmetric=True, psd=True)
+    return Factor(matrix, symmetric=True, psd=True)
 
 
 def _non_negative(value: Any) -> float | None:

@@ -10,6 +10,7 @@ from curvlinops.layers.forms import innermost
 from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.kronecker.layout import view_of
 from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
 from curvlinops.support.records import recorded
 
@@ -275,6 +276,9 @@ def _blocks_of(
         )
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
+            return [_fallback(name, reason, space, options)]
+        if view_of(name, space.shapes[name], place, kinds[0].arrangement) is None:
+            reason = "layers use its entries in an order that is no strided view of it"
             return [_fallback(name, reason, space, options)]
         if bias is not None:
             (use,) = by_place[place]

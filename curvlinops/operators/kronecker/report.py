@@ -7,7 +7,8 @@ from torch import Tensor
 
 from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
 from curvlinops.operators.kronecker.options import FisherType
-from curvlinops.structured.factor import Diagonal, Factor, tensor_of
+from curvlinops.structured.factor import Factor
+from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes
 
 HOW_TO_DAMP = "Damp with inverse(damping=...), or with damped(delta)."
@@ -36,7 +37,7 @@ def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[Blo
         BlockReport(
             each.block.names,
             each.block.structure,
-            tuple(tuple(tensor_of(f).shape) for p in each.products for f in factors_of(p))
+            tuple(tuple(f.tensor.shape) for p in each.products for f in factors_of(p))
             + (() if each.matrix is None else (tuple(each.matrix.shape),)),
             each.block.reason or _reason(each, fisher_type),
         )
@@ -48,10 +49,10 @@ def _reason(factors: BlockFactors, fisher_type: FisherType) -> str:
     """Say which matrices of a Kronecker product are diagonal, and why."""
     reasons = []
     for product in factors.products:
-        if isinstance(product.inputs, Diagonal):
+        if product.inputs is not None and product.inputs.is_diagonal:
             why = "inputs are looked up" if product.kind.lookup else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
-        if isinstance(product.gradients, Diagonal):
+        if product.gradients.is_diagonal:
             is_identity = fisher_type is FisherType.FORWARD_ONLY
             why = "the identity by fisher_type" if is_identity else "it is too large"
             reasons.append(f"gradient factor diagonal: {why}")
@@ -204,21 +205,16 @@ class Watched:
         key = (kind, name)
         if key not in self._known:
             matrix = matrix.diag_embed() if matrix.ndim == 1 else matrix
-            self._known[key] = matrix, id(matrix), _version(matrix)
+            self._known[key] = matrix, id(matrix), version_of(matrix)
         return self._known[key][0]
 
     @property
     def written(self) -> bool:
         """Whether a matrix was changed in place since it was read."""
         # copies of an operator have other tensors, which nobody has read, with other versions
-        return any(id(x) == i and _version(x) != v for x, i, v in self._known.values())
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+        return any(id(x) == i and version_of(x) != v for x, i, v in self._known.values())
 
 
 def _single(factor: Factor) -> Tensor:
     """Return a factor without the axis of groups if there is one group only."""
-    tensor = tensor_of(factor)
-    return tensor[0] if len(tensor) == 1 else tensor
+    return factor.tensor[0] if factor.groups == 1 else factor.tensor

@@ -1,6 +1,7 @@
 """Operators on data whose matrix has a structure that makes more than products cheap."""
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ class StructuredDataLinearOperator(DataLinearOperator):
     def _raised(self, exponent: float) -> StructuredLinearOperator:
         return self.structure.power(exponent)
 
+    def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
+        return self.structure._eigenpairs(k, which)
+
     def _apply(self, columns: Columns) -> Columns:
         return self.structure._apply(columns)
 
@@ -71,9 +75,17 @@ class StructuredDataLinearOperator(DataLinearOperator):
         """Return the diagonal, ``[D]``."""
         return self.structure.diagonal()
 
+    def eigvalsh(self) -> Tensor:
+        """Return all eigenvalues in ascending order, ``[D]``."""
+        return self.structure.eigvalsh()
+
     def eigh(self) -> StructuredLinearOperator:
         """Return the eigendecomposition, an ``EighDecomposedLinearOperator``."""
         return self.structure.eigh()
+
+    def solve(self, b: Any) -> Any:
+        """Return the solution x of ``A x = b``, without damping."""
+        return self.structure.solve(b)
 
     def power(self, exponent: float) -> StructuredLinearOperator:
         """Return a power, which has the same structure."""

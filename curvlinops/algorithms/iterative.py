@@ -1,0 +1,351 @@
+"""What inverses of symmetric matrices by Krylov methods share: products and true residuals."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from math import isfinite
+from types import SimpleNamespace
+from typing import Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
+from curvlinops.support.arguments import check_count, check_number, without_graph
+from curvlinops.support.norms import double_dots, double_norm
+from curvlinops.support.progress import solver
+from curvlinops.support.torch_modes import default_modes
+
+#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
+ASYMMETRY = 1e-3
+
+P = ParamSpec("P")
+#: The kind of the right-hand sides.
+Kind = TypeVar("Kind")
+
+#: What SciPy and GPyTorch call the options.
+_ALIASES = {
+    "M": "preconditioner",
+    "tol": "rtol",
+    "tolerance": "rtol",
+    "max_iter": "maxiter",
+    "initial_guess": "x0",
+}
+#: Options of GPyTorch that have no counterpart, and what to do instead.
+_REFUSED = {
+    "eps": "nothing is added to the matrix but damping; omit eps, or pass damping",
+    "max_tridiag_iter": "no tridiagonal matrix is recorded; omit it, and use lanczos_logdet",
+}
+
+
+class Aliases(TypedDict, total=False):
+    """Other names of options."""
+
+    M: Preconditioner
+    tol: float
+    tolerance: float
+    max_iter: int | None
+    initial_guess: Vectors | None
+
+
+def takes_aliases(function: Callable[P, None]) -> Callable[P, None]:
+    """Return a decorator of a function that renames its options to this package's names."""
+    options = [name for name in signature(function).parameters if name not in ("self", "aliases")]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() & _REFUSED.keys():
+            raise TypeError(f"There is no option '{name}': {_REFUSED[name]}.")
+        renamed = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+        if unknown := sorted(renamed.keys() - set(options)):
+            raise TypeError(f"There are no options {unknown}; there are {options}.")
+        if len(renamed) < len(kwargs):
+            raise TypeError(f"One option is given twice, under two names: {sorted(kwargs)}.")
+        function(*args, **renamed)
+
+    return call
+
+
+class Solution(NamedTuple, Generic[Kind]):
+    """Solutions of linear systems, and how good they are.
+
+    Attributes:
+        x: The solutions, of the kind of the right-hand sides.
+        residuals: True residual norms ``||b - A x||``, ``[K]``, float64.
+        iterations: Number of iterations, ``[K]``.
+        converged: Whether the tolerance is reached, ``[K]``.
+    """
+
+    x: Kind
+    residuals: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+
+class KrylovInverseLinearOperator(TorchLinearOperator):
+    """The inverse of a symmetric matrix, ``(A + damping I)^-1``, by an iteration.
+
+    A subclass writes ``_improve``, which reduces residuals as its recursion sees them. The true
+    residuals decide: where they are larger, the iteration starts again from the solution so far.
+
+    Args:
+        A: A symmetric operator or matrix of any kind, ``[D, D]``.
+        preconditioner: A symmetric positive definite operator or matrix that approximates the
+            inverse; or a function that multiplies by one: a vector ``[D]``, or if it does not take
+            these, several at once, ``[D, K]``, tensors like the products of ``A``.
+        rtol: See ``atol``.
+        atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
+        maxiter: Largest number of iterations. Default: ``10 D``.
+        damping: Multiple of the identity that is added to ``A``.
+        x0: Start of the iteration for every right-hand side that is not zero, ``[D]``. Default:
+            zero.
+        on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
+        **aliases: The same under the names of SciPy (``M``, ``tol``) and of GPyTorch
+            (``tolerance``, ``max_iter``, ``initial_guess``).
+
+    Raises:
+        ValueError: If an argument is out of its range, or products show that the matrix is not
+            symmetric.
+        ConvergenceError: Without convergence, if ``on_failure="raise"``.
+        TypeError: If an option is unknown, or given under two names.
+    """
+
+    @takes_aliases
+    def __init__(
+        self,
+        A: AnyMatrix,
+        *,
+        preconditioner: Preconditioner = None,
+        rtol: float = 1e-5,
+        atol: float = 0.0,
+        maxiter: int | None = None,
+        damping: float = 0.0,
+        x0: Vectors | None = None,
+        on_failure: str = "warn",
+        **aliases: Unpack[Aliases],
+    ):
+        self._matrix = Matrix(A, square=True)
+        operator = self._matrix.operator
+        operator.domain.check_compatible(operator.codomain)
+        super().__init__(operator.domain, self_adjoint=True)
+        self._set_options(preconditioner, rtol, atol, maxiter, x0)
+        self.damping = check_number("damping", damping)
+        if not isfinite(self.damping):
+            raise ValueError(f"damping must be finite, got {damping}.")
+        check_on_failure(on_failure)
+        self.on_failure = on_failure
+
+    def _set_options(
+        self,
+        preconditioner: Preconditioner,
+        rtol: float,
+        atol: float,
+        maxiter: int | None,
+        x0: Vectors | None,
+    ) -> None:
+        rtol, atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
+        if rtol == atol == 0:
+            raise ValueError("rtol and atol must not both be zero.")
+        maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
+        without_graph(x0, "x0")
+        start = None if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
+        self._preconditioner = read_preconditioner(preconditioner, self._matrix)
+        self.rtol, self.atol, self.maxiter, self._x0 = rtol, atol, maxiter, start
+
+    def _improve(
+        self, A: "DampedMatrix", X: Tensor, iterations: Tensor, systems: "Systems", budget: int
+    ) -> None:
+        """Add approximate solutions of ``(A + damping I) dX = R`` to rows of X, in place.
+
+        Args:
+            A: Multiplies by the matrix, damped, and by the preconditioner.
+            X: The solutions of all systems so far, ``[K, D]``.
+            iterations: Number of iterations of all systems, ``[K]``, counted on in place.
+            systems: The systems to improve. None has reached its goal.
+            budget: Largest number of iterations.
+        """
+        raise NotImplementedError
+
+    @overload
+    def solve(self, B: Array, x0: Vectors | None = None) -> Solution[Array]: ...
+    @overload
+    def solve(self, B: Sequence[Tensor], x0: Vectors | None = None) -> Solution[list[Tensor]]: ...
+    @overload
+    def solve(
+        self, B: Mapping[str, Tensor], x0: Vectors | None = None
+    ) -> Solution[dict[str, Tensor]]: ...
+    def solve(self, B: Vectors, x0: Vectors | None = None) -> Solution:
+        """Solve linear systems.
+
+        Args:
+            B: Right-hand sides: a vector or several, of any kind that operators take.
+            x0: Start of the iteration: one vector, or one for each right-hand side.
+
+        Returns:
+            The named tuple ``(x, residuals, iterations, converged)``.
+
+        Raises:
+            ValueError: If a right-hand side requires gradients: only products have derivatives.
+        """
+        without_graph(B, "The right-hand side")
+        with default_modes():
+            columns, write = to_columns(B, self.domain)
+            start = self._x0 if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
+            X, *info = self._solve(self.domain.join(columns), start)
+            return Solution(write(self.codomain.split(X), self.codomain), *info)
+
+    def _description(self) -> list[str]:
+        return [self._matrix.operator._formula()]
+
+    def _apply(self, columns: Columns) -> Columns:
+        X, *_ = self._solve(self.domain.join(columns), self._x0)
+        return self.codomain.split(X)
+
+    def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
+        with solver(type(self).__name__, self):
+            # each call has its own, so that calls in several threads do not meet
+            A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
+            sizes = double_norm(B, 1)
+            # float64 cannot hold the squares of other norms
+            if bool((sizes != sizes.clamp(1e-150, 1e150))[B.any(dim=1)].any()):
+                raise ValueError(
+                    "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale "
+                    "the right-hand sides."
+                )
+            goal = (self.rtol * sizes).clamp(min=self.atol)
+            X, R = torch.zeros_like(B), B
+            if x0 is not None and bool(x0.any()):
+                X = _expand(x0, B)
+                X[sizes == 0] = 0.0  # zero is the solution
+                R = B - A.multiply(X)
+            residuals = double_norm(R, 1)
+            iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+            rounding = 100 * torch.finfo(self.torch_dtype).eps
+            index = (residuals > goal).nonzero().squeeze(1)
+            R = R[index]
+            while len(index) and (done := int(iterations.max())) < self.maxiter:
+                before = residuals[index]
+                # a bit less, as recursions drift; but rounding limits what one run reaches
+                target = (0.9 * goal[index]).maximum(rounding * before)
+                systems = Systems(index=index, R=R, goal=target)
+                # a restart is not worth more products than there were
+                budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
+                candidate = X.clone()
+                self._improve(A, candidate, iterations, systems, budget)
+                R = B[index] - A.multiply(candidate[index])
+                after = double_norm(R, 1)
+                better = after < before
+                improved = index[better]
+                X[improved], residuals[improved] = candidate[improved], after[better]
+                # residuals that do not even halve are as small as rounding allows
+                going = (after > goal[index]) & (after < before / 2)
+                index, R = index[going], R[going]
+            converged = residuals <= goal
+            self._report(converged, residuals / sizes, iterations)
+            return X, residuals, iterations, converged
+
+    def _report(self, converged: Tensor, relative: Tensor, iterations: Tensor) -> None:
+        if not bool(converged.all()):
+            fail(
+                f"{type(self).__name__}: {int((~converged).sum())} of {len(converged)} systems are "
+                f"not solved after {int(iterations.max())} iterations, ||b - A x|| / ||b|| is up "
+                f"to {float(relative[~converged].max()):.1e} (rtol={self.rtol:.1e}, "
+                f"atol={self.atol:.1e}). Allow a larger tolerance or maxiter, precondition, or "
+                "damp.",
+                self.on_failure,
+            )
+
+
+class DampedMatrix:
+    """Multiplies by a symmetric matrix, damped, and by its preconditioner.
+
+    Args:
+        matrix: The matrix A.
+        damping: Multiple of the identity that is added to it.
+        preconditioner: Approximates the inverse. ``None``: the identity.
+        method: The name of the method that needs a symmetric matrix.
+    """
+
+    def __init__(self, matrix: Matrix, damping: float, preconditioner: Matrix | None, method: str):
+        self._matrix, self._damping, self._method = matrix, damping, method
+        self._preconditioner = preconditioner
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows ``[K, D]`` by ``A + damping I``.
+
+        Raises:
+            ValueError: If products show that the matrix is not symmetric.
+        """
+        out = (self._matrix @ rows.T).T.contiguous()
+        if self._damping:
+            out = out.add(rows, alpha=self._damping)
+        if len(rows) and not self._matrix.operator.self_adjoint:
+            self._check_symmetric(rows, out)
+        return out
+
+    def precondition(self, rows: Tensor) -> Tensor:
+        """Multiply rows ``[K, D]`` by the preconditioner."""
+        if self._preconditioner is None:
+            return rows
+        return (self._preconditioner @ rows.T).T.contiguous().to(rows)
+
+    def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
+        """Check ``<x, A y> = <A x, y>`` for the last two products, which costs none."""
+        last, self._last = self._last, (rows, products)
+        if last is None or last[0].shape != rows.shape:
+            return
+        difference = double_dots(last[0], products) - double_dots(last[1], rows)
+        size_x, size_Ax, size_y, size_Ay = (double_norm(x, 1) for x in (*last, rows, products))
+        norm = torch.cat([size_Ax / size_x, size_Ay / size_y]).nan_to_num().max()
+        if bool((difference.abs() > ASYMMETRY * norm * size_x * size_y).any()):
+            raise ValueError(
+                f"The matrix is not symmetric, which {self._method} needs. Use "
+                "LSMRInverseLinearOperator, or the symmetric part (A + A.T) / 2 if that is meant."
+            )
+
+
+class Systems(SimpleNamespace):
+    """The state of an iteration for K systems: tensors with K as their first axis.
+
+    Attributes:
+        index: The index of each system's right-hand side.
+        R: Residuals, ``[K, D]``.
+        goal: The residual norms that shall be reached.
+    """
+
+    def keep(self, going: Tensor) -> None:
+        """Drop all systems but those where ``going`` is true."""
+        if not bool(going.all()):
+            vars(self).update({name: tensor[going] for name, tensor in vars(self).items()})
+
+
+def add_scaled(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:
+    """Return ``rows + factors * others`` for rows ``[K, D]`` and a factor for each, ``[K]``."""
+    return torch.addcmul(rows, factors.to(rows).unsqueeze(1), others)
+
+
+def scaled(factors: Tensor, rows: Tensor) -> Tensor:
+    """Multiply each row of ``[K, D]`` by its factor."""
+    return factors.to(rows).unsqueeze(1) * rows
+
+
+def check_positive(squares: Tensor) -> Tensor:
+    """Return ``<r, M r>`` of residuals r, ``[K]``, if the preconditioner M is positive definite."""
+    if bool((squares <= 0).any()):
+        raise ValueError("The preconditioner is not positive definite.")
+    return squares
+
+
+def _expand(x0: Tensor, B: Tensor) -> Tensor:
+    if len(x0) not in (1, len(B)):
+        raise ValueError(
+            f"x0 has {len(x0)} columns for {len(B)} right-hand sides. Pass one for all, or one for "
+            "each."
+        )
+    return x0.expand_as(B).clone()

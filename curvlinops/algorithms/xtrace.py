@@ -1,0 +1,322 @@
+"""Traces and diagonals from estimators that make the most of every random vector.
+
+Each random vector spans, together with the others, a subspace in which the matrix is known, and
+probes what the subspace of all *others* leaves out. Averaging over which vector is left out gives
+the variance of both (Epperly, Tropp and Webber, XTrace: making the most of every sample in
+stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 2024).
+
+The standard error from K vectors is the scatter of the terms of the average as if they were
+independent (section 2.5 of the paper), times ``sqrt(2 D / (D - K + 1))``, since they share all
+vectors: where pairs of vectors dominate the variance, a sum over ordered pairs has each pair twice;
+and the closer K is to D, the less is left out of the space that the others span. In experiments it
+is between 0.6 and 1.7 times the actual one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.probes import (
+    Average,
+    Probes,
+    StoppingRule,
+    estimator,
+    quadratic_forms,
+)
+from curvlinops.support.norms import double_norm
+
+#: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
+_FEW_DIMENSIONS = 32
+
+
+@estimator("xtrace", np.floating)
+def xtrace(
+    A: AnyMatrix,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the trace of a square matrix with XTrace.
+
+    ``tr(A) = mean_i  tr(P_i A P_i) + x_i^T (I - P_i) A (I - P_i) x_i``, with P_i the projection on
+    the range of A times all random vectors but x_i (equation 2.3 and Algorithm 2.1 of Epperly et
+    al. 2024). Unbiased for every matrix; exact if the rank is below ``num_matvecs / 2``. With
+    Gaussian and spherical vectors, ``(I - P_i) x_i`` is scaled to its expected length, which
+    removes part of the variance.
+
+    Args:
+        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
+        num_matvecs: The largest number of products with ``A``, two for each random vector.
+        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
+        rtol: Stop when the standard error is this small, relative to the estimate.
+        return_error: Whether to return the standard error, too, which needs three vectors.
+        chunk_size: How many vectors are multiplied at once. All vectors and
+            their products are held in memory in any case.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+    """
+    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
+    sketch = _Sketch(probes)
+
+    def terms(new: Tensor) -> Tensor:
+        sketch.extend(new)
+        Q, R = sketch.Q, sketch.R.double()
+        pairs = [(Q, sketch.Z), (Q, sketch.X), (sketch.Z, sketch.X)]
+        H, W, T = ((M.T @ N).double() for M, N in pairs)
+        S = _left_out(R)
+        inside = H.trace() - (S * (H @ S)).sum(0)
+        V = W - S * (S * W).sum(0)  # P_i x_i = Q v_i
+        outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
+        lengths = sketch.X.double().square().sum(0)
+        if probes.distribution != "rademacher":
+            outside = _rescaled(outside, lengths - V.square().sum(0), lengths, probes)
+        return inside + outside
+
+    rule = StoppingRule(rtol, return_error)
+    return _average(probes, num_matvecs, rule, terms, quadratic_forms, cost=2)
+
+
+@estimator("xdiag", np.ndarray)
+def xdiag(
+    A: AnyMatrix,
+    num_matvecs: int,
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the diagonal of a square matrix with XDiag.
+
+    ``diag(A) = mean_i  diag(P_i A) + x_i * ((I - P_i) A x_i)``, with Rademacher vectors x_i and P_i
+    the projection on the range of A times all others (section 2.4 of Epperly et al. 2024). Unbiased
+    for every matrix, which must have products with its transpose; exact if the rank is below
+    ``num_matvecs / 2``.
+
+    Args:
+        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
+        num_matvecs: The largest number of products with ``A`` and its transpose, two for each
+            random vector.
+        rtol: Stop when the standard error is this small, relative to the estimate, in norm.
+        return_error: Whether to return the standard error, too, which needs three vectors.
+        chunk_size: How many vectors are multiplied at once.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        A vector ``[D]``, or with ``return_error`` a named tuple of two such vectors.
+
+    Raises:
+        NotImplementedError: If ``A`` has no products with its transpose.
+    """
+    probes = Probes(Matrix(A, square=True), "rademacher", chunk_size, seed, generator)
+    sketch = _Sketch(probes, adjoint=True)
+
+    def terms(new: Tensor) -> Tensor:
+        sketch.extend(new)
+        S = _left_out(sketch.R)
+        lengths = (S * sketch.R.double()).sum(0).to(sketch.Q.dtype)
+        S = S.to(sketch.Q.dtype)
+        inside = (sketch.Q * sketch.Z).sum(1, keepdim=True)
+        return inside + sketch.Q @ S * (sketch.X * lengths - sketch.Z @ S)
+
+    return _average(probes, num_matvecs, StoppingRule(rtol, return_error), terms, torch.mul, cost=2)
+
+
+@estimator("xnystrace", np.floating)
+def xnystrace(
+    A: AnyMatrix,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    rtol: float | None = None,
+    return_error: bool = False,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Estimate the trace of a symmetric positive semi-definite matrix with XNysTrace.
+
+    ``tr(A) = mean_i  tr(A_i) + x_i^T (A - A_i) x_i``, with A_i the Nyström approximation of A from
+    all random vectors but x_i (equation 2.8 and Algorithm 2.2 of Epperly et al. 2024). Unbiased;
+    exact if the rank is below ``num_matvecs``, twice that of ``xtrace``. Gaussian and spherical
+    vectors are scaled as there.
+
+    Args:
+        A: A positive semi-definite matrix. The other arguments are those of
+            ``hutchinson_trace``.
+        num_matvecs: The largest number of products with ``A``.
+        distribution: ``"rademacher"`` (in fewer than 32 dimensions, where signs may depend on each
+            other, the same as ``"sphere"``), ``"gaussian"`` or ``"sphere"``.
+        rtol: Stop when the standard error is this small, relative to the estimate.
+        return_error: Whether to return the standard error, too, which needs three vectors.
+        chunk_size: How many vectors are multiplied at once.
+        seed: Seeds the random vectors.
+        generator: Draws the random vectors.
+
+    Returns:
+        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+
+    Raises:
+        ValueError: If products show that the matrix is not symmetric, or not positive
+            semi-definite.
+    """
+    matrix = Matrix(A, square=True)
+    if distribution == "rademacher" and matrix.shape[0] < _FEW_DIMENSIONS:
+        distribution = "sphere"
+    probes = Probes(matrix, distribution, chunk_size, seed, generator)
+    X = AX = probes.draw(0)
+
+    def terms(new: Tensor) -> Tensor:
+        nonlocal X, AX
+        X, AX = _append(X, new), _append(AX, probes.multiply(new))
+        return _nystrom_terms(probes, X, AX)
+
+    rule = StoppingRule(rtol, return_error)
+    return _average(probes, num_matvecs, rule, terms, quadratic_forms, cost=1)
+
+
+def _average(
+    probes: Probes,
+    num_matvecs: int,
+    rule: StoppingRule,
+    terms: Callable[[Tensor], Tensor],
+    exact: Callable[[Tensor, Tensor], Tensor],
+    cost: int,
+) -> Any:
+    """Average over the vector that is left out; the module's docstring explains the error.
+
+    Args:
+        probes: The random vectors.
+        num_matvecs: The largest number of products.
+        rule: When to stop.
+        terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
+            axis.
+        exact: Takes vectors and products; the terms of unit vectors add up to the exact result.
+        cost: How many products each random vector needs.
+    """
+    # the terms of two signs are equal for every diagonal matrix
+    num, may_be_exact = rule.split(num_matvecs, probes.dim, cost, error_needs=3)
+
+    def update(new: Tensor) -> tuple[Tensor, Tensor]:
+        samples = terms(new).to(probes.matrix.dtype)
+        mean, error = Average().update(samples)
+        return mean, (2 * probes.dim / (probes.dim - samples.shape[-1] + 1)) ** 0.5 * error
+
+    return rule.run(probes, rule.doublings(num), update, exact if may_be_exact else None)
+
+
+class _Sketch:
+    """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``."""
+
+    def __init__(self, probes: Probes, adjoint: bool = False):
+        self._probes, self._adjoint = probes, adjoint
+        self.X = self.Q = self.Z = probes.draw(0)
+        self.R = self.X.new_zeros(0, 0)
+
+    def extend(self, new: Tensor) -> None:
+        """Append random vectors; the present columns of X, Q, R and Z stay."""
+        Y, old = self._probes.multiply(new), len(self.R)
+        num = old + new.shape[1]
+        # Householder's: orthogonal to Q also where products depend on it, or vanish
+        basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
+        basis = basis[:, old:]
+        R = self.R.new_zeros(num, num)
+        R[:old, :old], R[:old, old:] = self.R, self.Q.T @ Y
+        R[old:, old:] = coefficients[old:, old:]
+        self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
+        # contiguous vectors multiply fastest
+        product = self._probes.multiply(basis.T.contiguous().T, self._adjoint)
+        self.Z = _append(self.Z, product)
+
+
+def _append(columns: Tensor, more: Tensor) -> Tensor:
+    """Return columns ``[D, K]`` and more of them, each contiguous."""
+    return torch.cat([columns.T, more.T]).T
+
+
+def _left_out(R: Tensor) -> Tensor:
+    """Return unit columns ``s_i``, orthogonal to the columns of R except for the i-th, in float64.
+
+    If a column depends on the others, any direction that is orthogonal to all serves: a diagonal
+    entry of zero is replaced by one that is negligible.
+    """
+    R = R.double().clone()
+    diagonal = R.diagonal()
+    tiny = torch.finfo(torch.float64).eps * (R.abs().max() + (R == 0).all())
+    diagonal.copy_(torch.where(diagonal.abs() < tiny, tiny, diagonal))
+    eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
+    S = torch.linalg.solve_triangular(R.T, eye, upper=False)
+    return S / S.norm(dim=0)
+
+
+def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, probes: Probes) -> Tensor:
+    """Scale quadratic forms of residuals to the expected squared length of the residuals.
+
+    A residual is what remains of one random vector outside of a space that the others span. Its
+    direction is uniformly distributed if that of the vector is, and independent of its length.
+
+    Args:
+        forms: The quadratic forms of K residuals, ``[K]``.
+        squares: The squared lengths of the residuals.
+        lengths: The squared lengths of the random vectors.
+        probes: Where these come from.
+    """
+    is_nonzero = squares > torch.finfo(probes.matrix.dtype).eps * lengths
+    return torch.where(is_nonzero, forms * (probes.dim - len(forms) + 1) / squares, 0.0)
+
+
+def _nystrom_terms(probes: Probes, X: Tensor, AX: Tensor) -> Tensor:
+    """Return XNysTrace's estimates ``[K]``, each of which leaves one random vector out.
+
+    With ``H = X^T A X``, the Nyström approximation without ``x_i`` lacks ``G_ii / (H^-1)_ii`` of
+    the trace of that from all vectors, ``G = H^-1 X^T A A X H^-1``, and ``x_i^T (A - A_i) x_i`` is
+    ``1 / (H^-1)_ii``. All is done for A plus a multiple of the identity that rounding errors do not
+    exceed.
+
+    Raises:
+        ValueError: If the matrix is not symmetric, or not positive semi-definite.
+    """
+    gram = (X.T @ X).double()
+    L, shift = _shifted_cholesky(probes, X, AX, gram)
+    R = torch.linalg.qr(AX + shift * X, mode="r").R.double()
+    trace = torch.linalg.solve_triangular(L, R.T, upper=False).square().sum() - shift * probes.dim
+    inverse = torch.cholesky_inverse(L)
+    diagonal = inverse.diagonal()
+    forms = 1 / diagonal
+    if probes.distribution != "rademacher":  # signs may depend on each other
+        squares = 1 / torch.linalg.inv(gram).diagonal()
+        forms = _rescaled(forms, squares, gram.diagonal(), probes)
+    return trace - (R @ inverse).square().sum(0) / diagonal + forms
+
+
+def _shifted_cholesky(probes: Probes, X: Tensor, AX: Tensor, gram: Tensor) -> tuple[Tensor, float]:
+    """Return the Cholesky factor of ``X^T (A + shift I) X``, and the shift."""
+    H = (X.T @ AX).double()
+    eps, matrix = torch.finfo(X.dtype).eps, probes.matrix
+    if not matrix.operator.self_adjoint and (H - H.T).norm() > eps**0.5 * H.norm():
+        raise ValueError("The matrix is not symmetric, which xnystrace needs. Use xtrace.")
+    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
+    scale = float(double_norm(AX)) / probes.dim**0.5 or 1.0
+    shift = eps * scale
+    while shift <= eps**0.5 * scale:
+        # vectors may all but depend on each other, which a multiple of the identity makes up for
+        shifted = (H + H.T) / 2 + shift * (gram + 0.01 * probes.dim * eye)
+        L, info = torch.linalg.cholesky_ex(shifted)
+        if not bool(info):
+            return L, shift
+        shift *= 10
+    raise ValueError("The matrix is not positive semi-definite, which xnystrace needs. Use xtrace.")

@@ -1,0 +1,224 @@
+"""Which axis of a layer's output numbers the samples?
+
+Layers see ``[N, T, d]``, ``[N * T, d]``, ``[T, N, d]`` or ``[T * N, d]``. A shape leaves a few
+candidates, and two backward passes decide between them: if the loss of sample n is weighted by
+r_n, so is the gradient of each row that belongs to it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.check import NOISE, rounding_of, tolerance_of
+from curvlinops.layers.parts import Key
+
+#: How many numbers of each row are compared.
+_SKETCHED = 4
+
+#: Operations that may move rows by their numbers.
+_MOVING = ("Index", "Gather", "Scatter", "Segment", "Sort", "Topk", "Take")
+_MOVING += ("MaskedSelect", "MaskedScatter")
+
+#: Options that say which rows of an input are those of an output.
+_OPTIONS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts", "split_size", "split_sizes")
+
+
+class BatchAxis(NamedTuple):
+    """The axis that numbers the samples, alone or merged with an axis of positions.
+
+    Attributes:
+        axis: Which of the axes that number rows; ``None`` for all of them, merged to one.
+        inner: Whether the sample is the faster index of a merged axis.
+    """
+
+    axis: int | None
+    inner: bool = False
+
+    def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
+        """Return whether the axis exists and can be divided among the samples."""
+        if self.axis is not None and self.axis >= len(lead):
+            return False
+        return (prod(lead) if self.axis is None else lead[self.axis]) % num_samples == 0
+
+    def to_front(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
+        """Turn ``[*, *lead, *features]`` into ``[*, N, S, *features]``.
+
+        Args:
+            x: Rows, behind ``start`` other axes, along ``num_lead`` axes.
+            start: Number of other axes.
+            num_lead: Number of axes that together number the rows.
+            num_samples: N.
+        """
+        end = start + num_lead
+        if not self.axis and not self.inner:  # samples are in front
+            rows = prod(x.shape[start:end]) // num_samples
+            return x.reshape(*x.shape[:start], num_samples, rows, *x.shape[end:])
+        axis = start + (self.axis or 0)
+        rows = x.shape[axis] // num_samples
+        sizes = (rows, num_samples) if self.inner else (num_samples, rows)
+        return x.unflatten(axis, sizes).movedim(axis + self.inner, start).flatten(start + 1, end)
+
+
+#: All rows belong to one sample, or to neighboring ones in turn.
+ALL_ROWS = BatchAxis(None)
+
+
+@lru_cache(maxsize=1024)
+def candidates(lead: tuple[int, ...], num_samples: int) -> tuple[BatchAxis, ...]:
+    """Return the axes that may number the samples of rows along some axes, likely ones first."""
+    if num_samples == 1:
+        return (ALL_ROWS,)
+    axes = range(len(lead))
+    alone = [BatchAxis(axis) for axis in axes if lead[axis] == num_samples]
+    merged = [BatchAxis(axis, inner) for inner in (False, True) for axis in axes]
+    merged = [each for each in merged if each.axis is not None and lead[each.axis] != num_samples]
+    rows = [ALL_ROWS] if len(lead) > 1 else []
+    return tuple(each for each in (*alone, *merged, *rows) if each.fits(lead, num_samples))
+
+
+@lru_cache(maxsize=1024)
+def _samples(axis: BatchAxis, lead: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
+    """Return the sample of each row."""
+    rows = torch.arange(prod(lead), device="cpu").reshape(lead)
+    rows = axis.to_front(rows, 0, len(lead), num_samples)
+    out = torch.empty(prod(lead), dtype=torch.int64, device="cpu")
+    out[rows.flatten()] = torch.arange(num_samples, device="cpu").repeat_interleave(rows.shape[1])
+    return tuple(out.tolist())
+
+
+def sketch(rows: Tensor, num_lead: int) -> Tensor:
+    """Return what is compared of rows ``[*lead, *features]``: ``[*lead, F]``, F small.
+
+    These are random combinations of the features: one row is a multiple of another one if these
+    are. In half precision, in which they might cancel, they are the features themselves.
+    """
+    rows = rows.reshape(*rows.shape[:num_lead], prod(rows.shape[num_lead:]))
+    width = rows.shape[-1]
+    if width <= _SKETCHED or rows.dtype.itemsize < 4:
+        return rows
+    generator = torch.Generator().manual_seed(width)
+    mix = torch.randn(width, _SKETCHED, generator=generator, device="cpu") / _SKETCHED**0.5
+    return rows @ mix.to(rows)
+
+
+class Rows(NamedTuple):
+    """What two backward passes say of a use's rows.
+
+    Attributes:
+        lead: Lengths of the axes that number them.
+        plain: Sketches of the gradients of the sum of the samples' losses.
+        weighted: Those of the sum weighted by r.
+    """
+
+    lead: tuple[int, ...]
+    plain: Tensor
+    weighted: Tensor
+
+
+def decide(
+    rows: Mapping[Key, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[Key, BatchAxis]
+) -> tuple[dict[Key, BatchAxis], set[Key]]:
+    """Find the axis of samples of each use, where there is one.
+
+    Args:
+        rows: The gradients.
+        r: The samples' weights, ``[N]``.
+        dtype: The least precise dtype in which the gradients were computed.
+        known: The axes on other batches.
+
+    Returns:
+        The axes, and the uses for which others are possible: these differ in rows without a
+        gradient.
+    """
+    largest = max((float(each.plain.double().norm()) for each in rows.values()), default=0.0)
+    possible: dict[Key, list[BatchAxis]] = {}
+    for key, each in rows.items():
+        found = [axis for axis in candidates(each.lead, len(r)) if _explains(axis, each, r, dtype)]
+        if not found:  # gradients may be but rounding errors of larger ones
+            noise = NOISE * rounding_of(dtype) * largest
+            found = [
+                axis
+                for axis in candidates(each.lead, len(r))
+                if _explains(axis, each, r, dtype, noise)
+            ]
+        distinct = {_samples(axis, each.lead, len(r)): axis for axis in reversed(found)}
+        possible[key] = [axis for axis in found if axis in distinct.values()]
+    axes, several = {}, set()
+    for key, found in possible.items():
+        if found:
+            axes[key] = known[key] if known.get(key) in found else found[0]
+        if len(found) > 1 and axes[key] != known.get(key):
+            several.add(key)
+    return axes, several
+
+
+def _explains(
+    axis: BatchAxis, rows: Rows, r: Tensor, dtype: torch.dtype, noise: float = 0.0
+) -> bool:
+    """Return whether the samples along an axis explain what weights make of the gradients."""
+    plain, weighted = (
+        axis.to_front(g.double(), 0, len(rows.lead), len(r)) for g in (rows.plain, rows.weighted)
+    )
+    norms, tolerance = plain.norm(dim=2), tolerance_of(dtype)
+    error = (weighted - r.double().reshape(-1, 1, 1) * plain).norm(dim=2)
+    # rounding errors are relative to the largest numbers
+    noise += 100 * torch.finfo(dtype).eps * float(norms.norm())
+    if torch.finfo(dtype).bits == 16:
+        noise = 0.2 * tolerance * float(norms.max()) if norms.numel() else 0.0
+    return bool((error <= tolerance * norms + noise).all())
+
+
+def wiring(nodes: Iterable[Any]) -> int:
+    """Return a hash of a graph: operations, their axes, and how they are connected.
+
+    Args:
+        nodes: The nodes of the graph, in the order in which they are found from its output.
+    """
+    nodes = list(nodes)
+    numbers = {node: number for number, node in enumerate(nodes)}
+    return hash(
+        tuple(
+            (
+                node.name(),
+                *(_option(node, name) for name in _OPTIONS),
+                *((numbers.get(source), index) for source, index in node.next_functions),
+            )
+            for node in nodes
+        )
+    )
+
+
+def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
+    """Return whether something behind a layer may move rows by their numbers.
+
+    Args:
+        nodes: The nodes of the graph.
+        edges: Those at which the gradients of layers' outputs pass.
+    """
+    stack, seen = [node for node in nodes if node not in edges and _may_move(node)], set()
+    while stack:
+        node = stack.pop()
+        if node in edges:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += [source for source, _ in node.next_functions if source is not None]
+    return False
+
+
+def _option(node: Any, name: str) -> str | None:
+    value = getattr(node, f"_saved_{name}", None)
+    return None if value is None or isinstance(value, Tensor) else str(value)
+
+
+def _may_move(node: Any) -> bool:
+    """Return whether an operation may move rows by numbers that its gradient does not show."""
+    name = node.name()
+    if name.startswith(("Mm", "Bmm", "Mv", "Addmm", "Baddbmm")):
+        return node.next_functions[-2][0] is None  # a constant mixes the rows
+    is_custom = not name[-1:].isdigit() and not name.endswith("AccumulateGrad")
+    return is_custom or name.startswith(_MOVING)

@@ -1,0 +1,190 @@
+"""Where the entries of a block's vectors are in the parameters."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from curvlinops.linear_operator.space import Columns, flat
+from curvlinops.support.records import recorded
+
+#: Length and stride of an axis.
+Axis = tuple[int, int]
+
+
+@recorded
+@dataclass(frozen=True)
+class ParameterView:
+    """Some entries of a parameter, as a strided view of its row-major vector.
+
+    Attributes:
+        name: The parameter.
+        sizes: The lengths of the view's axes.
+        strides: The steps along them.
+        offset: The first entry.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @cached_property
+    def size(self) -> int:
+        """The number of entries."""
+        return prod(self.sizes)
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The axes in row-major order if the view has all entries up to the last, else ``None``."""
+        axes = sorted(range(len(self.sizes)), key=lambda axis: -self.strides[axis])
+        steps = [prod(self.sizes[axis] for axis in axes[i + 1 :]) for i in range(len(axes))]
+        in_order = steps == [self.strides[axis] for axis in axes] and self.offset == 0
+        return tuple(axes) if in_order else None
+
+    def is_all(self, size: int) -> bool:
+        """Return whether the view has all entries of a parameter of some size, in order."""
+        return self.size == size and self.order in ((), (0,))
+
+    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> "ParameterView | None":
+        """Return the view of the same entries in the order in which they were before a permutation.
+
+        Args:
+            shape: The shape that the entries had before.
+            order: The axes of that shape, in the order that they have in this view.
+
+        Returns:
+            ``None`` if that is no strided view.
+        """
+        groups = _grouped(
+            list(zip(self.sizes, self.strides, strict=True)), [shape[i] for i in order]
+        )
+        if groups is None:
+            return None
+        axes = [axis for i in range(len(order)) for axis in groups[order.index(i)]]
+        return ParameterView.of_axes(self.name, axes, self.offset)
+
+    @classmethod
+    def of_axes(cls, name: str, axes: Iterable[Axis], offset: int = 0) -> "ParameterView":
+        """Return the view with given axes, as few as possible."""
+        merged: list[Axis] = []
+        for size, stride in axes:
+            if size == 1:
+                continue
+            if merged and merged[-1][1] == size * stride:
+                size *= merged.pop()[0]
+            merged.append((size, stride))
+        sizes, strides = (tuple(axis[i] for axis in merged) for i in range(2))
+        return cls(name, sizes, strides, offset)
+
+    def of(self, vectors: Tensor) -> Tensor:
+        """Return the view ``[K, *sizes]`` of vectors of the parameter, ``[K, entries]``."""
+        step = vectors.stride(1)
+        strides = vectors.stride(0), *(step * stride for stride in self.strides)
+        offset = vectors.storage_offset() + step * self.offset
+        return vectors.as_strided((len(vectors), *self.sizes), strides, offset)
+
+    def gather(self, columns: Columns) -> Tensor:
+        """Return the entries as vectors, ``[K, n]``, given those of parameters."""
+        vectors = flat(columns[self.name])
+        return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
+
+
+def _grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
+    """Split axes so that consecutive ones have the entries of axes of other sizes.
+
+    Args:
+        axes: The axes, which have as many entries.
+        sizes: The other sizes.
+
+    Returns:
+        The axes that make up each of the other axes, ``None`` if there are none.
+    """
+    groups, axes = [], list(axes)
+    for size in reversed(sizes):
+        group: list[Axis] = []
+        while size > 1:
+            length, stride = axes.pop()
+            inner = gcd(length, size)
+            if inner not in (length, size):
+                return None
+            group.insert(0, (inner, stride))
+            if inner < length:
+                axes.append((length // inner, stride * inner))
+            size //= inner
+        groups.insert(0, group)
+    return groups
+
+
+@recorded
+@dataclass(frozen=True)
+class Layout:
+    """The entries of a block, which are those of a matrix, row by row.
+
+    Attributes:
+        views: Parts of the matrix, side by side; each is row-major.
+        rows: The number of the matrix's rows.
+    """
+
+    views: tuple[ParameterView, ...]
+    rows: int = 1
+
+    @cached_property
+    def size(self) -> int:
+        """The number of entries."""
+        return sum(view.size for view in self.views)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The numbers of the views' columns."""
+        return [view.size // self.rows for view in self.views]
+
+    def gather(self, columns: Columns) -> Tensor:
+        """Turn vectors of parameters, ``{name: [K, *shape]}``, into the block's, ``[K, n]``."""
+        parts = [view.gather(columns) for view in self.views]
+        if len(parts) == 1:
+            return parts[0]
+        sides = [
+            part.reshape(part.shape[0], self.rows, width)
+            for part, width in zip(parts, self.widths, strict=True)
+        ]
+        return torch.cat(sides, dim=2).flatten(1)
+
+    def split(self, vectors: Tensor) -> Sequence[Tensor]:
+        """Turn vectors of the block, ``[K, n]``, into those of its views, ``[K, *]``."""
+        if len(self.views) == 1:
+            return [vectors]
+        matrices = vectors.reshape(vectors.shape[0], self.rows, sum(self.widths))
+        return matrices.split(self.widths, dim=2)
+
+
+def scatter(
+    layouts: Sequence[Layout], vectors: Sequence[Tensor], shapes: Mapping[str, Sequence[int]]
+) -> Columns:
+    """Turn blocks' vectors ``[K, n]`` into those of the parameters, the inverse of ``gather``.
+
+    Args:
+        layouts: The blocks' layouts, which have all entries of the parameters.
+        vectors: The blocks' vectors.
+        shapes: The parameters' shapes.
+
+    Returns:
+        Vectors ``{name: [K, *shape]}``.
+    """
+    K, out = vectors[0].shape[0], dict[str, Tensor]()
+    for layout, own in zip(layouts, vectors, strict=True):
+        for view, part in zip(layout.views, layout.split(own), strict=True):
+            name, size = view.name, prod(shapes[view.name])
+            if view.is_all(size):
+                out[name] = part
+            elif view.size == size and view.order is not None:
+                part = part.reshape(K, *view.sizes)
+                out[name] = part.permute(0, *(1 + axis for axis in view.order))
+            else:
+                if name not in out:
+                    out[name] = part.new_empty(K, size)
+                view.of(out[name]).copy_(part.reshape(K, *view.sizes))
+    return {name: out[name].reshape(K, *shape) for name, shape in shapes.items()}

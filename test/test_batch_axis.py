@@ -1,0 +1,521 @@
+"""Which rows of a layer's output belong to which sample, under attack."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import error
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.layers.batch_axis import ALL_ROWS, BatchAxis, candidates
+from curvlinops.layers.check import sample_weights
+from curvlinops.support.autograd_graph import graph_nodes, least_precise
+
+pytestmark = pytest.mark.extensive
+
+SEEDS = 5
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def loop(
+    model: nn.Module, data: list, loss: Callable, params: list[Tensor] | None = None
+) -> Tensor:
+    """Return the gradients of the samples' losses through the graph of each batch."""
+    params, rows = list(model.parameters()) if params is None else params, []
+    for X, y in data:
+        for z, target in zip(model(X), y, strict=True):
+            grads = torch.autograd.grad(
+                loss(z, target),
+                params,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def time_first(f: Layer, x: Tensor) -> Tensor:
+    return f(x.transpose(0, 1)).transpose(0, 1)
+
+
+def flattened(f: Layer, x: Tensor) -> Tensor:
+    return f(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def time_first_flattened(f: Layer, x: Tensor) -> Tensor:
+    h = f(x.transpose(0, 1).flatten(0, 1))
+    return h.unflatten(0, (x.shape[1], len(x))).transpose(0, 1)
+
+
+def sorted_by_value(f: Layer, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return f(x[order])[order.argsort()]
+
+
+def sorted_by_matrix(f: Layer, x: Tensor) -> Tensor:
+    P = torch.eye(len(x)).to(x)[x[:, 0, 0].argsort()]
+    return (P.T @ f((P @ x.flatten(1)).view_as(x)).flatten(1)).unflatten(1, (x.shape[1], -1))
+
+
+def rolled_by_value(f: Layer, x: Tensor) -> Tensor:
+    shift = int(x[:, 0, 0].argmax())
+    return f(x.roll(shift, 0)).roll(-shift, 0)
+
+
+def rolled_by_slices(f: Layer, x: Tensor) -> Tensor:
+    shift = int(x[:, 0, 0].argmax())
+    h = f(torch.cat([x[shift:], x[:shift]]))
+    return torch.cat([h[len(x) - shift :], h[: len(x) - shift]])
+
+
+def either_way(f: Layer, x: Tensor) -> Tensor:
+    return time_first_flattened(f, x) if x[0, 0, 0] > 0 else flattened(f, x)
+
+
+def picked_by_value(f: Layer, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort().tolist()
+    h = f(x[order])
+    return torch.stack([h[order.index(n)] for n in range(len(x))])
+
+
+#: How a layer may see batches ``[N, T, d]``, and whether the rows follow an axis.
+ORDERS: dict[str, tuple[Callable[[Layer, Tensor], Tensor], bool]] = {
+    "samples first": (lambda f, x: f(x), True),
+    "time first": (time_first, True),
+    "flattened": (flattened, True),
+    "time first, flattened": (time_first_flattened, True),
+    "both ways, tied": (lambda f, x: f(x) + 2 * time_first(f, x).sin(), True),
+    "all ways, tied": (
+        lambda f, x: f(x) + flattened(f, x).sin() + time_first_flattened(f, x).cos(),
+        True,
+    ),
+    "either way": (either_way, True),
+    "dead units": (lambda f, x: f(x) * (x[:, :, :1] > 0.5), True),
+    "dead samples": (lambda f, x: time_first(f, x) * (x[:, :1, :1] > 0), True),
+    "zero gradient": (lambda f, x: time_first_flattened(f, x) * 0.0 + x, True),
+    "reversed": (lambda f, x: f(x.flip(0)).flip(0), False),
+    "reversed, flattened": (lambda f, x: flattened(f, x.flip(0)).flip(0), False),
+    "sorted by value": (sorted_by_value, False),
+    "sorted by matrix": (sorted_by_matrix, False),
+    "rolled by value": (rolled_by_value, False),
+    "rolled by slices": (rolled_by_slices, False),
+    "picked by value": (picked_by_value, False),
+}
+
+
+class Ordered(nn.Module):
+    def __init__(self, order: Callable[[Layer, Tensor], Tensor]):
+        super().__init__()
+        self.order, self.layer, self.head = order, nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.order(self.layer, x))).mean(1)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(3, 3), (2, 4), (3, 3)],
+        [(2, 4), (2, 4), (4, 2)],
+        [(1, 5), (4, 4), (4, 4)],
+        [(16, 2), (16, 2), (5, 2)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders(name: str, shapes: list[tuple[int, int]]):
+    order, follows_axis = ORDERS[name]
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        model, loss = Ordered(order).double(), nn.MSELoss(reduction="sum")
+        data = [(torch.randn(*s, 3).double(), torch.randn(s[0], 2).double()) for s in shapes]
+        rows = loop(model, data, loss)
+        A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
+        for _ in range(2):
+            assert error(A.dense(), rows) <= 1e-10, seed
+        assert not (follows_axis and A.fallbacks), (seed, A.fallbacks)
+
+
+class LoRA(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(3, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(3, 2, bias=False), nn.Linear(2, 4, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.transpose(0, 1).flatten(0, 1)
+        h = torch.tanh(self.base(h) + self.up(self.down(h)))
+        return h.unflatten(0, (x.shape[1], len(x))).transpose(0, 1).mean(1)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4), (1, 4)])
+def test_adapters_before_and_after_their_first_step(shape: tuple[int, int]):
+    model, loss = LoRA().double(), nn.MSELoss(reduction="sum")
+    data = [(torch.randn(*shape, 3).double(), torch.randn(shape[0], 4).double()) for _ in "ab"]
+    params = [model.down.weight, model.up.weight]
+    A = PerSampleGradientLinearOperator(model, loss, params, data)
+
+    def inputs(approx: str) -> Tensor:
+        K = KFACLinearOperator(model, loss, params, data, kfac_approx=approx)
+        return K.input_covariances["down"]
+
+    for step in range(2):
+        assert error(A.dense(), loop(model, data, loss, params)) <= 1e-12
+        assert not A.fallbacks
+        x = torch.cat([X.flatten(0, 1) for X, _ in data])
+        assert error(inputs("expand"), covariance(x)) <= 1e-12
+        if step or shape[0] == 1:
+            x = torch.cat([X.mean(1) for X, _ in data])
+            assert error(inputs("reduce"), covariance(x)) <= 1e-12
+        else:
+            with pytest.raises(NotImplementedError, match="rows have no gradient"):
+                inputs("reduce")
+        nn.init.normal_(model.up.weight)
+
+
+def test_weights_of_samples():
+    for num_samples in (2, 3, 16, 1000):
+        r = sample_weights(num_samples, torch.zeros(1).double())
+        assert len(r.unique()) == num_samples and r.min() < 0 < r.max()
+        assert r.abs().min() >= 0.5
+
+
+def test_candidates():
+    assert candidates((4, 3), 1) == (ALL_ROWS,)
+    assert candidates((), 2) == ()
+    assert candidates((3, 3), 3) == (BatchAxis(0), BatchAxis(1), ALL_ROWS)
+    assert candidates((5, 6), 3) == (BatchAxis(1), BatchAxis(1, inner=True), ALL_ROWS)
+    x = torch.arange(6)
+    assert BatchAxis(0).to_front(x, 0, 1, 2).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert BatchAxis(0, inner=True).to_front(x, 0, 1, 2).tolist() == [[0, 2, 4], [1, 3, 5]]
+
+
+class TimeFirst(nn.Module):
+    """Sequences, along the first axis, some of which are switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(x.transpose(0, 1).flatten(0, 1)))
+        h = h.unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+        return self.head((h * (x[:, :1, :1] > 0)).sum(1))
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList([nn.Linear(4, 2) for _ in "abc"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, choice = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), 2)
+        for i, expert in enumerate(self.experts):
+            own = (choice == i).nonzero()[:, 0]
+            out = out.index_add(0, own, expert(x[own]) * scale[own, None])
+        return out
+
+
+def covariance(rows: Tensor) -> Tensor:
+    return rows.T @ rows / len(rows)
+
+
+def factors(model: nn.Module, data: list, approx: str, **options) -> KFACLinearOperator:
+    options = {"fisher_type": "empirical", "kfac_approx": approx, **options}
+    return KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
+
+
+def test_batches_without_a_gradient():
+    model, x, y = TimeFirst().double(), torch.randn(6, 3, 3).double(), torch.randn(6, 2).double()
+    x[:, 0, 0] = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    with pytest.raises(NotImplementedError, match="rows have no gradient"):
+        factors(model, data[:1], "reduce").trace()
+    for batches in (data, data[::-1], [(x, y)]):
+        K = factors(model, batches, "expand")
+        torch.testing.assert_close(K.input_covariances["embed"], covariance(x.flatten(0, 1)))
+        K = factors(model, batches, "reduce")
+        torch.testing.assert_close(K.input_covariances["embed"], covariance(x.mean(1)))
+
+
+def test_irregular_rows_without_a_gradient_are_inputs():
+    class Off(Experts):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (x[:, :1] > 0)
+
+    model, x, y = Off().double(), torch.randn(9, 4).double(), torch.randn(9, 2).double()
+    x[:, 0] = x[:, 0].abs() * torch.tensor([1.0] * 5 + [-1.0] * 4)
+    K = factors(model, [(x[:5], y[:5]), (x[5:], y[5:])], "expand")
+    choice = model.gate(x).argmax(-1)
+    for i in range(3):
+        A = K.input_covariances[f"experts.{i}"]
+        torch.testing.assert_close(A, covariance(x[choice == i]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
+    """Rows follow no axis: gradients are computed one by one; KFAC-expand adds over all rows."""
+    model, x, y = Experts().to(dtype), torch.randn(30, 4).to(dtype), torch.randn(30, 2).to(dtype)
+    params, tolerance = list(model.parameters()), {8: 1e-9, 4: 1e-4, 2: 0.1}[dtype.itemsize]
+    rows = PerSampleGradientLinearOperator(model, nn.MSELoss(), params, [(x, y)])
+    wide = Experts().double()
+    wide.load_state_dict(model.state_dict())
+    arguments = (wide, nn.MSELoss(), list(wide.parameters()))
+    one_by_one = [(x[n : n + 1].double(), y[n : n + 1].double()) for n in range(30)]
+    expected = PerSampleGradientLinearOperator(*arguments, one_by_one).dense()
+    assert error(rows.dense(), expected) <= tolerance
+    names = {name for name, _ in model.named_parameters() if name.startswith("experts")}
+    assert set(rows.fallbacks) == names and len(caplog.records) == 1
+    options = {"fisher_type": "empirical"}
+    for operator in (KFACLinearOperator, EKFACLinearOperator):
+        K = operator(model, nn.MSELoss(), params, [(x, y)], **options)
+        truth = operator(*arguments, one_by_one, **options)
+        v = torch.randn(K.shape[0])
+        assert error(K @ v, truth @ v.double()) <= tolerance
+        options["kfac_approx"] = "reduce"
+        with pytest.raises(NotImplementedError, match="not known to which samples"):
+            operator(model, nn.MSELoss(), params, [(x, y)], **options).trace()
+        del options["kfac_approx"]
+
+
+class Numbered(torch.autograd.Function):
+    """Returns integers beside the numbers."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        index = x.argsort(0)
+        ctx.mark_non_differentiable(index)
+        return 2 * x, index
+
+    @staticmethod
+    def backward(ctx, g: Tensor, _: Tensor) -> Tensor:
+        return 2 * g
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: x.sin(), torch.float64),
+        (lambda x: Numbered.apply(x)[0], torch.float64),
+        (lambda x: x.sort()[0] + x.float().detach(), torch.float64),
+        (lambda x: x.softmax(0, dtype=torch.float32).double(), torch.float32),
+        (lambda x: torch.view_as_complex(x.reshape(-1, 2)).to(torch.complex64), torch.float32),
+        (lambda x: x.float().sin().bfloat16().double(), torch.bfloat16),
+        (lambda x: x.bfloat16(), torch.bfloat16),
+    ],
+)
+def test_precision_within_a_model(function, expected: torch.dtype):
+    """Only what gradients pass counts."""
+    output = function(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    assert least_precise(graph_nodes(output), output) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_small_next_to_others(dtype: torch.dtype):
+    """A layer sees samples along two axes of equal length; most have only the smaller gradient."""
+    torch.manual_seed(0)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            large = torch.tanh(self.layer(X)) * X[:, :1, :1] * 1e7
+            small = torch.sin(self.layer(X.transpose(0, 1))).transpose(0, 1)
+            return self.head((large + small).mean(1))
+
+    model, loss = Twice().to(dtype), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(4, 4, 3, dtype=dtype), torch.randn(4, 2, dtype=dtype)
+    X[:, :, 0] = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=dtype)[:, None]
+    params = list(model.parameters())
+    found = PerSampleGradientLinearOperator(model, loss, params, [(X, y)]).dense()
+    for n in range(4):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        row = torch.cat([g.flatten() for g in grads])
+        assert float((found[n] - row).norm()) <= 1e-5 * float(row.norm())
+
+
+class Attention(nn.Module):
+    """Sequences of which the first few tokens are read; of the first alone, softmax is constant."""
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.head, self.causal = nn.Linear(16, 2), causal
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        x, mask = data["x"], data["mask"]
+        layers = (self.query, self.key, self.value)
+        qkv = [layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in layers]
+        options = {"is_causal": True} if self.causal else {"attn_mask": mask[:, None, None]}
+        out = scaled_dot_product_attention(*qkv, **options).transpose(1, 2).flatten(-2)
+        if self.causal:
+            return self.head(out[:, 0])
+        return self.head((out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("causal", "lengths"),
+    [
+        (True, [(4, 4, 4)]),
+        (True, [(4,), (4, 4)]),
+        (False, [(1, 1, 1)]),
+        (False, [(1,), (3, 2), (4, 1)]),
+        (False, [(1, 1), (3, 2), (4, 1)]),
+        (False, [(3, 2), (1,)]),
+        (False, [(1, 3)]),
+    ],
+)
+def test_gradients_that_are_rounding_errors(
+    causal: bool, lengths: list, dtype: torch.dtype, seed: int, caplog: pytest.LogCaptureFixture
+):
+    """Kernels of attention return such instead of zeros."""
+    torch.manual_seed(seed)
+    model, loss = Attention(causal).to(dtype), nn.CrossEntropyLoss(reduction="sum")
+    data = []
+    for some in lengths:
+        mask = torch.arange(4)[None] < torch.tensor(some)[:, None]
+        x = torch.randn(len(some), 4, 16, dtype=dtype)
+        data.append(({"x": x, "mask": mask}, torch.randint(2, (len(some),))))
+    params = list(model.parameters())
+    options = {"batch_size_fn": lambda X: len(X["x"])}
+    found = PerSampleGradientLinearOperator(model, loss, params, data, **options).dense()
+    rows = []
+    for X, y in data:
+        for n in range(len(y)):
+            output = model({name: x[n : n + 1] for name, x in X.items()})
+            grads = torch.autograd.grad(loss(output, y[n : n + 1]), params)
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    assert error(found, torch.stack(rows)) <= (1e-5 if dtype == torch.float32 else 1e-12)
+    assert not caplog.records
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        K = kind(model, loss, params, data, **options)
+        assert {block.structure for block in K.report()} == {"kronecker"}
+        assert bool(K.trace().isfinite())
+
+
+class Clip(torch.autograd.Function):
+    """A small share of its input, whose gradient has a norm of one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return share * x
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return ctx.share * g / g.norm(), None
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_gradients_that_are_not_linear(share: float):
+    """Small ones, too, are no rounding errors."""
+    torch.manual_seed(0)
+
+    class Clipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.small = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, X: Tensor) -> Tensor:
+            return self.large(X) + Clip.apply(self.small(X), share)
+
+    model, loss = Clipped(), nn.MSELoss(reduction="sum")
+    X, y, params = torch.randn(4, 3), torch.randn(4, 2), list(model.parameters())
+    found = PerSampleGradientLinearOperator(model, loss, params, [(X, y)]).dense()
+    for n in range(4):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        rows = found[n].split([param.numel() for param in params])
+        for row, g in zip(rows, grads, strict=True):
+            assert error(row, g.flatten()) <= 1e-5
+
+
+class Positions(nn.Module):
+    """A row of the output for each token, and a table of positions that sees no sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position, self.head = nn.Linear(5, 5), nn.Embedding(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.token(x) + self.position(torch.arange(4))).tanh()).flatten(0, 1)
+
+
+@pytest.mark.parametrize("cut", [[1, 1], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_tokens_of_one_sample_are_no_samples(cut: list[int], fisher_type: str, approx: str):
+    torch.manual_seed(0)
+    model, num_samples = Positions().double(), sum(cut)
+    X, y = torch.randn(num_samples, 4, 5).double(), torch.randint(3, (num_samples, 4))
+    whole = [(X, y.flatten())]
+    parts = [(x, t.flatten()) for x, t in zip(X.split(cut), y.split(cut), strict=True)]
+
+    def dense(data: list) -> Tensor:
+        params, options = list(model.parameters()), {"fisher_type": fisher_type}
+        # else signs are drawn for each batch
+        options |= {"kfac_approx": approx, "batch_size_fn": len, "exact": fisher_type == "type-2"}
+        K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, **options)
+        return K @ torch.eye(K.shape[1]).double()
+
+    torch.testing.assert_close(dense(parts), dense(whole))
+
+
+class Clipped(nn.Module):
+    """Clips the gradients of a batch together, if they are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x).sin()
+        if z.requires_grad:
+            z.register_hook(lambda g: g * (3 / g.norm()).clamp(max=1.0))
+        return self.second(z)
+
+
+class Nested(nn.Module):
+    """A tensor of tensors in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [row.reshape(2, 3) for row in self.first(x)]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+        return self.second(F.gelu(nested).to_padded_tensor(0.0).reshape(len(x), 6))
+
+
+@pytest.mark.parametrize("build", [Clipped, Nested])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_no_graph_shows(build: type):
+    torch.manual_seed(0)
+    model, loss = build().double(), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(12, 5).double(), torch.randn(12, 2).double()
+    params = list(model.parameters())
+    op = PerSampleGradientLinearOperator(model, loss, params, [(X, y)])
+    rows = op.dense()
+    for n in range(12):
+        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
+        torch.testing.assert_close(rows[n], torch.cat([g.flatten() for g in grads]))
+    assert set(op.fallbacks) == ({"first.weight", "first.bias"} if build is Clipped else set())
