@@ -305,6 +305,12 @@ def test_determinants_in_float32():
         assert abs(float(found - expected)) <= 0.2
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_inverses_have_no_option_cache(cache: bool):
+    with pytest.raises(TypeError, match="no option cache.* Leave the argument out"):
+        KFACInverseLinearOperator(build("mlp-ce-mean"), damping=0.1, cache=cache)
+
+
 def test_only_kronecker_factored_operators_have_such_inverses():
     p = problems.make("mlp-ce-mean")
     with pytest.raises(ValueError, match="Only KFAC and EKFAC"):

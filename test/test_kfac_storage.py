@@ -578,14 +578,17 @@ class Unbiased(nn.Module):
         return self.head(torch.tanh(nn.functional.linear(x, self.first.weight, bias)))
 
 
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("order", [1, -1])
-def test_biases_that_leave_their_weight_later(order: int):
+def test_biases_that_leave_their_weight_later(order: int, joint: bool, approx: str):
     torch.manual_seed(0)
     model, x, y = Unbiased().double(), torch.randn(6, 3).double(), torch.randn(6, 2).double()
     x[4:, 0] = 2.0
     data = [(x[:4], y[:4]), (x[4:], y[4:])][::order]
     arguments = (model, nn.MSELoss(), list(model.first.parameters()))
-    options = {"fisher_type": "type-2", "separate_weight_and_bias": True}
+    options = {"fisher_type": "type-2", "separate_weight_and_bias": not joint}
+    options |= {"kfac_approx": approx}
     updated = KFACLinearOperator(*arguments, data[:1], **options)
     updated.trace()
     updated.update(data[1])
