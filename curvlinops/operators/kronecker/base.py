@@ -213,7 +213,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 except ChangedError:
                     if batches is not None:
                         raise
-                    sums = self._add_all(FactorSums(self._planner.plan(uses)), None)
+                    sums = self._add_all(sums.restarted(self._planner.plan(uses)), None)
             sums = sums.over(ranks, self.device)
         if batches is None and TERMS not in sums.tensors:
             raise ValueError("The data has no sample.")
@@ -239,7 +239,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             if batches is not None:
                 raise
             # a later batch needs sums of the first ones that these do not have: once more
-            return self._add_all(FactorSums(self._planner.plan(error.uses)), None)
+            return self._add_all(sums.restarted(self._planner.plan(error.uses)), None)
         return sums
 
     def _each_batch(

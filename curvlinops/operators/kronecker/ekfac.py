@@ -88,13 +88,14 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 groups = group_by_use(samples.parts(u, last), self._options.reduced)
                 if not sums.plan.uses.includes(groups.keys(), samples.fallbacks):
                     raise ValueError(_OTHER_USES)
-                by_slice: dict[Slice, list[Part]] = {}
+                by_slice: dict[Slice, list[Part]] = {block.slice: [] for block in blocks}
                 for use in list(groups):
-                    own = [on_slice(part, self.torch_dtype) for part in groups.pop(use)]
-                    by_slice.setdefault((use.name, use.place), []).extend(own)
-                for block in blocks:
                     # what was added is not kept in memory
-                    parts, basis = by_slice.pop(block.slice, []), sums.bases[block.slices]
+                    parts = groups.pop(use)
+                    if (own := (use.name, use.place)) in by_slice:
+                        by_slice[own] += [on_slice(part, self.torch_dtype) for part in parts]
+                for block in blocks:
+                    parts, basis = by_slice.pop(block.slice), sums.bases[block.slices]
                     if any(part.unsorted for part in parts):
                         moment = self._one_by_one(basis, block, samples, u)
                     elif parts:

@@ -190,6 +190,11 @@ class FactorSums:
         """Return sums to which the batches that come next can be added."""
         return replace(self, tensors={})
 
+    def restarted(self, plan: Plan) -> "FactorSums":
+        """Return sums for a new pass over all data, with another plan; forget these."""
+        self.tensors.clear()
+        return FactorSums(plan)
+
     def add(self, key: Key, tensor: Tensor) -> None:
         """Add to one of the sums, in place."""
         if key in self.tensors:
