@@ -1268,14 +1268,8 @@ TABLE = Path(__file__).parent.parent / "docs" / "layers.md"
 
 
 def table() -> str:
-    """Return how the gradients of each layer's parameters are computed, as Markdown."""
-    lines = [
-        "<!-- written by `python test/test_layers.py`, compared with the code by its tests -->",
-        "",
-        "| layer | one pass for all samples | norms and Gram matrix without rows "
-        "| a pass for each sample |",
-        "|---|---|---|---|",
-    ]
+    """Return which layers are covered, as Markdown."""
+    covered, exceptions = [], []
     convolutions = {
         f"{'transposed ' * transposed}convolution": (
             lambda transposed=transposed: (nn.ConvTranspose2d if transposed else nn.Conv2d)(
@@ -1292,7 +1286,7 @@ def table() -> str:
         if "," not in name
     }
     for name, (build, forward, inputs) in (LAYERS | convolutions | calls).items():
-        if any(word in name for word in ("flattened", "time first", "layers", "twice")):
+        if any(word in name for word in ("flattened", "time first", "layers", "twice", "no bias")):
             if "1 layers, bidirectional=False, batch_first=True" not in name:
                 continue
             name = name.split(",")[0]
@@ -1306,11 +1300,19 @@ def table() -> str:
             for groups, _ in operator._gradients(batches):
                 known = (names[0] for names, form in groups if isinstance(form, Outer | Lookup))
                 without_rows += known
-        names = [n for n, _ in model.named_parameters()]
-        single = [n for n in names if n in operator.fallbacks]
-        cells = ([n for n in names if n not in single], without_rows, single)
-        shown = (", ".join(f"`{n.removeprefix('layer.')}`" for n in cell) for cell in cells)
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+        if operator.fallbacks:
+            names = ", ".join(f"`{n.removeprefix('layer.')}`" for n in operator.fallbacks)
+            exceptions.append(f"{name} ({names})")
+        else:
+            covered.append(name + ("*" if without_rows else ""))
+    lines = [
+        "<!-- written by `python test/test_layers.py`, compared with the code by its tests -->",
+        "",
+        "**Covered** (*: norms and Gram matrices of the weights without rows): "
+        f"{', '.join(covered)}.",
+        "",
+        f"**One sample at a time:** {', '.join(exceptions)}.",
+    ]
     return "\n".join(lines) + "\n"
 
 

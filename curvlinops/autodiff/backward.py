@@ -105,7 +105,7 @@ def gradient(problem: Problem, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the terms."""
     with problem.recording("once") as (_, leaves, output):
         loss, terms = head(output)
-        grads = pull({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
+        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
     out = problem.space.zeros(1)
     add(out, 0, grads)
     return loss.detach(), out, terms
@@ -124,7 +124,7 @@ def transposed_jacobian(problem: Problem, chunk_size: int | None = None) -> tupl
         evaluation, leaves, output = recording
 
     def product(u: Columns, inputs: Tensors) -> Columns:
-        return pull_columns({"": output}, u, inputs)
+        return vjp_columns({"": output}, u, inputs)
 
     chunks = in_chunks(product, chunk_size)
 
@@ -138,7 +138,7 @@ def transposed_jacobian(problem: Problem, chunk_size: int | None = None) -> tupl
     return apply, output.detach()
 
 
-def pull(
+def vjp(
     outputs: Mapping[str, Tensor | None],
     cotangents: Mapping[str, Tensor | None],
     inputs: Mapping[Name, Tensor | GradientEdge],
@@ -173,7 +173,7 @@ def pull(
     return dict(zip(inputs, grads, strict=True))
 
 
-def pull_several(
+def batched_vjp(
     outputs: Mapping[str, Tensor | None],
     cotangents: Columns,
     inputs: Mapping[Name, Tensor | GradientEdge],
@@ -182,7 +182,7 @@ def pull_several(
     """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
 
     Args:
-        outputs: Each has a cotangent; see ``pull``.
+        outputs: Each has a cotangent; see ``vjp``.
         cotangents: ``[K, *output]``.
         inputs: Tensors of the graph, or places in it.
         retain: Whether the graph is used again.
@@ -194,7 +194,7 @@ def pull_several(
         single = len(next(iter(cotangents.values()))) == 1
         columns = {name: cotangent[0] for name, cotangent in cotangents.items()} if single else {}
     if single:
-        grads = pull(outputs, columns, inputs, retain=retain)
+        grads = vjp(outputs, columns, inputs, retain=retain)
         with without_torch_function():
             return {
                 name: None if grad is None else grad.detach().unsqueeze(0)
@@ -202,7 +202,7 @@ def pull_several(
             }
 
     def product(columns: Tensors) -> dict[Name, Tensor]:
-        grads = pull(outputs, columns, inputs, retain=retain)
+        grads = vjp(outputs, columns, inputs, retain=retain)
         return {name: grad.detach() for name, grad in grads.items() if grad is not None}
 
     with warnings.catch_warnings():
@@ -211,14 +211,14 @@ def pull_several(
     return {name: grads.get(name) for name in inputs}
 
 
-def pull_columns(
+def vjp_columns(
     outputs: Mapping[str, Tensor | None],
     cotangents: Columns,
     inputs: Tensors,
     retain: bool = True,
 ) -> Columns:
-    """Multiply like ``pull_several``; zeros where no output depends on an input."""
-    grads = pull_several(outputs, cotangents, inputs, retain)
+    """Multiply like ``batched_vjp``; zeros where no output depends on an input."""
+    grads = batched_vjp(outputs, cotangents, inputs, retain)
     missing = [name for name, grad in grads.items() if grad is None]
     num_columns = len(next(iter(cotangents.values()))) if missing else 0
     zeros = {name: inputs[name].new_zeros(num_columns, *inputs[name].shape) for name in missing}

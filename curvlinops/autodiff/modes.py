@@ -1,7 +1,7 @@
 """Products with derivatives of a model, in forward and in reverse mode.
 
 Both modes offer the same functions. Each takes a model on a batch and returns an
-``Apply`` (for the Jacobian a ``Push``); what does not depend on the vectors is done before, once.
+``Apply`` (for the Jacobian a ``JVP``); what does not depend on the vectors is done before, once.
 They are built on two idioms only, each compared with finite differences through every layer of the
 test suite:
 
@@ -27,18 +27,18 @@ from curvlinops.autodiff.backward import (
     Problem,
     Tensors,
     in_chunks,
-    pull,
-    pull_columns,
     room_for,
     single_columns,
+    vjp,
+    vjp_columns,
 )
 from curvlinops.autodiff.evaluation import Evaluation
 from curvlinops.autodiff.graph_checks import check_memory
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.support.rng import preserved_rng
 
-#: ``push(V) -> J V``, ``[K, M]``, for columns of the parameters.
-Push = Callable[[Columns], Tensor]
+#: ``jvp(V) -> J V``, ``[K, M]``, for columns of the parameters.
+JVP = Callable[[Columns], Tensor]
 
 #: Returns a linear function ``[K, *output] -> [K, M]`` at a given output.
 OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
@@ -66,14 +66,14 @@ class Reverse:
         """
         with problem.recording("twice") as (evaluation, leaves, output):
             (start, cotangent), terms = head(output)
-            grads = pull({"": start}, {"": cotangent}, leaves, create_graph=True)
+            grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            return pull_columns(grads, v, inputs, not self.once)
+            return vjp_columns(grads, v, inputs, not self.once)
 
         return self._by_columns(product, problem, evaluation, leaves, terms)
 
-    def jacobian(self, problem: Problem, head: OutputHead) -> Push:
+    def jacobian(self, problem: Problem, head: OutputHead) -> JVP:
         """Prepare products with the Jacobian of a linear function of the output.
 
         Args:
@@ -81,10 +81,10 @@ class Reverse:
             head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
         """
         with problem.recording("twice") as (evaluation, leaves, output):
-            down = head(output.detach())
-            push = _double_vjp(output, leaves)
+            linear_map = head(output.detach())
+            jvp = _double_vjp(output, leaves)
 
-        chunks = in_chunks(lambda v: {"": down(push(v))}, self.chunk_size)
+        chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, self.chunk_size)
         dtypes = _dtypes(problem)
 
         def apply(V: Columns) -> Tensor:
@@ -103,11 +103,11 @@ class Reverse:
         """
         with problem.recording("twice") as (evaluation, leaves, output):
             curvature, terms = head(output.detach())
-            push = _double_vjp(output, leaves)
+            jvp = _double_vjp(output, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            u = curvature(push(v))
-            return pull_columns({"": output}, {"": u}, inputs, not self.once)
+            u = curvature(jvp(v))
+            return vjp_columns({"": output}, {"": u}, inputs, not self.once)
 
         return self._by_columns(product, problem, evaluation, leaves, terms)
 
@@ -147,12 +147,12 @@ class Forward:
                     check_memory(output, leaves)
                     (start, cotangent), terms = head(output)
                     inputs = {name: duals[name] for name in names}
-                    grads = pull({"": start}, {"": cotangent}, inputs, retain=False)
+                    grads = vjp({"": start}, {"": cotangent}, inputs, retain=False)
                     return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
         return _apply_each(problem, product)
 
-    def jacobian(self, problem: Problem, head: OutputHead) -> Push:
+    def jacobian(self, problem: Problem, head: OutputHead) -> JVP:
         """Prepare products with the Jacobian of a function of the output; see ``Reverse``."""
 
         def apply(V: Columns) -> Tensor:
@@ -181,7 +181,7 @@ class Forward:
                 curvature, terms = head(output.detach())
                 u = curvature(tangent.unsqueeze(0)).squeeze(0)
                 inputs = {name: leaves[name] for name in names}
-                return pull({"": output}, {"": u}, inputs, retain=False), terms
+                return vjp({"": output}, {"": u}, inputs, retain=False), terms
 
         return _apply_each(problem, product)
 
@@ -259,5 +259,5 @@ def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:
 def _double_vjp(output: Tensor, leaves: Tensors) -> Callable[[Columns], Tensor]:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     w = torch.zeros_like(output, requires_grad=True)
-    pulled = pull({"": output}, {"": w}, leaves, create_graph=True)
-    return lambda v: pull_columns(pulled, v, {"": w})[""]
+    transposed = vjp({"": output}, {"": w}, leaves, create_graph=True)
+    return lambda v: vjp_columns(transposed, v, {"": w})[""]

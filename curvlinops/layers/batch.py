@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, in_chunks, pull_several
+from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
     BatchAxis,
@@ -61,7 +61,7 @@ class RecordedBatch:
         self.open: set[Key] = set()
         self.unconnected: set[Key] = set()
         # no method of this object, which would keep the graph in memory after its last use
-        self._chunks = in_chunks(partial(pull_several, {"": self.output}), ANY_NUMBER)
+        self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self._lookups: dict[Key, Lookedup | None] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, pull
+from curvlinops.autodiff.backward import Problem, vjp
 from curvlinops.support.norms import double_norm
 
 Tensors = Mapping[str, Tensor]
@@ -55,7 +55,7 @@ def autograd_sums(problem: Problem) -> dict[str, Tensor]:
     with problem.recording("once") as (_, leaves, output):
         u = probe(output.detach())
         u = weighted(u, sample_weights(len(u), u))
-        found = pull({"": output}, {"": u}, leaves, retain=not problem.can_substitute)
+        found = vjp({"": output}, {"": u}, leaves, retain=not problem.can_substitute)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
         for name, leaf in leaves.items()

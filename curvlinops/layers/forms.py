@@ -139,18 +139,18 @@ class Mapped(Form):
 
     Args:
         form: The gradients with respect to the function's value.
-        pull: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
+        pullback: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
         shape: The parameter's shape.
     """
 
-    def __init__(self, form: Form, pull: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
-        self.form, self._pull = form, pull
+    def __init__(self, form: Form, pullback: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
+        self.form, self._pullback = form, pullback
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
 
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pull(self.form.rows(samples))
+        return self._pullback(self.form.rows(samples))
 
 
 class Within(Form):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import in_chunks, pull_columns
+from curvlinops.autodiff.backward import in_chunks, vjp_columns
 from curvlinops.layers.capture import Lookedup
 from curvlinops.layers.forms import Direct, Form, Mapped, Within
 from curvlinops.layers.outer import Arrangement, Outer
@@ -60,7 +60,7 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
     """Return what turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
     if tensor is source:
         return lambda rows: rows
-    chunks = in_chunks(lambda u: pull_columns({"": tensor}, u, {"": source}), ANY_NUMBER)
+    chunks = in_chunks(lambda u: vjp_columns({"": tensor}, u, {"": source}), ANY_NUMBER)
 
     def pull_back(rows: Tensor) -> Tensor:
         out = rows.new_empty(*rows.shape[:2], *source.shape)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, pull_columns
+from curvlinops.autodiff.backward import Problem, vjp_columns
 from curvlinops.layers.check import disagreeing, sample_weights
 from curvlinops.layers.forms import Direct
 from curvlinops.layers.groups import Group
@@ -117,8 +117,8 @@ class Shares:
                 with evaluation.active():
                     return problem.on(Batch(problem.batch.index, one, None)).output(evaluation)
 
-            output, pull = torch.func.vjp(function, own)
-            return output.squeeze(0), torch.func.vmap(lambda v: pull(v.unsqueeze(0))[0])(u)
+            output, vjp = torch.func.vjp(function, own)
+            return output.squeeze(0), torch.func.vmap(lambda v: vjp(v.unsqueeze(0))[0])(u)
 
         parts = [leaf.detach()[wanted] for leaf in cut.values()]
         found, rows = torch.func.vmap(of_one, (0, 1), (0, 1))(parts, u[:, wanted])
@@ -135,7 +135,7 @@ class Shares:
             with problem.on(part).recording("once") as (_, leaves, output):
                 self._check_output(output, wanted.new_tensor([n]))
                 inputs = {name: leaves[name] for name in self._space.names}
-                rows.append(pull_columns({"": output}, {"": u[:, here]}, inputs))
+                rows.append(vjp_columns({"": output}, {"": u[:, here]}, inputs))
         return {name: torch.stack([row[name] for row in rows], 1) for name in self._space.names}
 
     def _check_output(self, found: Tensor, wanted: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import pull
+from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import Loss
@@ -144,16 +144,16 @@ class AdditiveLoss(Loss):
                 return torch.zeros_like(v)
             columns = self.from_terms(v, output)
             return self.to_terms(
-                torch.stack([self._pull(gradient, column, output) for column in columns])
+                torch.stack([self._vjp(gradient, column, output) for column in columns])
             )
 
         return multiply
 
-    def _pull(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
+    def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
         """Return the derivative of ``gradient`` along a column, which is a graph of the column."""
         try:
             with torch.enable_grad():
-                product = pull({"": gradient}, {"": column}, {"": leaf})[""]
+                product = vjp({"": gradient}, {"": column}, {"": leaf})[""]
         except RuntimeError as error:
             if lacks_memory(error):
                 raise

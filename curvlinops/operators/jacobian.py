@@ -101,13 +101,13 @@ class JacobianLinearOperator(OutputsLinearOperator):
         return self._push(columns, self.codomain)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._pull(columns, self.codomain, self.domain.names)
+        return self._vjp(columns, self.codomain, self.domain.names)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         return self._push(columns, self.codomain)
 
     def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._pull(columns, self.codomain, names)
+        return self._vjp(columns, self.codomain, names)
 
 
 class TransposedJacobianLinearOperator(OutputsLinearOperator):
@@ -117,13 +117,13 @@ class TransposedJacobianLinearOperator(OutputsLinearOperator):
         return self._rows(), self.risk.space, False
 
     def _apply(self, columns: Columns) -> Columns:
-        return self._pull(columns, self.domain, self.codomain.names)
+        return self._vjp(columns, self.domain, self.codomain.names)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return self._push(columns, self.domain)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._pull(columns, self.domain, names)
+        return self._vjp(columns, self.domain, names)
 
     def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
         return self._push(columns, self.domain)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import evaluate
 from curvlinops.autodiff.mode_selection import NoDerivativeError
-from curvlinops.autodiff.modes import Push
+from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import Form
 from curvlinops.layers.gradients import SampleGradients
@@ -223,7 +223,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         problem.terms(output)  # checks that output and target fit
         return wide(problem.loss.gradient(output, problem.batch.y))
 
-    def _prepare(self, problem: BatchProblem, num_products: int) -> Push:
+    def _prepare(self, problem: BatchProblem, num_products: int) -> JVP:
         if not problem.loss_needs_graph and not self._lacking:
             try:
                 return super()._prepare(problem, num_products)
@@ -266,7 +266,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             rows = self._all.zeros(len(columns[""]))
             rows[""].index_add_(1, self._indices, columns[""])
             columns = rows
-        return self._pull(columns, self._all, names)
+        return self._vjp(columns, self._all, names)
 
     # --- beyond products
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.mode_selection import Mode
-from curvlinops.autodiff.modes import Push
+from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.gram import gram
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.operator import Product
@@ -58,7 +58,7 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(output),)
 
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> Push:
+    def _linearize(self, problem: BatchProblem, mode: Mode) -> JVP:
         return mode.jacobian(problem, lambda output: self._row_maps(problem, output)[0])
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
@@ -100,7 +100,7 @@ class RowsLinearOperator(DataLinearOperator):
         self._check_finite(out, rows)
         return out
 
-    def _pull(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
+    def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
         U, space = rows.join(columns), self.risk.space.restricted(names)
         out = space.zeros(U.shape[0])

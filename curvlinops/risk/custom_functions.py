@@ -8,7 +8,7 @@ gradient, as in deep equilibrium models.
 
 import torch
 
-from curvlinops.autodiff.backward import Tensors, pull
+from curvlinops.autodiff.backward import Tensors, vjp
 from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.linear_operator.space import Columns, norm
 from curvlinops.risk.empirical_risk import BatchProblem
@@ -77,7 +77,7 @@ def _gradient(problem: BatchProblem, values: Tensors) -> Columns:
     evaluation = problem.evaluation(leaves, "once")
     with evaluation.active():
         loss, _ = problem.loss_sum(problem.output(evaluation))
-        grads = pull({"": loss}, {"": None}, leaves, retain=False)
+        grads = vjp({"": loss}, {"": None}, leaves, retain=False)
     return {
         n: (torch.zeros_like(x) if (g := grads[n]) is None else g).double()
         for n, x in leaves.items()
