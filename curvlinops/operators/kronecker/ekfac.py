@@ -6,7 +6,6 @@ from torch import Tensor
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.parts import Part
-from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
     Blocks,
@@ -17,6 +16,7 @@ from curvlinops.operators.kronecker.blocks import (
 from curvlinops.operators.kronecker.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kronecker.estimate import backpropagated, on_slice
 from curvlinops.operators.kronecker.inverse import Damping
+from curvlinops.operators.kronecker.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kronecker.options import FisherType
 from curvlinops.operators.kronecker.plan import BlockSpec, Slice, group_by_use
 from curvlinops.operators.kronecker.sums import ChangedError, FactorSums

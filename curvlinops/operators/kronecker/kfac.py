@@ -1,15 +1,461 @@
-"""Kronecker-factored approximate curvature."""
+"""Kronecker-factored approximate curvature: what the approximations share, and KFAC."""
 
-from curvlinops.operators.kronecker.base import KroneckerFactoredLinearOperator
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.samples import SampleBackward
+from curvlinops.operators.kronecker import storage
 from curvlinops.operators.kronecker.blocks import (
     BlockFactors,
     Blocks,
     assemble,
+    normalized,
     operator_of,
     summed,
 )
-from curvlinops.operators.kronecker.inverse import Damping, inverse_builder
+from curvlinops.operators.kronecker.estimate import add_batch
+from curvlinops.operators.kronecker.inverse import (
+    Damping,
+    KFACInverseLinearOperator,
+    inverse_builder,
+)
+from curvlinops.operators.kronecker.options import (
+    Fallback,
+    FisherType,
+    KFACType,
+    Options,
+    reduced_parameters,
+)
+from curvlinops.operators.kronecker.plan import Uses
+from curvlinops.operators.kronecker.report import (
+    HOW_TO_DAMP,
+    BlockReport,
+    FactorsByModule,
+    ModuleFactors,
+    Watched,
+    by_module,
+    check_pairs,
+    copied,
+    report,
+)
+from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
+from curvlinops.operators.kronecker.sums import TERMS, ChangedError, FactorSums, Planner
+from curvlinops.risk.data import Batch, Batches
+from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.records import read_state, write_state
+from curvlinops.support.torch_modes import in_default_modes
+
+P = ParamSpec("P")
+Operator = TypeVar("Operator")
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
+    """A block-diagonal approximation whose blocks are made of small matrices.
+
+    The matrices are computed at the first use, and then kept: they do not follow changes of the
+    model or of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``
+    all processes have to do so, or to use them for the first time, together.
+
+    Args:
+        fisher_type: What is backpropagated, see ``FisherType``.
+        mc_samples: How many would-be gradients are sampled for each term (``"mc"``), or how often
+            random signs are drawn (``"type-2"``, if samples have several terms).
+        kfac_approx: How positions that share a weight are treated, see ``KFACType``: one setting
+            for all, or a mapping from names of modules or parameters, the others being expanded.
+        num_per_example_loss_terms: The number of a sample's terms, which is checked. Default: as
+            many as there are.
+        separate_weight_and_bias: Whether biases have their own blocks, or form one with the weight.
+        seed: Seeds the samples, together with the index of the batch.
+        fallback: What parameters get that enter the model in a way without Kronecker
+            structure: ``"error"``; the ``"diagonal"``, or all (``"dense"``) of their exact block.
+        exact: Whether ``"type-2"`` backpropagates each term on its own. That is exact also where
+            terms of one sample interact in the model, with a backward pass for each position.
+        max_factor_size: Above this size, only the diagonal of a matrix is computed.
+
+    Raises:
+        ValueError: If an option is unknown, or does not go together with the others; when factors
+            are computed, if a weight and a bias in one block have different settings.
+        NotImplementedError: If the loss does not support the type of Fisher matrix; when factors
+            are computed, if a parameter has no structure, and no fallback was chosen.
+    """
+
+    fisher_type: str = FisherType.MC
+    mc_samples: int = 1
+    kfac_approx: str | Mapping[str, str] = KFACType.EXPAND
+    num_per_example_loss_terms: int | None = None
+    separate_weight_and_bias: bool = True
+    seed: int = 2147483647
+    fallback: str = Fallback.ERROR
+    exact: bool = False
+    max_factor_size: int = 16384
+
+    _per_sample = True
+    #: Whether eigenvalues are corrected in a second pass.
+    _needs_second_pass = False
+
+    def __post_init__(self) -> None:
+        """Check the options, too."""
+        # before any pass over the data
+        fisher = check_choice("fisher_type", self.fisher_type, FisherType)
+        mc_samples = check_count("mc_samples", self.mc_samples)
+        seed = check_count("seed", self.seed, at_least=0)
+        fallback = check_choice("fallback", self.fallback, Fallback)
+        max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
+        terms = self.num_per_example_loss_terms
+        terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
+        super().__post_init__()
+        self._options = Options(
+            fisher,
+            mc_samples,
+            seed,
+            self.exact,
+            reduced_parameters(self.kfac_approx, self.space.names),
+            not self.separate_weight_and_bias,
+            fallback,
+            max_factor_size,
+        )
+        self._options.check(self.risk.loss)
+        if len(self._blocks) > 1:
+            name = type(self).__name__
+            raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
+        self._terms_per_sample = terms
+        self._planner = Planner(self.space, self._options)
+        self._replace(None)
+
+    def _arguments(self) -> dict[str, Any]:
+        reduced, every = self._options.reduced, set(self.space.names)
+        approx = "expand" if not reduced else "reduce" if reduced == every else "mixed"
+        own = {"kfac_approx": approx, "separate_weight_and_bias": not self._options.joint}
+        plain = {n: str(x) if isinstance(x, str) else x for n, x in vars(self._options).items()}
+        return super()._arguments() | plain | own
+
+    # --- sums over the data
+
+    @in_default_modes
+    def compute_kronecker_factors(self) -> None:
+        """Compute the factors from all data, anew if they are there already."""
+        self._replace(self._compute(FactorSums()))
+
+    @in_default_modes
+    def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
+        """Add a batch to the data from which the factors are computed.
+
+        Args:
+            batch: A pair ``(X, y)`` like those in the data.
+            decay: By what the sums over all data before are multiplied first. Below one, factors
+                are exponentially weighted means (sums for a loss with reduction ``"sum"``).
+
+        Raises:
+            ValueError: If ``decay`` is not between zero and one.
+            RuntimeError: If a parameter is used in ways that do not go together with those before.
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
+        sums = self._factor_sums()
+        more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
+        self._replace(sums.plus(more, more.plan, decay, overwrite=True))
+
+    @in_default_modes
+    def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
+        """Add the data of another operator, such as one on another shard of the data.
+
+        The result is the operator on both data sets, except for which labels are sampled: that
+        depends on the operators' seeds, which may differ.
+
+        Raises:
+            ValueError: If the other one has another class, loss, parameters, or options.
+            RuntimeError: If parameters are used in ways that do not go together.
+        """
+        storage.check_kind(self, other)
+        sums, more = self._factor_sums(), other._factor_sums()
+        uses = sums.plan.uses.union(more.plan.uses)
+        plan = self._planner.extend(sums.plan, uses)
+        self._planner.extend(more.plan, uses)
+        self._replace(sums.plus(more, plan))
+
+    def _factor_sums(self) -> FactorSums:
+        if self._sums is None:
+            self.compute_kronecker_factors()
+        if self._watched.written:
+            self._modules, self._watched = None, Watched()
+            raise RuntimeError(
+                "Factors that were read from _input_covariances or _gradient_covariances were "
+                "changed in place, which changes no product with the operator. "
+                f"{HOW_TO_DAMP} The operator goes on with its own factors."
+            )
+        return self._sums
+
+    def _replace(self, sums: FactorSums | None) -> None:
+        """Take other sums, and drop what was made of those before."""
+        self._sums = sums
+        self._structure: BlockDiagonalLinearOperator | None = None
+        self._structure_factors: list[BlockFactors] = []
+        self._modules: tuple[dict[str, ModuleFactors], list[BlockFactors]] | None = None
+        self._watched = Watched()
+
+    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+        """Return the sums over batches.
+
+        Args:
+            sums: What is known of the batches before. It is changed.
+            batches: The batches; ``None`` for all data.
+        """
+        ranks, first = self.risk.ranks, sums.num_batches
+        with self._synchronized("factors" if batches is None else "update"):
+            sums = self._add_all(sums, batches)
+        if ranks.size > 1:
+            uses = reduce(Uses.union, ranks.gather_objects(sums.plan.uses))
+            with ranks.raise_on_all_ranks():
+                try:
+                    sums.plan = self._planner.extend(sums.plan, uses)
+                except ChangedError:
+                    if batches is not None:
+                        raise
+                    sums = self._add_all(sums.restarted(self._planner.plan(uses)), None)
+            sums = sums.over(ranks, self.device)
+        if batches is None and TERMS not in sums.tensors:
+            raise ValueError("The data has no sample.")
+        sums.num_batches -= first
+        return sums
+
+    def _add_all(self, sums: FactorSums, batches: Batches | None) -> FactorSums:
+        """Add the batches of this rank to sums, and return them."""
+
+        def add(problem: BatchProblem, samples: SampleGradients) -> None:
+            add_batch(sums, problem, samples, self._planner)
+
+        def needs_samples() -> bool:
+            # factors that sum over all rows need no samples; exact blocks do
+            has_exact_blocks = any(block.is_exact for block in sums.plan.blocks)
+            return bool(self._options.reduced or has_exact_blocks or not sums.plan.blocks)
+
+        try:
+            sums.num_batches = self._each_batch(
+                "factors", add, batches, sums.num_batches, needs_samples
+            )
+        except ChangedError as error:
+            if batches is not None:
+                raise
+            # a later batch needs sums of the first ones that these do not have: once more
+            return self._add_all(sums.restarted(self._planner.plan(error.uses)), None)
+        return sums
+
+    def _each_batch(
+        self,
+        description: str,
+        function: Callable[[BatchProblem, SampleGradients], None],
+        batches: Batches | None,
+        first: int,
+        needs_samples: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Call a function on each batch; number these from ``first``, and return the next."""
+        number = first
+        with self._batches(description, batches) as problems:
+            for number, problem in enumerate(problems, first + 1):
+                own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
+                backward = own.known(SampleBackward, type(self).__name__, True, True)
+                samples = backward.capture(own, needs_samples())
+                self._check_terms(own, samples)
+                if samples.num_samples:
+                    function(own, samples)
+        return number
+
+    def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
+        expected = self._terms_per_sample
+        if expected is None:
+            return
+        found = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
+        if found != expected * samples.num_samples:
+            raise ValueError(
+                f"num_per_example_loss_terms is {expected}, but batch {problem.batch.index} has "
+                f"{found} terms for {samples.num_samples} samples."
+            )
+
+    def _synchronized(self, task: str) -> AbstractContextManager[Any]:
+        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        # ranks never draw the same numbers, whatever the seed
+        options = vars(self._options) | {"reduced": sorted(self._options.reduced), "seed": None}
+        return self.risk.ranks.synchronized(self.risk, task, options=options)
+
+    # --- what was computed
+
+    @property
+    def blocks(self) -> Blocks:
+        """The diagonal blocks by the names of their parameters."""
+        return self.structure.blocks
+
+    def report(self) -> list[BlockReport]:
+        """Return for each diagonal block which structure it has, and why."""
+        return report(self._all_factors(), self._options.fisher_type)
+
+    @property
+    @in_default_modes
+    def input_covariances(self) -> Mapping[str, Tensor]:
+        """A by module, for modules whose weight's block is one Kronecker product.
+
+        ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
+        ``[G, I, I]``. A copy is made when a matrix is read.
+        """
+        return self._copies("inputs")
+
+    @property
+    @in_default_modes
+    def gradient_covariances(self) -> Mapping[str, Tensor]:
+        """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
+
+        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. A
+        copy is made when a matrix is read.
+        """
+        return self._copies("gradients")
+
+    @property
+    def mapping(self) -> dict[str, dict[str, int]]:
+        """Where the modules' weights and biases are among ``params``."""
+        return {name: dict(found.positions) for name, found in self._by_module()[0].items()}
+
+    def _by_module(self) -> tuple[dict[str, ModuleFactors], list[BlockFactors]]:
+        """Return the factors by module, and what all blocks consist of."""
+        if self._modules is None:
+            factors = self._all_factors()
+            self._modules = by_module(factors, self.space.names), factors
+        return self._modules
+
+    def _copies(self, kind: str) -> FactorsByModule:
+        self._factor_sums()  # complains if factors were changed in place
+        return self._covariances(kind, copied)
+
+    def _covariances(self, kind: str, read: Callable[[str, Tensor], Tensor]) -> FactorsByModule:
+        modules, _ = self._by_module()
+        matrices = {name: getattr(module, kind) for name, module in modules.items()}
+        return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, read)
+
+    # names that published programs read, which rely on one dense pair for each weight. They get
+    # no copies, and may scale what they have read, but not use the operator after that
+
+    def _dense_pairs(self, kind: str) -> FactorsByModule:
+        check_pairs(*self._by_module(), self._options.fisher_type)
+        return self._covariances(kind, partial(self._watched.read, kind))
+
+    _input_covariances = property(lambda self: self._dense_pairs("inputs"))
+    _gradient_covariances = property(lambda self: self._dense_pairs("gradients"))
+
+    @property
+    def _mapping(self) -> dict[str, dict[str, int]]:
+        check_pairs(*self._by_module(), self._options.fisher_type)
+        return self.mapping
+
+    # --- saving
+
+    @in_default_modes
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factors as tensors by name, and metadata as a string.
+
+        They are sums, so that more data can be added after loading. Do not write to them: like a
+        module's, they are the operator's own.
+        """
+        return storage.pack(self._factor_sums(), self._fingerprint())
+
+    @in_default_modes
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the factors by saved ones.
+
+        Raises:
+            ValueError: If these are of other parameters, options, or another loss.
+        """
+        own, has_bases = self._fingerprint(), self._needs_second_pass
+        self._replace(storage.unpack(state_dict, own, self._planner, has_bases))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return storage.fingerprint(self.space, self._options, self.risk.loss)
+
+    @classmethod
+    def from_state_dict(
+        cls: Callable[P, Operator], state_dict: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Operator:
+        """Build an operator from saved factors and its arguments, without a pass over the data."""
+        operator = cls(*args, **{"check_deterministic": False, **kwargs})
+        operator.load_state_dict(state_dict)
+        return operator
+
+    def save(self, path: str | Path) -> None:
+        """Write the factors to a safetensors file."""
+        write_state(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> None:
+        """Replace the factors by those in a file, which are moved to the operator's device.
+
+        Raises:
+            ValueError: If these are of other parameters or options, or the file has none.
+        """
+        self.load_state_dict(read_state(path))
+
+    # --- the structured matrix
+
+    @property
+    @in_default_modes
+    def structure(self) -> BlockDiagonalLinearOperator:
+        """The approximation as a block-diagonal operator."""
+        self._factor_sums()
+        if self._structure is None:
+            self._structure_factors = self._block_factors()
+            blocks = assemble(self._structure_factors, self.space, self._block)
+            self._structure = BlockDiagonalLinearOperator(blocks, self.space)
+        return self._structure
+
+    @abstractmethod
+    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
+        """Return a block as an operator on its entries."""
+
+    @abstractmethod
+    def _inverse_blocks(self, damping: Damping) -> Blocks:
+        """Return the damped inverses of all blocks."""
+
+    def _block_factors(self) -> list[BlockFactors]:
+        """Return what structure and inverses are built of."""
+        sums = self._factor_sums()
+        return self._structure_factors or self._normalized(sums, self._needs_second_pass)
+
+    def _all_factors(self) -> list[BlockFactors]:
+        """Return what blocks consist of before eigenvalues are corrected."""
+        return self._normalized(self._factor_sums(), False)
+
+    def _normalized(self, sums: FactorSums, in_eigenbases: bool) -> list[BlockFactors]:
+        scale = self.risk.scale(sums.terms)
+        return normalized(sums, scale, self.space, self._options, in_eigenbases)
+
+    @in_default_modes
+    def inverse(
+        self,
+        damping: float | tuple[float, float] = 0.0,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        use_exact_damping: bool = False,
+        retry_double_precision: bool = True,
+    ) -> KFACInverseLinearOperator:
+        """Return the damped inverse, see ``KFACInverseLinearOperator``."""
+        damped = damping, use_heuristic_damping, min_damping, use_exact_damping
+        return KFACInverseLinearOperator(self, *damped, retry_double_precision)
+
+    def to_device(self, device: torch.device | str) -> "KroneckerFactoredLinearOperator":
+        """Move the operator, and the user's module and loss, to another device."""
+        super().to_device(device)
+        self._reconsider()
+        self._planner = Planner(self.space, self._options)
+        self._replace(None if self._sums is None else self._sums.to(self.space.device))
+        return self
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
