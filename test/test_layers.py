@@ -24,8 +24,8 @@ from curvlinops import (
     JacobianLinearOperator,
 )
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
-from curvlinops.layers.embedding import Lookup
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.embedding import EmbeddingGradient
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.uses import RULES, broadcast, handles
 
 Data = list[tuple[Any, Tensor]]
@@ -1298,7 +1298,11 @@ def table() -> str:
 
         with operator._batches("gradients") as batches:
             for groups, _ in operator._gradients(batches):
-                known = (names[0] for names, form in groups if isinstance(form, Outer | Lookup))
+                known = (
+                    names[0]
+                    for names, form in groups
+                    if isinstance(form, OuterProducts | EmbeddingGradient)
+                )
                 without_rows += known
         if operator.fallbacks:
             names = ", ".join(f"`{n.removeprefix('layer.')}`" for n in operator.fallbacks)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import curvlinops
 from curvlinops.autodiff import modes
-from curvlinops.layers.forms import Form
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.forms import PerSampleGradient
+from curvlinops.layers.outer import OuterProducts
 
 GAUSS_NEWTON = [c for c in EXACT if CASES[c].square and c not in ("hessian", "ggn-diagonal")]
 
@@ -172,14 +172,14 @@ def test_rows_take_the_place_of_the_graph(quantity: str, monkeypatch):
     before = operator.dense()
     output, during = model(X), len(Box.alive)
     del output
-    after, rows = [], Outer.rows
+    after, rows = [], OuterProducts.rows
 
-    def counted(self: Outer, samples: slice) -> Tensor:
+    def counted(self: OuterProducts, samples: slice) -> Tensor:
         after.append(len(Box.alive))
         return rows(self, samples)
 
-    monkeypatch.setattr(Outer, "rows", counted)
-    monkeypatch.setattr(Outer, "write", Form.write)
+    monkeypatch.setattr(OuterProducts, "rows", counted)
+    monkeypatch.setattr(OuterProducts, "write", PerSampleGradient.write)
     getattr(operator, quantity)()
     # the first layer's own nodes are in front of where the backward pass ends
     assert during >= 16 and after and max(after) <= 2

@@ -17,11 +17,11 @@ from curvlinops.layers.batch_axis import (
     sketch,
     wiring,
 )
-from curvlinops.layers.capture import Capture, Lookedup, Recorded
+from curvlinops.layers.capture import Capture, LookedUp, Recorded
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.forms import DenseGradient, PerSampleGradient
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
-from curvlinops.layers.outer import Outer, sum_of
+from curvlinops.layers.outer import OuterProducts, sum_of
 from curvlinops.layers.parts import Key, Part
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.support.pytree import leaves
@@ -64,7 +64,7 @@ class RecordedBatch:
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
-        self._lookups: dict[Key, Lookedup | None] = {}
+        self._lookups: dict[Key, LookedUp | None] = {}
         self._nodes = dict.fromkeys(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
@@ -238,7 +238,7 @@ class RecordedBatch:
                 ones = sort(g.new_ones(use.lead))
                 x = ones.reshape(*ones.shape, 1, 1)
                 g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
-                form = Outer(x, g, recorded.tensor.shape)
+                form = OuterProducts(x, g, recorded.tensor.shape)
             else:
                 form = use.form(g, sort)
             for name, leaf in self._origins[key].items():
@@ -247,21 +247,21 @@ class RecordedBatch:
                 own = on_parameter(form, recorded.tensor, leaf, lookup)
                 yield Part(key, name, own, is_open, is_unsorted, use.shift, use.elsewhere)
 
-    def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, Form]:
+    def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, PerSampleGradient]:
         """Return the gradients of all parameters.
 
         Args:
             gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
             num_vectors: How many.
         """
-        found: dict[str, list[Form]] = {}
+        found: dict[str, list[PerSampleGradient]] = {}
         for part in self._parts(gradients, self.axes):
             found.setdefault(part.name, []).append(part.form)
         for name in self.names:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [Direct.of(zeros)]
+                found[name] = [DenseGradient.of(zeros)]
         return {name: sum_of(found[name]) for name in self.names}
 
 

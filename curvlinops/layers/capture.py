@@ -102,7 +102,7 @@ class Recorded(NamedTuple):
     called: Called
 
 
-class Lookedup(NamedTuple):
+class LookedUp(NamedTuple):
     """A lookup in a table at constant indices, such as those of positions.
 
     Attributes:
@@ -320,13 +320,13 @@ class Capture(TorchFunctionMode):
         """Return a call's arguments ``as_data``."""
         return map_leaves((args, kwargs), self.as_data)
 
-    def lookup(self, x: Tensor) -> "Lookedup | None":
+    def lookup(self, x: Tensor) -> "LookedUp | None":
         """Return the lookup in a table of which a tensor is a function, row by row."""
         while id(x) in self._origins:
             func, args, kwargs, _ = self._origins[id(x)]
             if func is torch.embedding:
                 (use,) = RULES[func](args, kwargs).values()
-                return Lookedup(x, use, args[0])
+                return LookedUp(x, use, args[0])
             sources = [y for y in leaves((args, kwargs)) if self.follows(y)]
             if len(sources) != 1 or sources[0].shape != x.shape:
                 return None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import BYTES, Form
+from curvlinops.layers.forms import BYTES, PerSampleGradient
 from curvlinops.layers.uses import Sort, Use, handles
 from curvlinops.support.norms import wide
 
@@ -22,8 +22,8 @@ def embedding(
 ) -> dict[str, Use]:
     """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
 
-    def form(g: Tensor, sort: Sort) -> Form:
-        return Lookup(sort(indices), wide(g), weight.shape, padding_idx)
+    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
+        return EmbeddingGradient(sort(indices), wide(g), weight.shape, padding_idx)
 
     return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
 
@@ -48,8 +48,8 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
         def split(g: Tensor) -> Tensor:
             return g.reshape(len(g), *lead, width if whole else 1)
 
-        def form(g: Tensor, sort: Sort) -> Form:
-            return Lookup(sort(indices), wide(g), input.shape)
+        def form(g: Tensor, sort: Sort) -> PerSampleGradient:
+            return EmbeddingGradient(sort(indices), wide(g), input.shape)
 
         return {0: Use(lead, split, form)}
 
@@ -85,7 +85,7 @@ for _same in _CALLS:
     handles(*_same)(_lookup(_same[0]))
 
 
-class Lookup(Form):
+class EmbeddingGradient(PerSampleGradient):
     """Sums of output gradients over the positions that looked up a row of a table.
 
     Args:
@@ -109,9 +109,9 @@ class Lookup(Form):
         rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
         return rows.reshape(*g.shape[:2], *self.shape)
 
-    def to(self, dtype: torch.dtype) -> "Lookup":
+    def to(self, dtype: torch.dtype) -> "EmbeddingGradient":
         """Return the same gradients in another dtype."""
-        return Lookup(self.indices, self.g.to(dtype), self.shape, self.padding)
+        return EmbeddingGradient(self.indices, self.g.to(dtype), self.shape, self.padding)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum, in memory proportional to the table."""
@@ -130,12 +130,12 @@ class Lookup(Form):
         out = squares.new_zeros(self.num_rows, squares.shape[-1])
         return out.index_add_(0, rows, squares).reshape(self.shape)
 
-    def has_inner(self, other: Form) -> bool:
+    def has_inner(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
         # a table may be read by rows, and by entries
-        return isinstance(other, Lookup) and self.num_rows == other.num_rows
+        return isinstance(other, EmbeddingGradient) and self.num_rows == other.num_rows
 
-    def inner(self, other: "Lookup") -> Tensor:
+    def inner(self, other: "EmbeddingGradient") -> Tensor:
         """Return all inner products; only rows that both looked up count."""
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
         out = left.new_zeros(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.covariance import input_covariance, second_moment
-from curvlinops.layers.embedding import Lookup
-from curvlinops.layers.forms import Form
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Outer
+from curvlinops.layers.embedding import EmbeddingGradient
+from curvlinops.layers.forms import PerSampleGradient
+from curvlinops.layers.outer import IN_ORDER, Arrangement, OuterProducts
 from curvlinops.layers.parts import Part
 from curvlinops.layers.patches import Patches, patch_sums
 from curvlinops.support.records import recorded
@@ -44,12 +44,12 @@ class Kind(NamedTuple):
     shift: bool = False
 
     @classmethod
-    def of(cls, form: Form, shift: bool) -> "Kind | None":
+    def of(cls, form: PerSampleGradient, shift: bool) -> "Kind | None":
         """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
-        if isinstance(form, Outer):
+        if isinstance(form, OuterProducts):
             groups, inputs = form.x.shape[2:]
             return cls(groups, form.g.shape[-1], inputs, form.arrangement, shift=shift)
-        if isinstance(form, Lookup):
+        if isinstance(form, EmbeddingGradient):
             rows, width = form.num_rows, form.g.shape[-1]
             return cls(1, width, rows, Arrangement.of((width, rows), (1, 0)), lookup=True)
         return None
@@ -125,9 +125,9 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
     return moment(g.flatten(0, 2), diagonal=False)
 
 
-def _gradients(form: Form) -> Tensor:
+def _gradients(form: PerSampleGradient) -> Tensor:
     """Return output gradients, ``[V, N, S, G, O]``."""
-    return form.g.unsqueeze(3) if isinstance(form, Lookup) else form.g
+    return form.g.unsqueeze(3) if isinstance(form, EmbeddingGradient) else form.g
 
 
 def _positions(part: Part) -> Tensor:
@@ -138,7 +138,7 @@ def _positions(part: Part) -> Tensor:
 
 def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
     form = part.form
-    if isinstance(form, Lookup):
+    if isinstance(form, EmbeddingGradient):
         found = form.indices[_is_lookup(part)]
         counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
         return counts, counts.sum()
@@ -169,7 +169,7 @@ def _with_bias(found: Tensor, total: Tensor, count: Tensor, bias: float) -> Tens
 def _reduced_inputs(
     parts: Sequence[Part], bias: float | None, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    if any(isinstance(part.form, Lookup) for part in parts):
+    if any(isinstance(part.form, EmbeddingGradient) for part in parts):
         counts = total(_lookups(part) for part in parts)
         positions = counts.sum(-1, keepdim=True)
         means = counts / positions.clamp(min=1.0)
@@ -183,7 +183,7 @@ def _reduced_inputs(
     return moment(means, diagonal), (positions > 0).sum()
 
 
-def _totals(form: Outer) -> Tensor:
+def _totals(form: OuterProducts) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
     if isinstance(form.x, Patches):
         sums = patch_sums(form.x.images.flatten(0, 1), form.x.window)

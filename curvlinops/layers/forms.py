@@ -21,7 +21,7 @@ BYTES = 32 * 2**20
 _CACHED = 2**18
 
 
-class Form(ABC):
+class PerSampleGradient(ABC):
     """Gradients ``[V, N, *parameter]``, not necessarily written down.
 
     Attributes:
@@ -51,10 +51,10 @@ class Form(ABC):
         """Return whether no gradient overflows, as far as that is cheaper than a look at all."""
         return False
 
-    def to(self, dtype: torch.dtype) -> "Form":
+    def to(self, dtype: torch.dtype) -> "PerSampleGradient":
         """Return the same gradients in another dtype."""
         shape = self.num_vectors, self.num_samples, self.shape
-        return Direct(lambda samples: self.rows(samples).to(dtype), *shape)
+        return DenseGradient(lambda samples: self.rows(samples).to(dtype), *shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
@@ -75,11 +75,11 @@ class Form(ABC):
         total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
         return total.reshape(self.shape)
 
-    def has_inner(self, other: "Form") -> bool:
+    def has_inner(self, other: "PerSampleGradient") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""
         return False
 
-    def inner(self, other: "Form") -> Tensor:
+    def inner(self, other: "PerSampleGradient") -> Tensor:
         """Return all inner products with the gradients of a form, ``[V, N, W, M]``, if it has."""
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ class Form(ABC):
             yield slice(start, min(start + step, self.num_samples))
 
 
-class Direct(Form):
+class DenseGradient(PerSampleGradient):
     """Gradients that are written down, or computed part by part.
 
     Args:
@@ -112,7 +112,7 @@ class Direct(Form):
         self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
 
     @classmethod
-    def of(cls, rows: Tensor) -> "Direct":
+    def of(cls, rows: Tensor) -> "DenseGradient":
         """Return gradients ``[V, N, *shape]`` that are there."""
         return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
 
@@ -121,10 +121,10 @@ class Direct(Form):
         return self._compute(samples)
 
 
-class Total(Form):
+class GradientSum(PerSampleGradient):
     """The sum of several uses' gradients."""
 
-    def __init__(self, forms: list[Form]):
+    def __init__(self, forms: list[PerSampleGradient]):
         self._forms = forms
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
         self.shape = forms[0].shape
@@ -134,7 +134,7 @@ class Total(Form):
         return sum(form.rows(samples) for form in self._forms)
 
 
-class Mapped(Form):
+class PulledBackGradient(PerSampleGradient):
     """Gradients with respect to a parameter of which a layer uses a function, such as a part.
 
     Args:
@@ -143,7 +143,9 @@ class Mapped(Form):
         shape: The parameter's shape.
     """
 
-    def __init__(self, form: Form, pullback: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
+    def __init__(
+        self, form: PerSampleGradient, pullback: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+    ):
         self.form, self._pullback = form, pullback
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
@@ -153,7 +155,7 @@ class Mapped(Form):
         return self._pullback(self.form.rows(samples))
 
 
-class Within(Form):
+class SliceGradient(PerSampleGradient):
     """Gradients with respect to a part of a parameter; the rest of the parameter is not used.
 
     Args:
@@ -162,7 +164,7 @@ class Within(Form):
         shape: The parameter's shape.
     """
 
-    def __init__(self, form: Form, place: Place, shape: tuple[int, ...]):
+    def __init__(self, form: PerSampleGradient, place: Place, shape: tuple[int, ...]):
         self.form, self.place = form, place
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.shape = tuple(shape)
@@ -179,15 +181,15 @@ class Within(Form):
         return self.form.squared_norms()
 
 
-def innermost(form: Form) -> tuple[Place | None, Form, bool]:
+def innermost(form: PerSampleGradient) -> tuple[Place | None, PerSampleGradient, bool]:
     """Return what a layer uses of a parameter.
 
     Returns:
         The part of the parameter, ``None`` for all; the gradients with respect to what the layer
         uses; and whether that is a function of the parameter.
     """
-    place = form.place if isinstance(form, Within) else None
-    mapped = isinstance(form, Mapped)
+    place = form.place if isinstance(form, SliceGradient) else None
+    mapped = isinstance(form, PulledBackGradient)
     return place, form.form if mapped or place is not None else form, mapped
 
 

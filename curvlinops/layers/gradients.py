@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.forms import BYTES, Form
+from curvlinops.layers.forms import BYTES, PerSampleGradient
 from curvlinops.layers.groups import Group
 from curvlinops.layers.parts import Part
 from curvlinops.layers.shares import Shares
@@ -74,7 +74,7 @@ class SampleGradients:
             u: See ``parts``.
             last: See ``parts``.
         """
-        known: dict[str, Form] = {}
+        known: dict[str, PerSampleGradient] = {}
         if self._batch is not None:
             known = self._batch.forms(self._batch.gradients(u, last), len(u))
         groups: list[Group] = [([name], form) for name, form in known.items()]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.covariance import add_second_moment, mirror
-from curvlinops.layers.forms import BYTES, Direct, Form
+from curvlinops.layers.forms import BYTES, DenseGradient, PerSampleGradient
 from curvlinops.layers.groups import Group, in_one_row
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.linear_operator.space import ParameterSpace
 
 #: How many bytes of gradients are written down at once, of parameters that can be divided.
@@ -17,7 +17,7 @@ _PIECE = BYTES // 2
 #: And of those that may take backward passes, which come again for each pair of blocks.
 _DIRECT = 8 * BYTES
 #: Some samples of batches, and which rows their gradients are.
-Block = list[tuple[Form, slice, Tensor]]
+Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
 
 def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
@@ -43,11 +43,11 @@ def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
     return out
 
 
-def _num_rows(form: Form) -> int:
+def _num_rows(form: PerSampleGradient) -> int:
     return form.num_vectors * form.num_samples
 
 
-def _add(forms: list[Form], out: Tensor) -> None:
+def _add(forms: list[PerSampleGradient], out: Tensor) -> None:
     """Add the inner products on and above the diagonal, for some parameters."""
     pairs = list(combinations_with_replacement(range(len(forms)), 2))
     if all(forms[i].has_inner(forms[j]) for i, j in pairs):
@@ -60,9 +60,9 @@ def _add(forms: list[Form], out: Tensor) -> None:
         _add_products(piece, out)
 
 
-def _pieces(forms: list[Form], num_rows: int) -> Iterator[list[Form]]:
+def _pieces(forms: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerSampleGradient]]:
     """Yield the gradients with respect to parts of the parameters that fit the memory."""
-    outer = all(isinstance(form, Outer) for form in forms)
+    outer = all(isinstance(form, OuterProducts) for form in forms)
     if not outer or len({form.kind for form in forms}) > 1:
         yield forms
         return
@@ -74,7 +74,7 @@ def _pieces(forms: list[Form], num_rows: int) -> Iterator[list[Form]]:
         yield [form.narrowed(slice(start, start + step)) for form in forms]
 
 
-def _add_products(forms: list[Form], out: Tensor) -> None:
+def _add_products(forms: list[PerSampleGradient], out: Tensor) -> None:
     """Write gradients down, as many at once as fit the memory, and add their inner products."""
     blocks = list(_blocks(forms, out))
     if len(blocks) == 1:
@@ -94,10 +94,10 @@ def _add_products(forms: list[Form], out: Tensor) -> None:
                 out[columns[:, None], rows] += found.T
 
 
-def _blocks(forms: list[Form], out: Tensor) -> Iterator[Block]:
+def _blocks(forms: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
     """Yield samples whose gradients fit the memory at once."""
     block, size, start = [], 0, 0
-    most = _DIRECT if any(isinstance(form, Direct) for form in forms) else BYTES
+    most = _DIRECT if any(isinstance(form, DenseGradient) for form in forms) else BYTES
     for form in forms:
         places = torch.arange(start, start + _num_rows(form), device=out.device)
         places = places.reshape(form.num_vectors, form.num_samples)

@@ -5,12 +5,12 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.layers.forms import Direct, Form
+from curvlinops.layers.forms import DenseGradient, PerSampleGradient
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
 #: there are several.
-Group = tuple[list[str], Form]
+Group = tuple[list[str], PerSampleGradient]
 
 
 def write_rows(
@@ -40,7 +40,10 @@ def write_rows(
 
 
 def add_sums(
-    out: Columns, groups: list[Group], of: Callable[[Form], Tensor], space: ParameterSpace
+    out: Columns,
+    groups: list[Group],
+    of: Callable[[PerSampleGradient], Tensor],
+    space: ParameterSpace,
 ) -> None:
     """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
     for names, form in groups:
@@ -64,7 +67,7 @@ def split(names: list[str], rows: Tensor, space: ParameterSpace) -> Columns:
     }
 
 
-def in_one_row(groups: list[Group], space: ParameterSpace) -> Form:
+def in_one_row(groups: list[Group], space: ParameterSpace) -> PerSampleGradient:
     """Write the gradients of all parameters in one row."""
     _, form = groups[0]
 
@@ -74,4 +77,4 @@ def in_one_row(groups: list[Group], space: ParameterSpace) -> Form:
             columns |= split(names, one.rows(samples).flatten(0, 1), space)
         return space.join(columns).unflatten(0, (form.num_vectors, -1))
 
-    return Direct(rows, form.num_vectors, form.num_samples, (space.dim,))
+    return DenseGradient(rows, form.num_vectors, form.num_samples, (space.dim,))

@@ -5,9 +5,14 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from curvlinops.autodiff.backward import in_chunks, vjp_columns
-from curvlinops.layers.capture import Lookedup
-from curvlinops.layers.forms import Direct, Form, Mapped, Within
-from curvlinops.layers.outer import Arrangement, Outer
+from curvlinops.layers.capture import LookedUp
+from curvlinops.layers.forms import (
+    DenseGradient,
+    PerSampleGradient,
+    PulledBackGradient,
+    SliceGradient,
+)
+from curvlinops.layers.outer import Arrangement, OuterProducts
 from curvlinops.layers.place import Place
 from curvlinops.layers.views import view_of
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
@@ -24,7 +29,9 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
 
 
-def on_parameter(form: Form, tensor: Tensor, leaf: Tensor, lookup: Lookedup | None = None) -> Form:
+def on_parameter(
+    form: PerSampleGradient, tensor: Tensor, leaf: Tensor, lookup: LookedUp | None = None
+) -> PerSampleGradient:
     """Return gradients with respect to a parameter of which a layer used a function.
 
     Args:
@@ -33,7 +40,7 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor, lookup: Lookedup | No
         leaf: The parameter.
         lookup: The lookup of which it is a function.
     """
-    if lookup is not None and isinstance(form, Direct):
+    if lookup is not None and isinstance(form, DenseGradient):
         return on_parameter(_of_table(form, tensor, lookup), lookup.table, leaf)
     view = view_of(tensor, leaf)
     if view is leaf:
@@ -42,18 +49,18 @@ def on_parameter(form: Form, tensor: Tensor, leaf: Tensor, lookup: Lookedup | No
     if place is not None and place.is_whole(leaf.numel()):
         order = sorted(range(view.ndim), key=lambda axis: -view.stride(axis))
         arrangement = Arrangement.of(view.shape, order)
-        if isinstance(form, Outer):
+        if isinstance(form, OuterProducts):
             return form.arranged(arrangement, leaf.shape)
 
         def arrange(rows: Tensor) -> Tensor:
             return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
 
-        return Mapped(form, arrange, leaf.shape)
+        return PulledBackGradient(form, arrange, leaf.shape)
 
     if place is not None:
-        return Within(form, place, leaf.shape)
+        return SliceGradient(form, place, leaf.shape)
 
-    return Mapped(form, _pull_back(tensor, leaf), leaf.shape)
+    return PulledBackGradient(form, _pull_back(tensor, leaf), leaf.shape)
 
 
 def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
@@ -71,7 +78,7 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
     return pull_back
 
 
-def _of_table(form: Form, tensor: Tensor, lookup: Lookedup) -> Form:
+def _of_table(form: PerSampleGradient, tensor: Tensor, lookup: LookedUp) -> PerSampleGradient:
     """Return gradients with respect to a table that all samples read at the same indices."""
     rows = _pull_back(tensor, lookup.output)(form.rows(slice(None)))
     num_vectors, num_samples = rows.shape[:2]

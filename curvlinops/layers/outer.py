@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Form, Total, squared_sum
+from curvlinops.layers.forms import GradientSum, PerSampleGradient, squared_sum
 from curvlinops.layers.patches import Patches
 from curvlinops.support.records import recorded
 
@@ -60,7 +60,7 @@ class Inputs(Protocol):
     def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
 
 
-class Outer(Form):
+class OuterProducts(PerSampleGradient):
     """Sums of outer products over positions: ``sum_s g[v, n, s] x[n, s]^T``, for each group.
 
     Args:
@@ -125,9 +125,9 @@ class Outer(Form):
         bound = torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
         return float(bound) < torch.finfo(self.g.dtype).max / 2  # sums are rounded
 
-    def to(self, dtype: torch.dtype) -> "Outer":
+    def to(self, dtype: torch.dtype) -> "OuterProducts":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
-        return Outer(self.x.to(dtype), self.g.to(dtype), self.shape, self.arrangement)
+        return OuterProducts(self.x.to(dtype), self.g.to(dtype), self.shape, self.arrangement)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
@@ -175,12 +175,12 @@ class Outer(Form):
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self._arranged(squares[None, None])[0, 0]
 
-    def has_inner(self, other: Form) -> bool:
+    def has_inner(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
-        alike = isinstance(other, Outer) and self.kind == other.kind
+        alike = isinstance(other, OuterProducts) and self.kind == other.kind
         return alike and self._is_cheaper_by_positions(other)
 
-    def inner(self, other: "Outer") -> Tensor:
+    def inner(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
@@ -197,31 +197,33 @@ class Outer(Form):
             rows.append(torch.cat(blocks, dim=3))
         return torch.cat(rows, dim=1)
 
-    def made(self) -> "Outer":
+    def made(self) -> "OuterProducts":
         """Return the same gradients with inputs that are there, unless it is faster without."""
         return (
-            self if self._by_convolution else Outer(self.x[:], self.g, self.shape, self.arrangement)
+            self
+            if self._by_convolution
+            else OuterProducts(self.x[:], self.g, self.shape, self.arrangement)
         )
 
-    def narrowed(self, outputs: slice) -> "Outer":
+    def narrowed(self, outputs: slice) -> "OuterProducts":
         """Return the gradients with respect to the weights of some outputs, in any order."""
         g = self.g[..., outputs]
-        return Outer(self.x, g, (g.shape[3] * g.shape[4] * self.x.shape[3],))
+        return OuterProducts(self.x, g, (g.shape[3] * g.shape[4] * self.x.shape[3],))
 
-    def arranged(self, again: Arrangement, shape: Sequence[int]) -> "Outer":
+    def arranged(self, again: Arrangement, shape: Sequence[int]) -> "OuterProducts":
         """Return the same gradients with their entries permuted once more."""
-        return Outer(self.x, self.g, shape, self.arrangement.then(again))
+        return OuterProducts(self.x, self.g, shape, self.arrangement.then(again))
 
-    def reshaped(self, shape: Sequence[int]) -> "Outer":
+    def reshaped(self, shape: Sequence[int]) -> "OuterProducts":
         """Return the same gradients in another shape."""
-        return Outer(self.x, self.g, shape, self.arrangement)
+        return OuterProducts(self.x, self.g, shape, self.arrangement)
 
     @staticmethod
-    def merge(forms: list["Outer"]) -> "Outer":
+    def merge(forms: list["OuterProducts"]) -> "OuterProducts":
         """Return the sum of forms of one kind: their positions side by side."""
         x = torch.cat([form.x[:] for form in forms], dim=1)
         g = torch.cat([form.g for form in forms], dim=2)
-        return Outer(x, g, forms[0].shape, forms[0].arrangement)
+        return OuterProducts(x, g, forms[0].shape, forms[0].arrangement)
 
     def parts(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
@@ -236,7 +238,7 @@ class Outer(Form):
         matrices = self.arrangement.apply(matrices, 2)
         return matrices.reshape(*matrices.shape[:2], *self.shape)
 
-    def _is_cheaper_by_positions(self, other: "Outer") -> bool:
+    def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
         pairs = self.num_samples * other.num_samples
         vectors = self.num_vectors * other.num_vectors
         S, T, groups = self.x.shape[1], other.x.shape[1], self.x.shape[2]
@@ -246,12 +248,14 @@ class Outer(Form):
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
-def sum_of(forms: list[Form]) -> Form:
+def sum_of(forms: list[PerSampleGradient]) -> PerSampleGradient:
     """Return the sum of several uses' gradients."""
     if len(forms) == 1:
         return forms[0]
     # patches would take much memory
-    outer = all(isinstance(form, Outer) and not isinstance(form.x, Patches) for form in forms)
+    outer = all(
+        isinstance(form, OuterProducts) and not isinstance(form.x, Patches) for form in forms
+    )
     if outer and len({form.kind for form in forms}) == 1:
-        return Outer.merge(forms)
-    return Total(forms)
+        return OuterProducts.merge(forms)
+    return GradientSum(forms)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from curvlinops.layers.forms import Form
+from curvlinops.layers.forms import PerSampleGradient
 
 
 class Key(NamedTuple):
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     key: Key
     name: str
-    form: Form
+    form: PerSampleGradient
     open: bool
     unsorted: bool
     shift: float | None

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Direct, Form
-from curvlinops.layers.outer import Arrangement, Outer
+from curvlinops.layers.forms import DenseGradient, PerSampleGradient
+from curvlinops.layers.outer import Arrangement, OuterProducts
 from curvlinops.support.norms import wide
 
 #: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
@@ -42,14 +42,14 @@ class Use:
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
-    form: Callable[[Tensor, Sort], Form]
+    form: Callable[[Tensor, Sort], PerSampleGradient]
     shift: float | None = None
     elsewhere: bool = False
 
     def reshaped(self, shape: Sequence[int]) -> "Use":
         """Return the same for an argument with the same entries in another shape."""
 
-        def form(g: Tensor, sort: Sort) -> Form:
+        def form(g: Tensor, sort: Sort) -> PerSampleGradient:
             return self.form(g, sort).reshaped(shape)
 
         return replace(self, form=form)
@@ -157,9 +157,9 @@ def contraction(
         value = value.permute(axes.of_inputs)
         return value.reshape(*value.shape[:num_lead], num_groups, num_inner)
 
-    def form(g: Tensor, sort: Sort) -> Form:
+    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
         arrangement = Arrangement.of(lengths, axes.of_entries)
-        return Outer(wide(sort(inputs())), wide(g), w_shape, arrangement)
+        return OuterProducts(wide(sort(inputs())), wide(g), w_shape, arrangement)
 
     return Use(tuple(x_shape[place] for place in axes.lead), rows, form)
 
@@ -242,9 +242,9 @@ def broadcast(
             g = g.real if g.is_complex() else g
         return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
 
-    def form(g: Tensor, sort: Sort) -> Form:
+    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
         total = g.squeeze(2) if g.shape[2] == 1 else g.sum(2)
-        return Direct.of(total.reshape(*total.shape[:2], *shape))
+        return DenseGradient.of(total.reshape(*total.shape[:2], *shape))
 
     return Use(tuple(output[axis] for axis in lead), split, form)
 

@@ -11,7 +11,7 @@ from curvlinops.layers.alone import SamplesAlone
 from curvlinops.layers.forms import innermost
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import written
-from curvlinops.layers.outer import Outer
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
@@ -97,7 +97,7 @@ class EFLinearOperator(DataLinearOperator):
         operations = 0
         for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
             _, form, _ = innermost(part.form)
-            if isinstance(form, Outer):  # others are as cheap as biases
+            if isinstance(form, OuterProducts):  # others are as cheap as biases
                 operations += 4 * form.num_positions * form.num_entries
         return operations > 16 * self.space.dim
 

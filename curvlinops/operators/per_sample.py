@@ -13,7 +13,7 @@ from curvlinops.autodiff.backward import evaluate
 from curvlinops.autodiff.mode_selection import NoDerivativeError
 from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.forms import Form
+from curvlinops.layers.forms import PerSampleGradient
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, add_sums, write_rows
 from curvlinops.layers.samples import SampleBackward
@@ -342,7 +342,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
 
     def _means(
-        self, name: str, of: Callable[[Form], Tensor], space: ParameterSpace, num: int = 1
+        self,
+        name: str,
+        of: Callable[[PerSampleGradient], Tensor],
+        space: ParameterSpace,
+        num: int = 1,
     ) -> Tensor:
         """Return sums over samples, ``[num, *parameter]``, divided by N."""
         out = space.zeros(num)
@@ -397,7 +401,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield samples.backward(u.to(output.dtype)), place
 
 
-def _moments(form: Form) -> Tensor:
+def _moments(form: PerSampleGradient) -> Tensor:
     """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
     form, ones = form.to(torch.float64), torch.ones(form.num_samples, device="cpu")
     return torch.stack([form.weighted_sum(ones).sum(0), form.sum_of_squares()])

@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers.embedding import Lookup
+from curvlinops.layers.embedding import EmbeddingGradient
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Form, squared_sum
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Inputs, Outer, sum_of
+from curvlinops.layers.forms import PerSampleGradient, squared_sum
+from curvlinops.layers.outer import IN_ORDER, Arrangement, Inputs, OuterProducts, sum_of
 from curvlinops.layers.parts import Part
 from curvlinops.operators.kronecker.blocks import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
@@ -71,17 +71,17 @@ class Basis:
         """
         forms = [part.form for part in parts]
         whole = sum_of(forms)
-        if isinstance(whole, Outer):
+        if isinstance(whole, OuterProducts):
             return self._of_matrices(whole)
-        if all(isinstance(form, Lookup) for form in forms) and self.inputs is None:
+        if all(isinstance(form, EmbeddingGradient) for form in forms) and self.inputs is None:
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
             shape = forms[0].num_rows, g.shape[-1]
-            return Lookup(indices, g, shape).sum_of_squares().T.unsqueeze(0)
+            return EmbeddingGradient(indices, g, shape).sum_of_squares().T.unsqueeze(0)
         return self._of_rows(whole, self.kind.arrangement)
 
-    def _of_matrices(self, form: Outer) -> Tensor:
+    def _of_matrices(self, form: OuterProducts) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""
         positions, groups, inputs = form.x.shape[1:]
         outputs = form.g.shape[-1]
@@ -91,10 +91,10 @@ class Basis:
         x = Rotated(form.x, basis, self.has_bias)
         shape = groups, outputs, x.shape[-1]
         if of_factors <= of_rows:
-            return Outer(x, _rotated(form.g, self.outputs), shape).sum_of_squares()
-        return self._of_rows(Outer(x if self.has_bias else form.x, form.g, shape), IN_ORDER)
+            return OuterProducts(x, _rotated(form.g, self.outputs), shape).sum_of_squares()
+        return self._of_rows(OuterProducts(x if self.has_bias else form.x, form.g, shape), IN_ORDER)
 
-    def _of_rows(self, form: Form, arrangement: Arrangement) -> Tensor:
+    def _of_rows(self, form: PerSampleGradient, arrangement: Arrangement) -> Tensor:
         """Square and add gradients that are written down and then rotated."""
         total: Tensor | float = 0.0
         matrix = self.kind.groups, self.kind.outputs

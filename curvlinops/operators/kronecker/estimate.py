@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.forms import Form, innermost
+from curvlinops.layers.forms import PerSampleGradient, innermost
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
@@ -141,7 +141,7 @@ def _exact_forms(
 ) -> list[Group]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
     names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
-    forms: dict[str, list[Form]] = {}
+    forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
