@@ -40,10 +40,10 @@ from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
-from curvlinops.operators.kronecker.ekfac import EKFACLinearOperator
-from curvlinops.operators.kronecker.inverse import KFACInverseLinearOperator
-from curvlinops.operators.kronecker.kfac import KFACLinearOperator
-from curvlinops.operators.kronecker.options import FisherType, KFACType
+from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
+from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
+from curvlinops.operators.kfac.kfac import KFACLinearOperator
+from curvlinops.operators.kfac.options import FisherType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator

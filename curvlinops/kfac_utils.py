@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from curvlinops.layers.patches import extract_averaged_patches, extract_patches
 from curvlinops.losses import wrap_loss
-from curvlinops.operators.kronecker.options import FisherType, KFACType
+from curvlinops.operators.kfac.options import FisherType, KFACType
 from curvlinops.support.torch_modes import in_default_modes
 
 __all__ = [

@@ -50,7 +50,7 @@ TESTS = {
         contract::test_modes_agree contract::test_linear_and_adjoint contract::test_blocks
         contract::test_independent_of_batches contract::test_independent_of_chunks errors
         per_sample memory""",
-    "operators/kronecker": """
+    "operators/kfac": """
         kfac ekfac kfac_inverse kfac_storage module_factors kfac_architectures""",
 }
 

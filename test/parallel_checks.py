@@ -35,7 +35,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, HessianLinearOperator, KFACLinearOperator
-from curvlinops.operators.kronecker.sums import ChangedError
+from curvlinops.operators.kfac.sums import ChangedError
 
 #: By the number of processes: what they check together.
 CHECKS: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}}

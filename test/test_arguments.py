@@ -11,7 +11,7 @@ from torch import nn
 
 import curvlinops as c
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.operators.kronecker.options import FisherType
+from curvlinops.operators.kfac.options import FisherType
 from curvlinops.support.arguments import check_choice, check_count, check_number
 
 A = torch.diag(torch.arange(1.0, 11.0))

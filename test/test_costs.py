@@ -21,7 +21,7 @@ from curvlinops import (
     TorchLinearOperator,
 )
 from curvlinops.layers.patches import Patches
-from curvlinops.operators.kronecker import sums
+from curvlinops.operators.kfac import sums
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops.operators.kronecker.estimate as estimate
+import curvlinops.operators.kfac.estimate as estimate
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 from curvlinops.layers.covariance import second_moment
 

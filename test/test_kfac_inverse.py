@@ -24,7 +24,7 @@ from curvlinops import (
     KFACLinearOperator,
     KroneckerProductLinearOperator,
 )
-from curvlinops.operators.kronecker import inverse as inverses
+from curvlinops.operators.kfac import inverse as inverses
 
 
 def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **options: Any):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from curvlinops.operators.kronecker.blocks import BlockFactors, Product, factors_of
-from curvlinops.operators.kronecker.options import FisherType
+from curvlinops.operators.kfac.blocks import BlockFactors, Product, factors_of
+from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
 from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes

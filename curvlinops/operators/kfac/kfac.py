@@ -13,8 +13,8 @@ from torch import Tensor
 
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.operators.kronecker import storage
-from curvlinops.operators.kronecker.blocks import (
+from curvlinops.operators.kfac import storage
+from curvlinops.operators.kfac.blocks import (
     BlockFactors,
     Blocks,
     assemble,
@@ -22,21 +22,21 @@ from curvlinops.operators.kronecker.blocks import (
     operator_of,
     summed,
 )
-from curvlinops.operators.kronecker.estimate import add_batch
-from curvlinops.operators.kronecker.inverse import (
+from curvlinops.operators.kfac.estimate import add_batch
+from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
     inverse_builder,
 )
-from curvlinops.operators.kronecker.options import (
+from curvlinops.operators.kfac.options import (
     Fallback,
     FisherType,
     KFACType,
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kronecker.plan import Uses
-from curvlinops.operators.kronecker.report import (
+from curvlinops.operators.kfac.plan import Uses
+from curvlinops.operators.kfac.report import (
     HOW_TO_DAMP,
     BlockReport,
     FactorsByModule,
@@ -47,8 +47,8 @@ from curvlinops.operators.kronecker.report import (
     copied,
     report,
 )
-from curvlinops.operators.kronecker.structured import StructuredDataLinearOperator
-from curvlinops.operators.kronecker.sums import TERMS, ChangedError, FactorSums, Planner
+from curvlinops.operators.kfac.structured import StructuredDataLinearOperator
+from curvlinops.operators.kfac.sums import TERMS, ChangedError, FactorSums, Planner
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator

@@ -13,10 +13,10 @@ from curvlinops.layers.covariance import mirror
 from curvlinops.layers.factors import Kind, relation, total
 from curvlinops.layers.outer import IN_ORDER
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.layout import unused_views, view_of
-from curvlinops.operators.kronecker.options import FisherType, Options
-from curvlinops.operators.kronecker.plan import BlockSpec
-from curvlinops.operators.kronecker.sums import FactorSums, Sources
+from curvlinops.operators.kfac.layout import unused_views, view_of
+from curvlinops.operators.kfac.options import FisherType, Options
+from curvlinops.operators.kfac.plan import BlockSpec
+from curvlinops.operators.kfac.sums import FactorSums, Sources
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.diagonal import DiagonalLinearOperator

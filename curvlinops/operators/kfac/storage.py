@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
-from curvlinops.operators.kronecker.options import Options
-from curvlinops.operators.kronecker.plan import Uses
-from curvlinops.operators.kronecker.sums import FactorSums, Key, Planner
+from curvlinops.operators.kfac.options import Options
+from curvlinops.operators.kfac.plan import Uses
+from curvlinops.operators.kfac.sums import FactorSums, Key, Planner
 from curvlinops.support.records import metadata_of, read, write
 
 #: Of what is saved. It is raised when older files cannot be read any more.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from curvlinops.layers.factors import Kind
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.options import FisherType, Options
-from curvlinops.operators.kronecker.plan import (
+from curvlinops.operators.kfac.options import FisherType, Options
+from curvlinops.operators.kfac.plan import (
     BlockSpec,
     LayerUse,
     Slice,

@@ -6,20 +6,20 @@ from torch import Tensor
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.parts import Part
-from curvlinops.operators.kronecker.blocks import (
+from curvlinops.operators.kfac.blocks import (
     BlockFactors,
     Blocks,
     assemble,
     normalized,
     operator_of,
 )
-from curvlinops.operators.kronecker.eigenbasis import Basis, eigenbases
-from curvlinops.operators.kronecker.estimate import backpropagated, on_slice
-from curvlinops.operators.kronecker.inverse import Damping
-from curvlinops.operators.kronecker.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kronecker.options import FisherType
-from curvlinops.operators.kronecker.plan import BlockSpec, Slice, group_by_use
-from curvlinops.operators.kronecker.sums import ChangedError, FactorSums
+from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
+from curvlinops.operators.kfac.estimate import backpropagated, on_slice
+from curvlinops.operators.kfac.inverse import Damping
+from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
+from curvlinops.operators.kfac.options import FisherType
+from curvlinops.operators.kfac.plan import BlockSpec, Slice, group_by_use
+from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.blocks import (
+from curvlinops.operators.kfac.blocks import (
     BlockFactors,
     Blocks,
     Build,

@@ -10,8 +10,8 @@ from curvlinops.layers.forms import innermost
 from curvlinops.layers.parts import Part
 from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kronecker.layout import view_of
-from curvlinops.operators.kronecker.options import Fallback, FisherType, Options
+from curvlinops.operators.kfac.layout import view_of
+from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.support.records import recorded
 
 #: A slice of a parameter, given its name; the place ``None`` is all of it.

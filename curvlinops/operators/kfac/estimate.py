@@ -12,9 +12,9 @@ from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.parts import Part
-from curvlinops.operators.kronecker.options import FisherType, Options
-from curvlinops.operators.kronecker.plan import LayerUse, Uses, group_by_use
-from curvlinops.operators.kronecker.sums import (
+from curvlinops.operators.kfac.options import FisherType, Options
+from curvlinops.operators.kfac.plan import LayerUse, Uses, group_by_use
+from curvlinops.operators.kfac.sums import (
     TERMS,
     FactorSums,
     Key,
