@@ -151,6 +151,11 @@ def test_version():
         assert torch_internals.version_of(torch.zeros(1)) is None
 
 
+def test_base():
+    x = torch.zeros(2)
+    assert torch_internals.base_of(x[1:]) is x and torch_internals.base_of(x) is None
+
+
 def test_mark_as_parameter():
     torch_internals.mark_as_parameter(x := torch.zeros(1))
     assert isinstance(x, nn.Parameter)

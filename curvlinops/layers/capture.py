@@ -16,7 +16,7 @@ from curvlinops.layers.batch_axis import candidates
 from curvlinops.layers.composed import COMPOSED, WRITING
 from curvlinops.layers.uses import RULES, Rule, Use
 from curvlinops.support.pytree import leaves, map_leaves
-from curvlinops.support.torch_internals import in_transform
+from curvlinops.support.torch_internals import base_of, in_transform, version_of
 
 #: A function, and how often it was called before with something tracked.
 Call = tuple[Callable, int]
@@ -51,15 +51,16 @@ class Called:
         kept = list(inputs)
         # writing to a view takes its node out of the graph, but not that of what it is a view of
         self._entries: Tensor | None = None
-        if output._is_view() and _covers(output, output._base):
-            output = output._base
-        elif output._is_view() and in_place and _lies_in(output, output._base):
-            self._entries = _entries(output, output._base)
-            output = output._base
-        elif output._is_view():
+        base = base_of(output)
+        if base is not None and _covers(output, base):
+            output = base
+        elif base is not None and in_place and _lies_in(output, base):
+            self._entries = _entries(output, base)
+            output = base
+        elif base is not None:
             kept.append(output.detach())
         self.edge: GradientEdge = get_gradient_edge(output)
-        self._versions = [(x, x._version) for x in kept if not x.is_inference()]
+        self._versions = [(x, version_of(x)) for x in kept if not x.is_inference()]
 
     def at_output(self, parts: Sequence[Tensor | None], u: Tensor) -> Tensor:
         """Return gradients at the output, ``[V, *shape]``.
@@ -83,7 +84,7 @@ class Called:
     @property
     def overwritten(self) -> bool:
         """Whether an input was written to after the call, or an output that is part of another."""
-        return any(x._version != version for x, version in self._versions)
+        return any(version_of(x) != version for x, version in self._versions)
 
 
 class Recorded(NamedTuple):
@@ -125,14 +126,14 @@ class _Tensors:
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors as they are now."""
-        self._entries |= {id(x): (ref(x), _version(x)) for x in tensors}
+        self._entries |= {id(x): (ref(x), version_of(x)) for x in tensors}
 
     def met(self, x: Any) -> bool:
         """Return whether a tensor was ever added."""
         return id(x) in self._entries and self._entries[id(x)][0]() is x
 
     def __contains__(self, x: Any) -> bool:
-        return self.met(x) and self._entries[id(x)][1] == _version(x)
+        return self.met(x) and self._entries[id(x)][1] == version_of(x)
 
 
 class _Origin(NamedTuple):
@@ -345,11 +346,6 @@ class Capture(TorchFunctionMode):
                 if id(x) not in inputs:
                     self._origins[id(x)] = _Origin(func, args, kwargs, place)
         return out
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to."""
-    return 0 if x.is_inference() else x._version
 
 
 def _selects(index: Any) -> bool:

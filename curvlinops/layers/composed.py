@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.layers.einsum import einsum
 from curvlinops.layers.recurrent import RECURRENT
+from curvlinops.support.torch_internals import base_of
 
 
 def _baddbmm(
@@ -125,7 +126,7 @@ def _written(
             repeated = torch.broadcast_to(value, shape)
         value = watch.as_data(repeated)
         without_data = without_data and value is repeated
-    base = input._base
+    base = base_of(input)
     follows_base = without_data and base is not None and watch.without_data(base)
     out = write(value)
     for target in [input] * without_data + [base] * follows_base:

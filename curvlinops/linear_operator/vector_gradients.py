@@ -7,6 +7,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.vectors import as_tensor, by_name
 from curvlinops.support.arguments import MAPPINGS
+from curvlinops.support.torch_internals import base_of
 
 
 def product_with_graph(operator: Any, x: Any, adjoint: bool) -> Any:
@@ -58,4 +59,4 @@ class _Product(torch.autograd.Function):
 
 def _clone_view(out: Tensor) -> Tensor:
     """Return a tensor that may be changed in place, which autograd refuses for views."""
-    return out.clone() if out._is_view() else out
+    return out if base_of(out) is None else out.clone()

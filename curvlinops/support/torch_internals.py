@@ -144,6 +144,11 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which this one is a view, ``None`` if it is no view."""
+    return tensor._base
+
+
 def mark_as_parameter(tensor: Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor."""
     tensor._is_param = True
