@@ -21,7 +21,7 @@ ALLOWED = {
     "autodiff": {"autodiff", *_BASE},
     "losses": {"losses", "autodiff", *_BASE},
     "risk": {"risk", "autodiff", *_BASE},
-    "layers": {"layers", "risk", "autodiff", *_BASE},
+    "layers": {"layers", "risk", "autodiff", "structured", *_BASE},
     "operators": {
         *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
         *_BASE,

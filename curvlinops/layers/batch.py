@@ -1,6 +1,7 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,10 +20,11 @@ from curvlinops.layers.batch_axis import (
 )
 from curvlinops.layers.capture import Capture, LookedUp, Recorded
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
-from curvlinops.layers.forms import DenseGradient, PerSampleGradient
+from curvlinops.layers.forms import DenseGradient, Entries, PerSampleGradient
 from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
 from curvlinops.layers.outer import OuterProducts, sum_of
 from curvlinops.layers.parts import Key, Part
+from curvlinops.layers.uses import Sort
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.support.pytree import leaves
 
@@ -235,16 +237,11 @@ class RecordedBatch:
 
             g = sort(use.split(gradients.pop(key)), 1)
             if by_position and use.shift is not None:
-                ones = sort(g.new_ones(use.lead))
-                x = ones.reshape(*ones.shape, 1, 1)
-                g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
-                form = OuterProducts(x, g, recorded.tensor.shape)
-            else:
-                form = use.form(g, sort)
+                use = replace(use, form=_as_products)
             for name, leaf in self._origins[key].items():
                 is_open, is_unsorted = key in self.open, key not in axes
                 lookup = None if is_unsorted else self._lookups[key]
-                own = on_parameter(form, recorded.tensor, leaf, lookup)
+                own = on_parameter(use, g, sort, recorded, leaf, lookup)
                 yield Part(key, name, own, is_open, is_unsorted, use.shift, use.elsewhere)
 
     def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, PerSampleGradient]:
@@ -261,8 +258,14 @@ class RecordedBatch:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [DenseGradient.of(zeros)]
+                found[name] = [DenseGradient.of(zeros, Entries.all(leaf.shape))]
         return {name: sum_of(found[name]) for name in self.names}
+
+
+def _as_products(g: Tensor, sort: Sort, entries: Entries) -> OuterProducts:
+    """Return gradients of a bias as outer products with inputs of one, see ``Use.form``."""
+    ones = g.new_ones(*g.shape[1:3], 1, 1)
+    return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
 
 
 def evident_samples(problem: Problem) -> int | None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import DenseGradient, PerSampleGradient
-from curvlinops.layers.uses import Slope, Sort, Use, broadcast, handles
+from curvlinops.layers.uses import Slope, Use, broadcast, handles
 
 
 def _slope(
@@ -143,7 +142,4 @@ def repeat(input: Tensor, *sizes: Any, **options: Any) -> dict[str, Use]:
     def split(g: Tensor) -> Tensor:
         return use.split(g.reshape(-1, *apart))
 
-    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-        return DenseGradient.of(g.sum(2).reshape(*g.shape[:2], *input.shape))
-
-    return {"input": Use(use.lead, split, form)}
+    return {"input": Use(use.lead, split, use.form)}

@@ -6,13 +6,14 @@ where that is cheaper.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.place import Place
+from curvlinops.structured.layout import ParameterView
 
 #: Temporary tensors are kept below this size, where a quantity can be computed in parts.
 BYTES = 32 * 2**20
@@ -21,18 +22,51 @@ BYTES = 32 * 2**20
 _CACHED = 2**18
 
 
+class Entries(NamedTuple):
+    """The entries of a parameter that a layer uses, and their order there.
+
+    Attributes:
+        view: The entries.
+        shape: The parameter's shape.
+    """
+
+    view: ParameterView
+    shape: tuple[int, ...]
+
+    @classmethod
+    def all(cls, shape: Sequence[int]) -> "Entries":
+        """Return all entries of a tensor, in their order."""
+        shape = tuple(shape)
+        return cls(ParameterView.of_axes("", [(prod(shape), 1)]), shape)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether these are all entries, in their order."""
+        return self.view.is_all(prod(self.shape))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Turn values ``[V, n, *]`` of the entries into tensors ``[V, n, *shape]``."""
+        out = self.view.spread(values.flatten(0, 1), prod(self.shape))
+        return out.reshape(*values.shape[:2], *self.shape)
+
+
 class PerSampleGradient(ABC):
     """Gradients ``[V, N, *parameter]``, not necessarily written down.
 
     Attributes:
         num_vectors: V.
         num_samples: N.
-        shape: The parameter's shape.
+        entries: The entries of the parameter of which there are gradients; others are zero.
     """
 
     num_vectors: int
     num_samples: int
-    shape: tuple[int, ...]
+    entries: Entries
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.entries.shape
 
     @property
     def num_entries(self) -> int:
@@ -40,8 +74,12 @@ class PerSampleGradient(ABC):
         return prod(self.shape)
 
     @abstractmethod
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples, ``[V, n, *]``, with the order of ``entries``."""
+
     def rows(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *shape]``."""
+        return self.entries.spread(self.values(samples))
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples to ``[V, n, *shape]``."""
@@ -53,27 +91,27 @@ class PerSampleGradient(ABC):
 
     def to(self, dtype: torch.dtype) -> "PerSampleGradient":
         """Return the same gradients in another dtype."""
-        shape = self.num_vectors, self.num_samples, self.shape
-        return DenseGradient(lambda samples: self.rows(samples).to(dtype), *shape)
+        shape = self.num_vectors, self.num_samples, self.entries
+        return DenseGradient(lambda samples: self.values(samples).to(dtype), *shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
         total: Tensor | float = 0.0
         for part in self.parts():
-            rows = self.rows(part)
-            total = total + torch.tensordot(rows, weights[part].to(rows), ([1], [0]))
-        return total
+            values = _flat(self.values(part))
+            total = total + torch.tensordot(values, weights[part].to(values), ([1], [0]))
+        return self.entries.spread(total.unsqueeze(1))[:, 0]
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
         # unlike squares and their sum, norms need no memory
-        norms = (torch.linalg.vector_norm(_flat(self.rows(part)), dim=2) for part in self.parts())
+        norms = (torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.parts())
         return torch.cat(list(norms), dim=1).square()
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
-        total = sum(squared_sum(_flat(self.rows(part)).flatten(0, 1)) for part in self.parts())
-        return total.reshape(self.shape)
+        total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.parts())
+        return self.entries.spread(total[None, None])[0, 0]
 
     def has_inner(self, other: "PerSampleGradient") -> bool:
         """Return whether ``inner`` is cheaper than inner products of gradients."""
@@ -98,7 +136,7 @@ class DenseGradient(PerSampleGradient):
         compute: Returns the gradients of some samples, a slice or indices.
         num_vectors: V.
         num_samples: N.
-        shape: The parameter's shape.
+        entries: Of which entries of the parameter.
     """
 
     def __init__(
@@ -106,17 +144,17 @@ class DenseGradient(PerSampleGradient):
         compute: Callable[[slice | Tensor], Tensor],
         num_vectors: int,
         num_samples: int,
-        shape: tuple[int, ...],
+        entries: Entries,
     ):
         self._compute = compute
-        self.num_vectors, self.num_samples, self.shape = num_vectors, num_samples, tuple(shape)
+        self.num_vectors, self.num_samples, self.entries = num_vectors, num_samples, entries
 
     @classmethod
-    def of(cls, rows: Tensor) -> "DenseGradient":
-        """Return gradients ``[V, N, *shape]`` that are there."""
-        return cls(lambda samples: rows[:, samples], *rows.shape[:2], rows.shape[2:])
+    def of(cls, values: Tensor, entries: Entries) -> "DenseGradient":
+        """Return gradients ``[V, N, *]`` that are there."""
+        return cls(lambda samples: values[:, samples], *values.shape[:2], entries)
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._compute(samples)
 
@@ -127,15 +165,15 @@ class GradientSum(PerSampleGradient):
     def __init__(self, forms: list[PerSampleGradient]):
         self._forms = forms
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
-        self.shape = forms[0].shape
+        self.entries = Entries.all(forms[0].shape)
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
 
 
 class PulledBackGradient(PerSampleGradient):
-    """Gradients with respect to a parameter of which a layer uses a function, such as a part.
+    """Gradients with respect to a parameter of which a layer uses a function.
 
     Args:
         form: The gradients with respect to the function's value.
@@ -148,49 +186,11 @@ class PulledBackGradient(PerSampleGradient):
     ):
         self.form, self._pullback = form, pullback
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
-        self.shape = tuple(shape)
+        self.entries = Entries.all(shape)
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples."""
         return self._pullback(self.form.rows(samples))
-
-
-class SliceGradient(PerSampleGradient):
-    """Gradients with respect to a part of a parameter; the rest of the parameter is not used.
-
-    Args:
-        form: The gradients with respect to the part.
-        place: Which part.
-        shape: The parameter's shape.
-    """
-
-    def __init__(self, form: PerSampleGradient, place: Place, shape: tuple[int, ...]):
-        self.form, self.place = form, place
-        self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
-        self.shape = tuple(shape)
-
-    def rows(self, samples: slice | Tensor) -> Tensor:
-        """Return the gradients of some samples."""
-        part = _flat(self.form.rows(samples))
-        rows = part.new_zeros(*part.shape[:2], prod(self.shape))
-        rows[:, :, self.place.entries(part.device)] = part
-        return rows.reshape(*part.shape[:2], *self.shape)
-
-    def squared_norms(self) -> Tensor:
-        """Return the squared norms: those of the part."""
-        return self.form.squared_norms()
-
-
-def innermost(form: PerSampleGradient) -> tuple[Place | None, PerSampleGradient, bool]:
-    """Return what a layer uses of a parameter.
-
-    Returns:
-        The part of the parameter, ``None`` for all; the gradients with respect to what the layer
-        uses; and whether that is a function of the parameter.
-    """
-    place = form.place if isinstance(form, SliceGradient) else None
-    mapped = isinstance(form, PulledBackGradient)
-    return place, form.form if mapped or place is not None else form, mapped
 
 
 def squared_sum(vectors: Tensor) -> Tensor:

@@ -5,16 +5,13 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from curvlinops.autodiff.backward import in_chunks, vjp_columns
-from curvlinops.layers.capture import LookedUp
+from curvlinops.layers.capture import LookedUp, Recorded, ViewOf
 from curvlinops.layers.forms import (
     DenseGradient,
     PerSampleGradient,
     PulledBackGradient,
-    SliceGradient,
 )
-from curvlinops.layers.outer import Arrangement, OuterProducts
-from curvlinops.layers.place import Place
-from curvlinops.layers.views import view_of
+from curvlinops.layers.uses import Sort, Use
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 
 #: Those who ask know how many vectors the memory allows.
@@ -30,36 +27,31 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
 
 
 def on_parameter(
-    form: PerSampleGradient, tensor: Tensor, leaf: Tensor, lookup: LookedUp | None = None
+    use: Use,
+    g: Tensor,
+    sort: Sort,
+    source: Recorded | LookedUp,
+    leaf: Tensor,
+    lookup: LookedUp | None = None,
 ) -> PerSampleGradient:
-    """Return gradients with respect to a parameter of which a layer used a function.
+    """Return gradients with respect to a parameter.
 
     Args:
-        form: The gradients with respect to the function's value.
-        tensor: This value.
+        use: How a function of the parameter is used.
+        g: Rows sorted by samples, see ``Use.form``.
+        sort: Sorts others in the same way.
+        source: Has the function's value, and says which entries of the parameter it has.
         leaf: The parameter.
-        lookup: The lookup of which it is a function.
+        lookup: The lookup of which it is a function, row by row.
     """
+    tensor = source.tensor
+    entries = source.view_of and source.view_of.entries(use.layout, leaf.shape)
+    if entries is not None:
+        return use.form(g, sort, entries)
+    whole = ViewOf.whole("", tensor.shape)
+    form = use.form(g, sort, whole.entries(use.layout, tensor.shape))
     if lookup is not None and isinstance(form, DenseGradient):
-        return on_parameter(_of_table(form, tensor, lookup), lookup.table, leaf)
-    view = view_of(tensor, leaf)
-    if view is leaf:
-        return form
-    place = Place.of(view, leaf)
-    if place is not None and place.is_whole(leaf.numel()):
-        order = sorted(range(view.ndim), key=lambda axis: -view.stride(axis))
-        arrangement = Arrangement.of(view.shape, order)
-        if isinstance(form, OuterProducts):
-            return form.arranged(arrangement, leaf.shape)
-
-        def arrange(rows: Tensor) -> Tensor:
-            return arrangement.apply(rows, 2).reshape(*rows.shape[:2], *leaf.shape)
-
-        return PulledBackGradient(form, arrange, leaf.shape)
-
-    if place is not None:
-        return SliceGradient(form, place, leaf.shape)
-
+        return _on_table(form, tensor, lookup, leaf)
     return PulledBackGradient(form, _pull_back(tensor, leaf), leaf.shape)
 
 
@@ -78,7 +70,9 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
     return pull_back
 
 
-def _of_table(form: PerSampleGradient, tensor: Tensor, lookup: LookedUp) -> PerSampleGradient:
+def _on_table(
+    form: PerSampleGradient, tensor: Tensor, lookup: LookedUp, leaf: Tensor
+) -> PerSampleGradient:
     """Return gradients with respect to a table that all samples read at the same indices."""
     rows = _pull_back(tensor, lookup.output)(form.rows(slice(None)))
     num_vectors, num_samples = rows.shape[:2]
@@ -88,4 +82,5 @@ def _of_table(form: PerSampleGradient, tensor: Tensor, lookup: LookedUp) -> PerS
     def of_each_sample(x: Tensor) -> Tensor:
         return x.flatten(0, num_axes - 1).expand(num_samples, *[-1] * (x.ndim - num_axes + 1))
 
-    return lookup.use.form(rows.unflatten(0, (num_vectors, num_samples)), of_each_sample)
+    g = rows.unflatten(0, (num_vectors, num_samples))
+    return on_parameter(lookup.use, g, of_each_sample, lookup, leaf)

@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.forms import innermost
+from curvlinops.layers.forms import PulledBackGradient
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import written
 from curvlinops.layers.outer import OuterProducts
@@ -96,9 +96,9 @@ class EFLinearOperator(DataLinearOperator):
             return False
         operations = 0
         for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
-            _, form, _ = innermost(part.form)
+            form = part.form.form if isinstance(part.form, PulledBackGradient) else part.form
             if isinstance(form, OuterProducts):  # others are as cheap as biases
-                operations += 4 * form.num_positions * form.num_entries
+                operations += 4 * form.num_positions * form.entries.view.size
         return operations > 16 * self.space.dim
 
     def _is_finer(self, problem: BatchProblem, output: Tensor) -> bool:

@@ -7,16 +7,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import innermost
-from curvlinops.layers.outer import Arrangement
+from curvlinops.layers.forms import PulledBackGradient
 from curvlinops.layers.parts import Part
-from curvlinops.layers.place import Place, are_disjoint
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
-from curvlinops.structured.layout import ParameterView
+from curvlinops.structured.layout import ParameterView, are_disjoint
 from curvlinops.support.records import recorded
-
-#: A slice of a parameter, given its name; the place ``None`` is all of it.
-Slice = tuple[str, Place | None]
 
 #: What is summed over data, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
@@ -46,8 +41,7 @@ class LayerUse(NamedTuple):
     """How layers use a slice of a parameter. Kronecker factors are summed for each such use.
 
     Attributes:
-        name: The parameter.
-        place: The slice, ``None`` for all of the parameter.
+        slice: The entries of the parameter that layers use, in the parameter's order.
         kind: The shape of the Kronecker product, ``None`` if there is none.
         is_product: Whether layers multiply by the parameter, or by a function of it, as by a
             matrix.
@@ -57,17 +51,16 @@ class LayerUse(NamedTuple):
             the weight only.
     """
 
-    name: str
-    place: Place | None
+    slice: ParameterView
     kind: Kind | None
     is_product: bool
-    partner: Slice | None = None
+    partner: ParameterView | None = None
     shares_gradients: bool = False
 
     @property
-    def slice(self) -> Slice:
-        """The slice of the parameter, with its name."""
-        return self.name, self.place
+    def name(self) -> str:
+        """The parameter."""
+        return self.slice.name
 
     def has_bias_input(self, options: Options) -> bool:
         """Return whether the inputs have a one as last entry, for the bias in the same block."""
@@ -120,10 +113,13 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
     weights: dict[tuple[Callable, int], _Group] = {}
     biases: dict[tuple[Callable, int], _Group] = {}
     for part in parts:
-        place, form, is_function = innermost(part.form)
-        kind = Kind.of(form, part.shift is not None)
+        is_function = isinstance(part.form, PulledBackGradient)
+        kind = Kind.of(part.form.form if is_function else part.form, part.shift is not None)
         own = None if is_function else kind
-        use = LayerUse(part.name, place, own, kind is not None)
+        view = part.form.entries.view.in_order
+        if view.name != part.name:  # gradients with respect to all of a parameter may have no name
+            view = replace(view, name=part.name)
+        use = LayerUse(view, own, kind is not None)
         group = groups.setdefault(use, _Group(use))
         group.parts.append(part)
         group.calls.add(call := (part.key.call, part.key.index))
@@ -150,6 +146,7 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
         and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
         and not kind.lookup
         and size == kind.groups * kind.outputs
+        and bias.use.kind.view == bias.use.slice
     )
 
 
@@ -161,27 +158,30 @@ class BlockSpec:
     """What a diagonal block of the approximation is.
 
     Attributes:
-        names: A parameter, or a weight and its bias.
+        slices: The entries of a parameter, or of a weight and of its bias.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
         kinds: The shapes of the Kronecker products of which it is the sum.
-        places: The slices of the parameters, ``None`` for all.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
     """
 
-    names: tuple[str, ...]
+    slices: tuple[ParameterView, ...]
     structure: str
     kinds: tuple[Kind, ...] = ()
-    places: tuple[Place | None, ...] = (None,)
     groups: int = 1
-    weight: Slice | None = None
+    weight: ParameterView | None = None
     reason: str = ""
 
     @property
-    def slices(self) -> tuple[Slice, ...]:
-        """The slices of the parameters, with their names."""
-        return tuple(zip(self.names, self.places, strict=False))
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(view.name for view in self.slices)
+
+    @property
+    def views(self) -> tuple[ParameterView, ...]:
+        """The entries in the order of the matrices ``[G, O, I]`` of the first Kronecker product."""
+        return (self.kinds[0].view, *self.slices[1:]) if self.kinds else self.slices
 
     @property
     def is_exact(self) -> bool:
@@ -234,7 +234,8 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> Plan:
         elif name in unknown and prod(shape):
             blocks.append(_fallback(name, shape, unknown[name], options))
         else:
-            blocks.append(BlockSpec((name,), "zero", reason="the output does not depend on it"))
+            reason = "the output does not depend on it"
+            blocks.append(BlockSpec((whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
     if not options.joint:
@@ -301,15 +302,15 @@ def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
     pairs = {}
     for name, uses in by_name.items():
         partners = {use.partner for use in uses}
-        names = {None if partner is None else partner[0] for partner in partners}
+        names = {None if partner is None else partner.name for partner in partners}
         if None in names or len(names) > 1 or uses[0].kind.shift:
             continue
         (bias,) = names
         others = by_name.get(bias, [])
         if (
-            len({use.kind for use in uses}) == 1
-            and len({use.place for use in uses}) == len(partners) == len(uses)
-            and all(other.partner and other.partner[0] == name for other in others)
+            len({use.kind._replace(view=None) for use in uses}) == 1
+            and len({use.slice for use in uses}) == len(partners) == len(uses)
+            and all(other.partner and other.partner.name == name for other in others)
             and {other.slice for other in others} == partners
         ):
             pairs[name] = bias
@@ -322,41 +323,35 @@ def _blocks_of(
     """Return the blocks of a parameter's slices, with those of the bias if there is one."""
     if not any(use.is_product for use in uses):
         return [_exact_block(name, shape, options)]
-    by_place: dict[Place | None, list[LayerUse]] = {}
+    by_slice: dict[ParameterView, list[LayerUse]] = {}
     for use in uses:
-        by_place.setdefault(use.place, []).append(use)
-    reason = _obstacle(name, shape, by_place)
+        by_slice.setdefault(use.slice, []).append(use)
+    reason = _obstacle(by_slice)
     if reason is not None:
         return [_fallback(name, shape, reason, options)]
     blocks = []
-    for place in _ordered(by_place):
-        kinds = tuple(_kinds(by_place[place]))
+    for own in _ordered(by_slice):
+        kinds = tuple(_kinds(by_slice[own]))
         if bias is not None:
-            (use,) = by_place[place]
-            blocks.append(BlockSpec((name, bias), "kronecker", kinds, (place, use.partner[1])))
+            (use,) = by_slice[own]
+            blocks.append(BlockSpec((own, use.partner), "kronecker", kinds))
         else:
             is_separate_bias = options.joint and all(kind.shift for kind in kinds)
             reason = _SEPARATE if is_separate_bias else ""
-            blocks.append(BlockSpec((name,), "kronecker", kinds, (place,), reason=reason))
+            blocks.append(BlockSpec((own,), "kronecker", kinds, reason=reason))
     return blocks
 
 
-def _obstacle(
-    name: str, shape: Sequence[int], by_place: Mapping[Place | None, list[LayerUse]]
-) -> str | None:
+def _obstacle(by_slice: Mapping[ParameterView, list[LayerUse]]) -> str | None:
     """Return why slices of a parameter are no sums of Kronecker products, ``None`` if they are."""
-    without = [use for uses in by_place.values() for use in uses if use.kind is None]
+    without = [use for uses in by_slice.values() for use in uses if use.kind is None]
     if any(use.is_product for use in without):
         return "a layer uses a function of it"
-    disjoint = len(by_place) == 1 or (None not in by_place and are_disjoint(list(by_place)))
-    if without or not disjoint:
+    if without or not are_disjoint(list(by_slice)):
         return "layers use it in ways that do not go together"
-    for place, uses in by_place.items():
-        kinds = _kinds(uses)
+    for kinds in map(_kinds, by_slice.values()):
         if not all(relation(kinds[0], kind) for kind in kinds):
             return "layers use it as matrices of different shapes"
-        if view_of(name, shape, place, kinds[0].arrangement) is None:
-            return "layers use its entries in an order that is no strided view of it"
     return None
 
 
@@ -376,11 +371,13 @@ def _exact_block(name: str, shape: Sequence[int], options: Options) -> BlockSpec
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
-        return BlockSpec((name,), "diagonal", reason=f"larger than max_factor_size={limit}")
+        return BlockSpec(
+            (whole(name, shape),), "diagonal", reason=f"larger than max_factor_size={limit}"
+        )
     reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
-    return BlockSpec((name,), "dense", groups=groups, reason=reason)
+    return BlockSpec((whole(name, shape),), "dense", groups=groups, reason=reason)
 
 
 def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> BlockSpec:
@@ -393,28 +390,10 @@ def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) ->
     limit = options.max_factor_size
     if options.fallback is Fallback.DENSE and prod(shape) > limit:
         reason += f", and it is larger than max_factor_size={limit}"
-        return BlockSpec((name,), "diagonal", reason=reason)
-    return BlockSpec((name,), options.fallback.value, reason=reason)
+        return BlockSpec((whole(name, shape),), "diagonal", reason=reason)
+    return BlockSpec((whole(name, shape),), options.fallback.value, reason=reason)
 
 
-def view_of(
-    name: str, shape: Sequence[int], place: Place | None, arrangement: Arrangement
-) -> ParameterView | None:
-    """Return the entries of a Kronecker product in the order of its matrices ``[G, O, I]``.
-
-    Args:
-        name: The parameter.
-        shape: Its shape.
-        place: The slice of the parameter that has the entries, ``None`` for all.
-        arrangement: Where the entries of the matrices are in that slice.
-
-    Returns:
-        ``None`` if the entries in this order are no strided view.
-    """
-    if place is None:
-        place = Place(0, (prod(shape),), (1,))
-    axes = zip(place.shape, place.stride, strict=True)
-    view: ParameterView | None = ParameterView.of_axes(name, axes, place.offset)
-    for before, order in reversed(arrangement.stages):
-        view = view and view.permuted(before, order)
-    return view
+def whole(name: str, shape: Sequence[int]) -> ParameterView:
+    """Return the view of all entries of a parameter, in order."""
+    return ParameterView.of_axes(name, [(prod(shape), 1)])

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
 from curvlinops.layers.parts import Part
-from curvlinops.operators.kfac.blocks import Slice, group_by_use
+from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated, on_slice
 from curvlinops.operators.kfac.inverse import Damping
@@ -21,6 +21,7 @@ from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.layout import ParameterView
 
 _OTHER_USES = (
     "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
@@ -70,7 +71,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         sums = super()._compute(sums, batches)
         kronecker = {each.slices for each in sums.plan.blocks if each.structure == "kronecker"}
         if lost := known.keys() - kronecker:
-            raise ChangedError([slices[0][0] for slices in lost], sums.plan.uses)
+            raise ChangedError([slices[0].name for slices in lost], sums.plan.uses)
         factors = [each for each in normalize(sums, 1.0, without=known) if each.products]
         # eigenvectors are not unique: all ranks take those of the first one
         bases = [basis.map(ranks.first) for basis in eigenbases(factors)]
@@ -90,7 +91,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             groups = group_by_use(samples.parts(u, last), self._options.reduced)
             if not sums.plan.uses.includes(groups.keys(), samples.fallbacks):
                 raise ValueError(_OTHER_USES)
-            by_slice: dict[Slice, list[Part]] = {slices[0]: [] for slices in sums.bases}
+            by_slice: dict[ParameterView, list[Part]] = {slices[0]: [] for slices in sums.bases}
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:
@@ -108,18 +109,15 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 sums.add((slices, "moment"), moment)
 
     def _one_by_one(
-        self, basis: Basis, slices: tuple[Slice, ...], samples: SampleGradients, u: Tensor
+        self, basis: Basis, slices: tuple[ParameterView, ...], samples: SampleGradients, u: Tensor
     ) -> Tensor:
         """Return the second moment of gradients that are computed sample by sample."""
-        [(names, form)] = samples.one_by_one(u, [name for name, _ in slices])
+        [(names, form)] = samples.one_by_one(u, [view.name for view in slices])
         total: Tensor | float = 0.0
         for some in form.parts():
             of_names = split(names, form.rows(some).flatten(0, 1), self.space)
-            rows = [
-                of_names[name].flatten(1)[:, slice(None) if p is None else p.entries(u.device)]
-                for name, p in slices
-            ]
-            rows = [x.to(self.torch_dtype) for x in rows]
+            views = basis.kind.view, *slices[1:]
+            rows = [view.gather(of_names).to(self.torch_dtype) for view in views]
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total
 

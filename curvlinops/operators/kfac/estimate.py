@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.forms import PerSampleGradient, innermost
+from curvlinops.layers.forms import PerSampleGradient, PulledBackGradient
 from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
@@ -122,7 +122,8 @@ def _factors(
 
 def on_slice(part: Part, dtype: torch.dtype) -> Part:
     """Return gradients with respect to the slice of a parameter that a layer uses."""
-    _, form, _ = innermost(part.form)
+    form = part.form
+    form = form.form if isinstance(form, PulledBackGradient) else form
     return part._replace(form=form.to(dtype))
 
 

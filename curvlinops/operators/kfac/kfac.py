@@ -312,7 +312,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         return {name: dict(found.positions) for name, found in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:
-        return by_module(self._block_factors(keep=True), self.space.names)
+        return by_module(self._block_factors(keep=True), self.space)
 
     def _by_module(self, kind: str, dense: bool = False) -> FactorsByModule:
         matrices = {name: getattr(module, kind) for name, module in self._modules().items()}
@@ -321,7 +321,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     # names that published programs read, which rely on one dense pair for each weight
 
     def _check_pairs(self) -> None:
-        check_pairs(self._modules(), self._block_factors(), self._options.fisher_type)
+        fisher_type = self._options.fisher_type
+        check_pairs(self._modules(), self._block_factors(), self.space, fisher_type)
 
     @property
     def _input_covariances(self) -> FactorsByModule:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import Kind, relation, total
-from curvlinops.layers.outer import IN_ORDER
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse, Shapes, Slice, view_of
+from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse, Shapes
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
@@ -71,7 +70,7 @@ class BlockFactors(NamedTuple):
 
 
 def normalize(
-    sums: FactorSums, scale: float, without: Collection[tuple[Slice, ...]] = ()
+    sums: FactorSums, scale: float, without: Collection[tuple[ParameterView, ...]] = ()
 ) -> list[BlockFactors]:
     """Turn sums into means.
 
@@ -81,7 +80,7 @@ def normalize(
         without: The slices of blocks whose Kronecker products are not needed.
     """
     space, blocks = sums.space, []
-    uses: dict[Slice, list[LayerUse]] = {}
+    uses: dict[ParameterView, list[LayerUse]] = {}
     for use in sums.plan.uses.known:
         uses.setdefault(use.slice, []).append(use)
     gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
@@ -103,7 +102,7 @@ def normalize(
 
 
 def _sources(
-    own: Slice, kind: Kind, uses: Mapping[Slice, Iterable[LayerUse]]
+    own: ParameterView, kind: Kind, uses: Mapping[ParameterView, Iterable[LayerUse]]
 ) -> tuple[LayerUse, ...]:
     """Return the uses whose sums are added up for the factors of a slice."""
     sources: dict[LayerUse, None] = {}
@@ -178,7 +177,7 @@ def assemble(
         layouts, unused = _layouts(specs, tuple(own_space.shapes.items()))
         if unused.views:  # these entries have their share of damping
             layouts = [*layouts, unused]
-            zero = BlockSpec(names, "zero")
+            zero = BlockSpec(unused.views, "zero")
             own = [*own, BlockFactors(zero, matrix=_zeros(unused.size, space))]
         with about(names):
             operators = [build(each) for each in own]
@@ -189,7 +188,10 @@ def assemble(
 @lru_cache(maxsize=1024)  # the same blocks come again with each inverse
 def _layouts(blocks: tuple[BlockSpec, ...], shapes: Shapes) -> tuple[list[Layout], Layout]:
     """Return where the entries of blocks are in their parameters, and the entries of no block."""
-    layouts = [_layout(block, dict(shapes)) for block in blocks]
+    layouts = [
+        Layout(each.views, each.kinds[0].groups * each.kinds[0].outputs if each.kinds else 1)
+        for each in blocks
+    ]
     if sum(layout.size for layout in layouts) == sum(prod(shape) for _, shape in shapes):
         return layouts, Layout(())
     views = [view for layout in layouts for view in layout.views]
@@ -197,17 +199,6 @@ def _layouts(blocks: tuple[BlockSpec, ...], shapes: Shapes) -> tuple[list[Layout
     for name, shape in shapes:
         unused += _unused_views(name, shape, [view for view in views if view.name == name])
     return layouts, Layout(tuple(unused))
-
-
-def _layout(block: BlockSpec, shapes: Mapping[str, Sequence[int]]) -> Layout:
-    """Return where a block's entries are; the last column of its matrices is the bias."""
-    kind = block.kinds[0] if block.kinds else None
-    arrangements = (kind.arrangement if kind else IN_ORDER), IN_ORDER
-    views = [
-        view_of(name, shapes[name], place, arrangement)
-        for (name, place), arrangement in zip(block.slices, arrangements, strict=False)
-    ]
-    return Layout(tuple(views), kind.groups * kind.outputs if kind else 1)
 
 
 def _unused_views(

@@ -1,10 +1,12 @@
 """Reports of the blocks of an approximation, and factors by module."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.layout import BlockFactors, Product
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
@@ -80,25 +82,26 @@ class ModuleFactors(NamedTuple):
         return _single(self.product.gradients)
 
 
-def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str, ModuleFactors]:
+def by_module(factors: Iterable[BlockFactors], space: ParameterSpace) -> dict[str, ModuleFactors]:
     """Return the factors of the modules whose weights are Kronecker products.
 
     Args:
-        factors: What the blocks consist of.
-        names: The names of all parameters.
+        factors: The matrices of all blocks.
+        space: All parameters.
 
     Returns:
         Factors by the name of the module; by the name of the parameter where a module has several
         weights, or where there is no module.
     """
     single = {
-        each.block.names[0]: each.products[0]
+        view.name: each.products[0]
         for each in factors
-        if len(each.products) == 1 and each.block.places[0] is None
+        if (view := each.block.slices[0]).size == prod(space.shapes[view.name])
+        and len(each.products) == 1
     }
     weights = {name: product for name, product in single.items() if product.inputs is not None}
     owners = [name.rpartition(".")[0] for name in weights]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: place for place, name in enumerate(space.names)}
     found = {}
     for name, product in weights.items():
         module, _, own = name.rpartition(".")
@@ -118,7 +121,8 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
 
 def check_pairs(
     modules: Mapping[str, ModuleFactors],
-    factors: Sequence[BlockFactors],
+    factors: Iterable[BlockFactors],
+    space: ParameterSpace,
     fisher_type: FisherType,
 ) -> None:
     """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
@@ -127,7 +131,8 @@ def check_pairs(
 
     Args:
         modules: The factors by module.
-        factors: What the blocks consist of.
+        factors: The matrices of all blocks.
+        space: All parameters.
         fisher_type: Says whether B is the identity, which is kept as its diagonal.
 
     Raises:
@@ -137,9 +142,8 @@ def check_pairs(
     for block, products, _ in factors:
         module, _, own = block.names[0].rpartition(".")
         known = modules.get(module)
-        is_plain = block.places[0] is None and not any(
-            kind.arrangement.stages or kind.groups > 1 for kind in block.kinds
-        )
+        size = prod(space.shapes[block.names[0]])
+        is_plain = all(kind.view.is_all(size) and kind.groups == 1 for kind in block.kinds)
         if known is not None and len(products) == 1 and is_plain:
             A, B = known.inputs, known.gradients
             is_bias = own == "bias" and (A is None or products[0].gradients is known[0].gradients)

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import (
-    TERMS,
-    Key,
-    Plan,
-    Slice,
-    Uses,
-    needed_sums,
-    plan_blocks,
-)
+from curvlinops.operators.kfac.blocks import TERMS, Key, Plan, Uses, needed_sums, plan_blocks
 from curvlinops.operators.kfac.options import Options
 from curvlinops.risk.distributed import Ranks
+from curvlinops.structured.layout import ParameterView
 
 
 class ChangedError(RuntimeError):
@@ -55,7 +48,7 @@ class FactorSums:
     options: Options
     plan: Plan = field(default_factory=Plan)
     tensors: dict[Key, Tensor] = field(default_factory=dict)
-    bases: dict[tuple[Slice, ...], Any] = field(default_factory=dict)
+    bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
 
     @property
