@@ -667,13 +667,15 @@ def test_structures_that_conflict(cls: type):
         cls(model, nn.CrossEntropyLoss(), list(model.parameters()), part, **options)
         for part in (data[:1], data[1:], data, data[::-1])
     )
-    assert error(matrix(whole), matrix(reverse)) <= 1e-12
     before = matrix(first)
-    with pytest.raises(RuntimeError, match=r"embed\.weight in other ways"):
-        first.update(data[1])
+    message = r"embed\.weight in other ways.* a batch first"
+    for add in (lambda: first.update(data[1]), whole.trace):
+        with pytest.raises(RuntimeError, match=message):
+            add()
     with pytest.raises((RuntimeError, ValueError), match="from all data|cannot be merged"):
         first.merge(last)
     assert torch.equal(matrix(first), before)
+    assert {block.structure for block in reverse.report()} == {"dense", "kronecker"}
 
 
 @both

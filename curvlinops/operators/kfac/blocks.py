@@ -78,10 +78,14 @@ class Uses(NamedTuple):
     known: frozenset[LayerUse] = frozenset()
     unknown: tuple[tuple[str, str], ...] = ()
 
+    @classmethod
+    def of(cls, known: Iterable[LayerUse], unknown: Mapping[str, str]) -> "Uses":
+        """Return the uses, given the reasons by parameter."""
+        return cls(frozenset(known), tuple(sorted(unknown.items())))
+
     def union(self, other: "Uses") -> "Uses":
         """Return the uses that both data show."""
-        reasons = dict(other.unknown) | dict(self.unknown)
-        return Uses(self.known | other.known, tuple(sorted(reasons.items())))
+        return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
 
     def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
         """Return whether other uses are among these."""
@@ -189,22 +193,8 @@ class BlockSpec:
         return self.structure in ("dense", "diagonal")
 
 
-class Plan(NamedTuple):
-    """The blocks that some data leads to.
-
-    Attributes:
-        uses: How the data uses the parameters.
-        blocks: The blocks.
-        sums: The sums that the blocks need of this data, and their shapes.
-    """
-
-    uses: Uses = Uses()
-    blocks: tuple[BlockSpec, ...] = ()
-    sums: Mapping[Key, tuple[int, ...]] = {}
-
-
 @lru_cache(maxsize=64)  # passes over the same data lead to the same blocks
-def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> Plan:
+def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec, ...]:
     """Choose the structure of all blocks.
 
     Args:
@@ -219,7 +209,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> Plan:
     unknown = dict(uses.unknown)
     by_name: dict[str, list[LayerUse]] = {}
     for use in uses.known:
-        if use.name not in unknown and prod(dict(shapes)[use.name]):
+        if use.name not in unknown and use.slice.size:
             by_name.setdefault(use.name, []).append(use)
     pairs = _pairs(by_name)
     joined = pairs if options.joint else {}
@@ -230,7 +220,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> Plan:
         if name in joined.values():
             continue
         if name in by_name:
-            blocks += _blocks_of(name, shape, by_name[name], joined.get(name), options)
+            blocks += _blocks_of(name, shape, by_name[name], name in joined, options)
         elif name in unknown and prod(shape):
             blocks.append(_fallback(name, shape, unknown[name], options))
         else:
@@ -238,45 +228,10 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> Plan:
             blocks.append(BlockSpec((whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    if not options.joint:
-        partners = {use.slice: use.partner for name in pairs.values() for use in by_name[name]}
-        blocks = [replace(block, weight=partners.get(block.slices[0])) for block in blocks]
-    return Plan(uses, tuple(blocks), needed_sums(uses, blocks, shapes, options))
-
-
-def needed_sums(
-    uses: Uses, blocks: Iterable[BlockSpec], shapes: Shapes, options: Options
-) -> dict[Key, tuple[int, ...]]:
-    """Return the sums that blocks need of data with some uses, and their shapes.
-
-    Factors and their diagonals have the shapes ``[G, n, n]`` and ``[G, n]``.
-    """
-    limit, sums = options.max_factor_size, {TERMS: ()}
-    kronecker = {block.slices[0] for block in blocks if block.structure == "kronecker"}
-
-    def factor(groups: int, size: int, is_dense: bool = True) -> tuple[int, ...]:
-        return (groups, size, size) if is_dense and size <= limit else (groups, size)
-
-    for use in uses.known:
-        kind, has_block = use.kind, use.slice in kronecker
-        if kind is None:
-            continue
-        if has_block and not kind.shift:
-            inputs = kind.inputs + use.has_bias_input(options)
-            sums[use, "A"] = factor(kind.groups, inputs, not kind.lookup)
-            sums[use, "count"] = ()
-        if use.shares_gradients:
-            has_block = not kind.shift and (has_block or use.partner in kronecker)
-        if has_block and options.fisher_type is not FisherType.FORWARD_ONLY:
-            sums[use, "B"] = factor(kind.groups, kind.outputs)
-    used, sizes = uses.names, {name: prod(shape) for name, shape in shapes}
-    for block in blocks:
-        name = block.names[0]
-        if block.is_exact and name in used:
-            width = sizes[name] // block.groups
-            dense = (width,) if block.structure == "dense" else ()
-            sums[name, "matrix"] = (block.groups, width, *dense)
-    return sums
+    if options.joint:
+        return tuple(blocks)
+    partners = {use.slice: use.partner for name in pairs.values() for use in by_name[name]}
+    return tuple(replace(block, weight=partners.get(block.slices[0])) for block in blocks)
 
 
 def _check_same_setting(weight: str, bias: str, options: Options) -> None:
@@ -318,9 +273,9 @@ def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
 
 
 def _blocks_of(
-    name: str, shape: Sequence[int], uses: list[LayerUse], bias: str | None, options: Options
+    name: str, shape: Sequence[int], uses: list[LayerUse], is_joint: bool, options: Options
 ) -> list[BlockSpec]:
-    """Return the blocks of a parameter's slices, with those of the bias if there is one."""
+    """Return the blocks of a parameter's slices, jointly with those of its bias if wanted."""
     if not any(use.is_product for use in uses):
         return [_exact_block(name, shape, options)]
     by_slice: dict[ParameterView, list[LayerUse]] = {}
@@ -332,7 +287,7 @@ def _blocks_of(
     blocks = []
     for own in _ordered(by_slice):
         kinds = tuple(_kinds(by_slice[own]))
-        if bias is not None:
+        if is_joint:
             (use,) = by_slice[own]
             blocks.append(BlockSpec((own, use.partner), "kronecker", kinds))
         else:

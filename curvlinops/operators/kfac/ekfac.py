@@ -69,9 +69,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         ranks, first, known = self.risk.ranks, sums.num_batches, sums.bases
         sums = super()._compute(sums, batches)
-        kronecker = {each.slices for each in sums.plan.blocks if each.structure == "kronecker"}
-        if lost := known.keys() - kronecker:
-            raise ChangedError([slices[0].name for slices in lost], sums.plan.uses)
+        if lost := known.keys() - {block.slices for block in sums.blocks if block.kinds}:
+            raise ChangedError(next(iter(lost))[0].name)
         factors = [each for each in normalize(sums, 1.0, without=known) if each.products]
         # eigenvectors are not unique: all ranks take those of the first one
         bases = [basis.map(ranks.first) for basis in eigenbases(factors)]
@@ -89,7 +88,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         """Add a batch's squared gradients in the eigenbases of blocks."""
         for u, last in mark_last(backpropagated(problem, samples, self._options)):
             groups = group_by_use(samples.parts(u, last), self._options.reduced)
-            if not sums.plan.uses.includes(groups.keys(), samples.fallbacks):
+            if not sums.uses.includes(groups.keys(), samples.fallbacks):
                 raise ValueError(_OTHER_USES)
             by_slice: dict[ParameterView, list[Part]] = {slices[0]: [] for slices in sums.bases}
             for use in list(groups):

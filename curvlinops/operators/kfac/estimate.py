@@ -77,9 +77,9 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         groups = group_by_use(samples.parts(u, last), sums.options.reduced)
         if chunk == 0:
             unknown = samples.fallbacks | _unassigned(groups, sums.options)
-            if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
-                new = Uses(frozenset(groups), tuple(unknown.items()))
-                sums.plan = sums.with_uses(sums.plan.uses.union(new)).plan
+            if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
+                new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
+                sums.uses, sums.blocks = new.uses, new.blocks
         exact = _exact_forms(sums, groups, samples, u) + samples.rest(u)
         for use in list(groups):
             # memory of gradients that were added is given back at once
@@ -105,17 +105,18 @@ def _factors(
     sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
-    of_inputs, of_gradients = (sums.plan.sums.get((use, name)) for name in "AB")
-    if of_inputs is None and of_gradients is None:
+    kind, options = use.kind, sums.options
+    if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
     parts = [on_slice(part, sums.space.dtype) for part in parts]
-    reduce = use.name in sums.options.reduced
-    if of_gradients is not None:
-        yield (use, "B"), gradient_factor(parts, reduce, diagonal=len(of_gradients) == 2)
-    if of_inputs is not None and is_first_chunk:
-        bias = 1.0 if use.has_bias_input(sums.options) else None
-        total, count = input_factor(parts, reduce, bias, diagonal=len(of_inputs) == 2)
+    reduce, limit = use.name in options.reduced, options.max_factor_size
+    is_weights = kind.shift and use.shares_gradients
+    if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
+        yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
+    if is_first_chunk and not kind.shift and use.name not in sums.exact_blocks:
+        bias = 1.0 if use.has_bias_input(options) else None
+        total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
@@ -131,7 +132,7 @@ def _exact_forms(
     sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
 ) -> list[Group]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
-    names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
+    names = sums.exact_blocks.keys()
     forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
     for use, parts in groups.items() if names else ():
@@ -144,7 +145,7 @@ def _exact_forms(
 
 def _add_exact_blocks(sums: FactorSums, groups: list[Group]) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    blocks = {block.names[0]: block for block in sums.plan.blocks if block.is_exact}
+    blocks = sums.exact_blocks
     for names, form in groups:
         for some in form.parts():
             rows = split(names, form.rows(some).flatten(0, 1), sums.space)

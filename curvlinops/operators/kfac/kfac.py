@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -41,7 +41,7 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kfac.sums import ChangedError, FactorSums
+from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
@@ -188,7 +188,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """
         storage.check_kind(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
-        uses = sums.plan.uses.union(more.plan.uses)
+        uses = sums.uses.union(more.uses)
         self._replace(sums.with_uses(uses).plus(more.with_uses(uses)))
 
     def _factor_sums(self) -> FactorSums:
@@ -209,40 +209,19 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             sums: Empty sums, with the number of batches before and how these use the parameters.
             batches: The batches; ``None`` for all data.
         """
-        while True:
-            new, is_complete = replace(sums, tensors={}), True
-            with self._synchronized("factors" if batches is None else "update"):
-                try:
-                    self._add_all(new, batches)
-                    uses = new.plan.uses
-                except ChangedError as error:
-                    if batches is not None:
-                        raise
-                    uses, is_complete = error.uses, False
-            ranks = self.risk.ranks
-            uses = reduce(Uses.union, ranks.gather_objects(uses))
-            with ranks.raise_on_all_ranks():
-                try:
-                    new = new.with_uses(uses)
-                except ChangedError:
-                    if batches is not None:
-                        raise
-                    is_complete = False
-            if all(ranks.gather_objects(is_complete)):
-                break
-            # a later batch needs sums of the first ones that these do not have: once more
-            sums = FactorSums(self.space, self._options).with_uses(uses)
+        new, ranks = sums.emptied(), self.risk.ranks
+        task = "factors" if batches is None else "update"
+        with self._synchronized(task), self._batches("factors", batches) as problems:
+            for problem, samples in self._captured(problems, new):
+                add_batch(new, problem, samples)
+        uses = reduce(Uses.union, ranks.gather_objects(new.uses))
+        with ranks.raise_on_all_ranks():
+            new = new.with_uses(uses)
         new = new.over(ranks)
         if batches is None and TERMS not in new.tensors:
             raise ValueError("The data has no sample.")
         new.num_batches -= sums.num_batches
         return new
-
-    def _add_all(self, sums: FactorSums, batches: Batches | None) -> None:
-        """Add the batches of this rank to sums."""
-        with self._batches("factors", batches) as problems:
-            for problem, samples in self._captured(problems, sums):
-                add_batch(sums, problem, samples)
 
     def _captured(
         self, problems: Iterable[BatchProblem], sums: FactorSums, by_sample: bool = False

@@ -81,10 +81,10 @@ def normalize(
     """
     space, blocks = sums.space, []
     uses: dict[ParameterView, list[LayerUse]] = {}
-    for use in sums.plan.uses.known:
+    for use in sums.uses.known:
         uses.setdefault(use.slice, []).append(use)
     gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
-    for block in sums.plan.blocks:
+    for block in sums.blocks:
         products = []
         for kind in block.kinds if block.slices not in without else ():
             own = _sources(block.slices[0], kind, uses)
@@ -124,7 +124,7 @@ def _gradient_factor(
         space = sums.space
         ones = torch.ones(kind.groups, kind.outputs, dtype=space.dtype, device=space.device)
         return _factor(ones)
-    return _factor(scale * _total([sums.tensors[use, "B"] for use in uses]))
+    return _factor(scale * total(sums.tensors[use, "B"] for use in uses))
 
 
 def _input_factor(sums: FactorSums, uses: tuple[LayerUse, ...], size: int) -> Factor:
@@ -133,14 +133,7 @@ def _input_factor(sums: FactorSums, uses: tuple[LayerUse, ...], size: int) -> Fa
     tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
     count = total(sums.tensors[use, "count"] for use in uses)
     # zeros for no input at all; with decay, counts are below one, too
-    return _factor(_total(tensors) / count.masked_fill(count == 0, 1.0))
-
-
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of matrices, a diagonal if one of them is."""
-    if len({x.ndim for x in tensors}) > 1:
-        tensors = [x if x.ndim < 3 else x.diagonal(dim1=-2, dim2=-1) for x in tensors]
-    return total(tensors)
+    return _factor(total(tensors) / count.masked_fill(count == 0, 1.0))
 
 
 def _factor(matrix: Tensor) -> Factor:

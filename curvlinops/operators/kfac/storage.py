@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
-from curvlinops.operators.kfac.blocks import Plan, Uses
+from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
@@ -39,11 +40,10 @@ def pack(sums: FactorSums, own: dict[str, Any]) -> dict[str, Any]:
         sums: The sums.
         own: The fingerprint of the operator that has computed them.
     """
-    uses = sums.plan.uses
     content, tensors = write(
         {
-            "known": sorted(uses.known, key=repr),
-            "unknown": uses.unknown,
+            "known": sorted(sums.uses.known, key=repr),
+            "unknown": sums.uses.unknown,
             "tensors": sums.tensors,
             "bases": sums.bases,
             "num_batches": sums.num_batches,
@@ -80,8 +80,9 @@ def unpack(
     }
     content = read(metadata["content"], entries, space.device)
     tensors, bases = content["tensors"], content["bases"]
-    sums = FactorSums(space, options, Plan(), tensors, bases, content["num_batches"])
-    return sums.with_uses(Uses(frozenset(content["known"]), content["unknown"]))
+    uses = Uses(frozenset(content["known"]), content["unknown"])
+    sums = FactorSums(space, options).with_uses(uses)
+    return replace(sums, tensors=tensors, bases=bases, num_batches=content["num_batches"])
 
 
 def fingerprint(operator: Any, options: Options) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Sums over data of which the blocks of an approximation are made."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,27 +7,21 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import TERMS, Key, Plan, Uses, needed_sums, plan_blocks
+from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, Uses, plan_blocks
 from curvlinops.operators.kfac.options import Options
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
 
 
 class ChangedError(RuntimeError):
-    """Data uses parameters in ways that need other sums than those that were added up.
+    """Data uses a parameter in a way that needs other sums than those that were added up."""
 
-    Args:
-        names: The parameters.
-        uses: The uses of all data, that before included.
-    """
-
-    def __init__(self, names: Collection[str], uses: Uses):
+    def __init__(self, name: str):
         super().__init__(
-            f"Layers use {', '.join(names)} in other ways than the data before showed, so that its "
-            "block has another structure, and sums cannot be added. Compute the factors from all "
-            "data."
+            f"Layers use {name} in other ways than the data before showed, so that its block has "
+            "another structure, and sums cannot be added. Compute the factors from all data, with "
+            "a batch first that uses it in the new way; or leave it out of params."
         )
-        self.uses = uses
 
 
 @dataclass
@@ -38,7 +31,8 @@ class FactorSums:
     Attributes:
         space: All parameters.
         options: The options of the approximation.
-        plan: The blocks that are made of the sums.
+        uses: How the data uses the parameters.
+        blocks: The blocks that are made of the sums.
         tensors: The sums. Those of an operator never change; new ones take their place.
         bases: The eigenbases of EKFAC's blocks, by ``BlockSpec.slices``.
         num_batches: The number of batches, of the rank that had most.
@@ -46,7 +40,8 @@ class FactorSums:
 
     space: ParameterSpace
     options: Options
-    plan: Plan = field(default_factory=Plan)
+    uses: Uses = field(default_factory=Uses)
+    blocks: tuple[BlockSpec, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
@@ -57,11 +52,15 @@ class FactorSums:
         return self.tensors.get(TERMS, 0.0)
 
     @property
+    def exact_blocks(self) -> dict[str, BlockSpec]:
+        """The exact blocks, or diagonals of these, by parameter."""
+        return {block.names[0]: block for block in self.blocks if block.is_exact}
+
+    @property
     def need_samples(self) -> bool:
         """Whether the next batch has to tell which rows of layers belong to which sample."""
         # factors in the expand setting are sums over all rows; exact blocks are of samples
-        has_exact_blocks = any(block.is_exact for block in self.plan.blocks)
-        return bool(self.options.reduced or has_exact_blocks or not self.plan.blocks)
+        return bool(self.options.reduced or not self.blocks or self.exact_blocks)
 
     def with_uses(self, uses: Uses) -> "FactorSums":
         """Return the sums for the blocks that these uses lead to.
@@ -70,19 +69,20 @@ class FactorSums:
             uses: How this data and more use the parameters.
 
         Raises:
-            ChangedError: If the blocks need other sums of this data.
+            ChangedError: If a block becomes an exact one, which this data has no sums for.
         """
-        if self.plan.blocks and self.plan.uses == uses:
+        if self.blocks and self.uses == uses:
             return self
-        shapes = tuple(self.space.shapes.items())
-        plan = plan_blocks(uses, shapes, self.options)
-        if self.plan.blocks:
-            needed = needed_sums(self.plan.uses, plan.blocks, shapes, self.options)
-            changed = [k[0] for k, shape in needed.items() if self.plan.sums.get(k) != shape]
-            if changed:
-                names = {getattr(of, "name", of) for of in changed}
-                raise ChangedError(sorted(names), uses)
-        return replace(self, plan=plan)
+        blocks = plan_blocks(uses, tuple(self.space.shapes.items()), self.options)
+        after = replace(self, uses=uses, blocks=blocks)
+        before = self.exact_blocks
+        for name, block in after.exact_blocks.items():
+            if name in self.uses.names and (
+                name not in before
+                or (before[name].structure, before[name].groups) != (block.structure, block.groups)
+            ):
+                raise ChangedError(name)
+        return after
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""
