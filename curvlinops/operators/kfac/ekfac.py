@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
-from curvlinops.layers.parts import Part
+from curvlinops.layers.recorded import Part
+from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     BlockFactors,
     Blocks,
