@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import curvlinops
 from curvlinops.autodiff import modes
-from curvlinops.layers.forms import PerSampleGradient
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 
 GAUSS_NEWTON = [c for c in EXACT if CASES[c].square and c not in ("hessian", "ggn-diagonal")]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.autodiff import backward
 from curvlinops.layers.check import TOLERANCES
-from curvlinops.layers.forms import DenseGradient, Entries
+from curvlinops.layers.gradients import DenseGradient, Entries
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.risk.data import Batch

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.graph_checks import DIFFERENTIATING
 from curvlinops.layers.batch_axis import candidates
-from curvlinops.layers.composed import COMPOSED, WRITING
-from curvlinops.layers.forms import Entries
-from curvlinops.layers.uses import RULES, Rule, Use
+from curvlinops.layers.decompositions import COMPOSED, WRITING
+from curvlinops.layers.gradients import Entries
+from curvlinops.layers.rules import RULES, Rule, Use
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import base_of, in_transform, version_of

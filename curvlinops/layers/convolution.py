@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Entries, PerSampleGradient
+from curvlinops.layers.gradients import Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Lengths, Padding, Patches, Window, lengths, make_patches
-from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
+from curvlinops.layers.rules import Sort, Use, contraction, handles, shift
 from curvlinops.support.norms import wide
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import BYTES, Entries, PerSampleGradient
-from curvlinops.layers.uses import Sort, Use, handles
+from curvlinops.layers.gradients import BYTES, Entries, PerSampleGradient
+from curvlinops.layers.rules import Sort, Use, handles
 from curvlinops.support.norms import wide
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from curvlinops.layers.covariance import input_covariance, second_moment
 from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.forms import PerSampleGradient
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.parts import Part
 from curvlinops.layers.patches import Patches, patch_sums
+from curvlinops.layers.recorded import Part
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.records import recorded
 

@@ -5,7 +5,7 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.layers.forms import DenseGradient, Entries, PerSampleGradient
+from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.uses import Use, contraction, handles, shift
+from curvlinops.layers.rules import Use, contraction, handles, shift
 
 
 @handles(F.linear)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import Entries, GradientSum, PerSampleGradient, squared_sum
+from curvlinops.layers.gradients import Entries, GradientSum, PerSampleGradient, squared_sum
 from curvlinops.layers.patches import Patches
 
 

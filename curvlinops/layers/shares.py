@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, vjp_columns
 from curvlinops.layers.check import disagreeing, sample_weights
-from curvlinops.layers.forms import DenseGradient, Entries
+from curvlinops.layers.gradients import DenseGradient, Entries
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.data import Batch

@@ -8,11 +8,10 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.forms import PulledBackGradient
-from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.gradients import PulledBackGradient
 from curvlinops.layers.groups import written
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import PulledBackGradient
-from curvlinops.layers.parts import Part
+from curvlinops.layers.gradients import PulledBackGradient
+from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import ParameterView, are_disjoint
 from curvlinops.support.records import recorded

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from curvlinops.layers.embedding import EmbeddingGradient
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import Entries, PerSampleGradient, squared_sum
+from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
 from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
-from curvlinops.layers.parts import Part
+from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.layout import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
-from curvlinops.layers.parts import Part
+from curvlinops.layers.recorded import Part
+from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated, on_slice

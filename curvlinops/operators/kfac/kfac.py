@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.base import DataLinearOperator

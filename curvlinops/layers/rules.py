@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import DenseGradient, Entries, PerSampleGradient
+from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
 
