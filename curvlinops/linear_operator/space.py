@@ -1,6 +1,6 @@
 """Ordered, named tensors and their flat vector; several vectors at once as columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import isfinite, prod
 
@@ -124,10 +124,13 @@ class ParameterSpace:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
         return self.split(self.empty(num_columns).zero_())
 
-    def fill(self, columns: Columns) -> Columns:
-        """Return vectors of which only some tensors are given; the others are zero."""
+    def fill(self, columns: Columns, names: Iterable[str] | None = None) -> Columns:
+        """Return some tensors of vectors, by default all; those that are not given are zero."""
         num_columns = next(iter(columns.values())).shape[0]
-        return self.zeros(num_columns) | columns
+        names = self.shapes if names is None else names
+        missing = self.restricted([name for name in names if name not in columns])
+        some = {name: columns[name] for name in names if name in columns}
+        return missing.zeros(num_columns) | some
 
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""
@@ -137,15 +140,15 @@ class ParameterSpace:
         """Read vectors of ``source`` as vectors of this space.
 
         Args:
-            columns: Vectors of ``source``.
+            columns: Vectors of ``source``. Some of their tensors may be missing, which are zero;
+                they stay missing if both spaces have the same tensors.
             source: A space that ``check_compatible`` accepts.
 
         Returns:
             The same vectors, named and shaped as in this space, in its dtype.
         """
-        source.check(columns)
         if source.names != self.names or source.shapes != self.shapes:
-            columns = self.split(source.join(columns))
+            columns = self.split(source.join(source.fill(columns)))
         return cast(columns, self.dtype)
 
     # --- checks
@@ -267,12 +270,3 @@ def not_finite(columns: Columns, joined: Tensor | None = None) -> str | None:
     if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)
-
-
-def clone_if_aliased(columns: Columns, others: Columns) -> Columns:
-    """Return columns; those that share memory with others are copied."""
-    taken = {column.untyped_storage().data_ptr() for column in others.values()}
-    return {
-        name: column.clone() if column.untyped_storage().data_ptr() in taken else column
-        for name, column in columns.items()
-    }
