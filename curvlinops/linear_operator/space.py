@@ -35,9 +35,9 @@ class ParameterSpace:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.dtype = dtype
         self.device = torch.device(device)
-        ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
-        self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.shapes)}
-        self.dim = ends[-1]
+        self._sizes = [prod(shape) for shape in self.shapes.values()]
+        self._starts = dict(zip(self.shapes, accumulate(self._sizes, initial=0), strict=False))
+        self.dim = sum(self._sizes)
 
     def _record(self) -> tuple:
         return self.shapes, self.dtype, self.device
@@ -70,42 +70,45 @@ class ParameterSpace:
 
     def slice(self, name: str) -> slice:
         """Return where the tensor ``name`` lies in the flat vector."""
-        return self._slices[name]
+        start = self._starts[name]
+        return slice(start, start + prod(self.shapes[name]))
 
     # --- vectors
 
     def split(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
-        return {
-            name: flat[:, self._slices[name]].reshape(flat.shape[0], *shape)
-            for name, shape in self.shapes.items()
-        }
+        num_columns, shapes = flat.shape[0], self.shapes.items()
+        parts = flat.split(self._sizes, dim=1)
+        pairs = zip(shapes, parts, strict=True)
+        return {name: part.reshape(num_columns, *shape) for (name, shape), part in pairs}
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
-        if (vectors := self.joined_view(columns)) is not None:
+        if (vectors := self._joined_view(columns)) is not None:
             return vectors
         parts = [flat(columns[name]) for name in self.shapes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def joined_view(self, columns: Columns) -> Tensor | None:
+    def _joined_view(self, columns: Columns) -> Tensor | None:
         """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
-        filled = [columns[name] for name, place in self._slices.items() if place.start < place.stop]
-        if not filled:
+        sized = [
+            (columns[n], size) for n, size in zip(self.shapes, self._sizes, strict=True) if size
+        ]
+        if not sized or not len(first := sized[0][0]):
             return None
-        first = filled[0]
-        num_columns, start = first.shape[0], first.storage_offset()
-        if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
+        num_columns, address, dtype = first.shape[0], first.data_ptr(), first.dtype
+        end = first.storage_offset() + num_columns * self.dim
+        if end > first.untyped_storage().nbytes() // first.itemsize:
             return None
-        for name, place in self._slices.items():
-            column = columns[name]
-            if column.numel() and (
-                column.data_ptr() != first.data_ptr() + place.start * first.itemsize
-                or column.dtype != first.dtype
+        for column, size in sized:
+            if (
+                column.data_ptr() != address
+                or column.dtype != dtype
                 or (num_columns > 1 and column.stride(0) != self.dim)
                 or not (column if num_columns == 1 else column[0]).is_contiguous()
             ):
                 return None
+            address += size * first.itemsize
         return first.as_strided((num_columns, self.dim), (self.dim, 1))
 
     def empty(self, num_columns: int) -> Tensor:
