@@ -23,7 +23,7 @@ from curvlinops import (
     JacobianLinearOperator,
 )
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
-from curvlinops.layers.uses import RULES, broadcast, handles
+from curvlinops.layers.rules import RULES, broadcast, handles
 
 Data = list[tuple[Any, Tensor]]
 
