@@ -11,7 +11,7 @@ from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
-from curvlinops.operators.kfac.estimate import backpropagated, on_slice
+from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import BlockFactors, assemble, normalize
@@ -94,8 +94,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:
-                    parts = [on_slice(part, self.torch_dtype) for part in parts]
-                    by_slice[use.slice].extend(parts)
+                    in_dtype = (p._replace(form=p.form.to(self.torch_dtype)) for p in parts)
+                    by_slice[use.slice].extend(in_dtype)
             for slices, basis in sums.bases.items():
                 # memory of gradients that were added is given back at once
                 parts = by_slice.pop(slices[0])
