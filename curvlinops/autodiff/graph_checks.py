@@ -23,14 +23,15 @@ def not_registered(name: str) -> GraphError:
     )
 
 
-def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
+def check_graph(value: Tensor, model: Model, leaves: Tensors, must_depend: bool = True) -> None:
     """Check that a graph is one that can be differentiated with respect to the parameters.
 
     Args:
         value: Output or loss, evaluated with the parameters replaced by aliases, all others by
             constants.
         model: The user's model.
-        leaves: These aliases. If they require no gradients, the value need not depend on them.
+        leaves: These aliases.
+        must_depend: Whether the value must depend on one of them.
 
     Raises:
         GraphError: If the value does not depend on the parameters, or uses a parameter by a
@@ -50,7 +51,7 @@ def check_graph(value: Tensor, model: Model, leaves: Tensors) -> None:
                 "of another container?), so that the output does not depend on the parameter "
                 "itself. Compute it in each evaluation."
             )
-    if not reached and any(leaf.requires_grad for leaf in leaves.values()):
+    if must_depend and not reached:
         raise GraphError(
             "The model's output does not depend on any of the parameters. A closure must use the "
             "very tensors in params, and no part may run under torch.no_grad() or reentrant "

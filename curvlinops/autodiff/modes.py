@@ -244,7 +244,7 @@ def _dual_evaluation(
         evaluation = problem.evaluation(duals, "forward")
         with evaluation.active():
             output = problem.output(evaluation)
-            problem.check_graph(output, leaves)
+            problem.check_memory(output, leaves)
             yield evaluation, duals, output
 
 

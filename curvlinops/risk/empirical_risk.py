@@ -124,9 +124,9 @@ class BatchProblem:
         check_kind(self.batch, output)
         return output
 
-    def check_graph(self, value: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Check that a graph can be differentiated, see ``graph_checks``."""
-        check_graph(value, self.model, leaves)
+    def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Check that an output was not computed from something that an earlier pass has left."""
+        check_graph(output, self.model, leaves, must_depend=False)
 
     @contextmanager
     def recording(self, differentiation: str) -> Iterator[Recording]:
@@ -144,7 +144,7 @@ class BatchProblem:
                 output = self.output(evaluation)
                 self._look_at_loss(output, leaves)
                 if not self.loss_needs_graph:
-                    self.check_graph(output, leaves)
+                    check_graph(output, self.model, leaves)
             yield Recording(evaluation, leaves, output)
 
     def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
@@ -154,7 +154,8 @@ class BatchProblem:
             facts = facts_of(output, self.loss, self.batch.y, self._parameters(leaves), watch)
         self._risk.learn(facts)
         self.check_target(output, with_values=True)
-        self.check_graph(self.loss_sum(output)[0] if facts.loss_needs_graph else output, leaves)
+        value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
+        check_graph(value, self.model, leaves)
         return output
 
     def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
