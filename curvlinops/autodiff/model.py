@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.overrides.embedding import check_options
 from curvlinops.autodiff.parameters import (
+    Kind,
     check_complete,
     check_distinct,
     check_params,
     check_ties,
     find_ties,
     is_named,
-    kind_of,
     named_parameters,
     read_params,
     spread_error,
@@ -60,7 +60,7 @@ class Model(ABC):
         self.source, self.params, self.as_list = source, params, given is None
         self._given, self._ties = ({}, {}) if given is None else (given, ties or {})
         self._seen = dict(self._given)
-        self._kinds = {name: kind_of(param) for name, param in params.items()}
+        self._kinds = {name: Kind.of(param) for name, param in params.items()}
         self.roots = find_modules(source)
 
     @abstractmethod
@@ -95,28 +95,29 @@ class Model(ABC):
             TypeError: If one is no tensor.
             ValueError: If a parameter has another shape, dtype or device than before.
         """
-        now = {name: self._given.get(name, param) for name, param in self._seen.items()}
-        changed = {name: param for name, param in now.items() if param is not self._seen[name]}
+        given = {name: self._given.get(name, param) for name, param in self._seen.items()}
+        changed = {name: param for name, param in given.items() if param is not self._seen[name]}
         for name, param in changed.items():
             if not isinstance(param, Tensor):
                 raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
         for name, before in self._kinds.items():
-            kind = kind_of(changed.get(name, self.params[name]))
-            if kind != before and (check_device or kind[:2] != before[:2]):
+            param = changed.get(name, self.params[name])
+            now = param.shape, param.dtype, param.device if check_device else before.device
+            if now != before:
                 raise ValueError(
-                    f"Parameter '{name}' is now {kind}; it was {before} when the operator was "
-                    "built. Build a new operator."
+                    f"Parameter '{name}' is now {Kind(*now)}; it was {before} when the operator "
+                    "was built. Build a new operator."
                 )
         if changed:
-            check_ties(now, self._ties)
+            check_ties(given, self._ties)
             self.params.update({n: param for n, param in changed.items() if n in self.params})
-            self._seen = now
+            self._seen = given
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters, and the user's module, to another device."""
         self.follow(check_device=False)
         self._move(device)
-        self._kinds = {name: kind_of(param) for name, param in self.params.items()}
+        self._kinds = {name: Kind.of(param) for name, param in self.params.items()}
 
     def dependencies(self) -> list:
         """Return everything that the output depends on, apart from the input."""

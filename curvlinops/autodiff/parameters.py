@@ -65,13 +65,13 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, param: Tensor) -> "Kind":
+        """Return the kind of a parameter."""
+        return cls(param.shape, param.dtype, param.device)
+
     def __str__(self) -> str:
         return f"of shape {list(self.shape)}, {self.dtype} on {self.device}"
-
-
-def kind_of(param: Tensor) -> Kind:
-    """Return what must not change of a parameter."""
-    return Kind(param.shape, param.dtype, param.device)
 
 
 def find_ties(parameters: Mapping[str, Tensor]) -> dict[str, str]:
