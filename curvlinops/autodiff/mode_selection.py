@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Head, Problem, Seed, transposed_jacobian
-from curvlinops.autodiff.graph_checks import GraphError
+from curvlinops.autodiff.evaluation import GraphError
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.modes import Forward, Reverse
 from curvlinops.linear_operator.space import Columns, dot, norm

@@ -25,9 +25,9 @@ from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
+from curvlinops.risk.empirical_risk import OVERFLOW, BatchProblem, EmpiricalRisk
 from curvlinops.risk.graph_cache import GraphCache, check_cache
-from curvlinops.risk.output_checks import OVERFLOW, report_batch_statistics
+from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_choice, check_count
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, in_default_modes

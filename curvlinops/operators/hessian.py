@@ -21,7 +21,7 @@ class HessianLinearOperator(DataLinearOperator):
 
     def _choose(self, problem: BatchProblem, many: bool) -> tuple[Mode, bool]:
         mode, was_tested = choose(self._modes, symmetry_of_hessian, problem, problem.loss_seed)
-        if self.autodiff != "reverse":
+        if self.autodiff != "reverse" and problem.facts.custom_functions:
             check_custom_functions(problem, mode)
         return mode, was_tested
 

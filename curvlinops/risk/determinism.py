@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, RandomSampler
 from curvlinops.autodiff import backward
 from curvlinops.linear_operator.space import norm
 from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
-from curvlinops.risk.output_checks import check_finite, check_numbers
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng, seed_everything
@@ -78,7 +77,7 @@ def _evaluate(problem: BatchProblem) -> tuple[list[float], Tensor, Tensor]:
     """Return a summary of what model and loss make of a batch, the output, and the terms."""
     if problem.loss is None:
         output = backward.evaluate(problem)
-        check_numbers(problem.batch, output)
+        problem.check_numbers(output)
         return _summary(output), output, problem.terms(output)
     outputs = []
 
@@ -87,7 +86,7 @@ def _evaluate(problem: BatchProblem) -> tuple[list[float], Tensor, Tensor]:
         return problem.loss_sum(output)
 
     value, columns, terms = backward.gradient(problem, head)
-    check_finite(problem.batch, value, columns)
+    problem.check_finite(value, columns)
     return [float(value), norm(columns)], outputs[0], terms
 
 

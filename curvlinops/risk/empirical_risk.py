@@ -10,19 +10,22 @@ from torch import Tensor
 
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.backward import Recording, Seed
-from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import check_graph
+from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, not_finite
 from curvlinops.losses.base import Loss
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.distributed import Ranks
 from curvlinops.risk.first_batch import BatchFacts, Watch, facts_of, learned, needs_graph
-from curvlinops.risk.output_checks import check_finite, check_kind, check_numbers
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, fetched
+
+#: What makes derivatives infinite where they exist, for messages.
+OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
+
+_BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
 
 
 class Pass:
@@ -119,10 +122,22 @@ class BatchProblem:
         return Evaluation(self.model, values, differentiation)
 
     def output(self, evaluation: Evaluation) -> Tensor:
-        """Evaluate the model in an active evaluation."""
+        """Evaluate the model in an active evaluation.
+
+        Raises:
+            TypeError: If the output is not one real tensor with axes.
+        """
         output = evaluation.output(self.batch.X)
-        check_kind(self.batch, output)
-        return output
+        kind = type(output).__name__
+        if isinstance(output, Tensor):
+            if output.is_floating_point() and output.ndim > 0:
+                return output
+            kind = f"a tensor of shape {list(output.shape)} and {output.dtype}"
+        raise TypeError(
+            f"The model returned {kind} on batch {self.batch.index}, expected one real tensor with "
+            "the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
+            "self.inner(**X).logits."
+        )
 
     def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
         """Check that an output was not computed from something that an earlier pass has left."""
@@ -227,10 +242,28 @@ class BatchProblem:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
         if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
-            check_numbers(self.batch, output)
+            self.check_numbers(output)
         else:
             seen = output if self.loss_needs_graph else output.detach()
-            check_finite(self.batch, self.loss.sum(seen, self.batch.y).detach(), {})
+            self.check_finite(self.loss.sum(seen, self.batch.y).detach())
+
+    def check_numbers(self, output: Tensor) -> None:
+        """Refuse an output with NaN; masked entries are infinite."""
+        if bool(output.isnan().any()):
+            index = self.batch.index
+            raise ValueError(f"The model's output on batch {index} has NaN. {_BAD_NUMBERS}")
+
+    def check_finite(self, loss: Tensor, gradient: Columns | None = None) -> None:
+        """Refuse a loss or a gradient that is not finite, by the name of the parameter."""
+        index = self.batch.index
+        if not bool(loss.isfinite()):
+            raise ValueError(f"The loss on batch {index} is {float(loss)}. {_BAD_NUMBERS}")
+        if gradient and (name := not_finite(gradient)) is not None:
+            raise ValueError(
+                f"The gradient on batch {index} is not finite in parameter '{name}', though the "
+                "loss is: its derivative does not exist there (sqrt or norm at zero?), or "
+                f"{OVERFLOW}."
+            )
 
 
 class EmpiricalRisk:
@@ -363,7 +396,7 @@ class EmpiricalRisk:
         with self.ranks.synchronized(self, task), self.batches(task) as batches:
             for problem in batches:
                 value, columns, terms = backward.gradient(problem, problem.loss_sum)
-                check_finite(problem.batch, value, columns)
+                problem.check_finite(value, columns)
                 loss, total = loss + value, total + terms
                 add(gradient, slice(None), columns)
         self.ranks.add(self.space.join(gradient))

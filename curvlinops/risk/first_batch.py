@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.autodiff.graph_checks import GraphError, not_registered
+from curvlinops.autodiff.evaluation import GraphError, not_registered
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
     DIFFERENTIATING,

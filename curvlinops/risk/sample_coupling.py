@@ -1,18 +1,21 @@
-"""Does the output for a sample depend on the other samples of its batch?"""
+"""Finds models whose output for a sample depends on the other samples of its batch."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import evaluate
 from curvlinops.risk.data import Batch
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.pytree import select_samples, tile_samples
+from curvlinops.support.warnings import warn
 
 _LOGGER = logging.getLogger("curvlinops")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 #: Relative difference of outputs that rounding may explain.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
 
@@ -24,6 +27,33 @@ COUPLED = (
     "own, or if a tensor in X that all samples share has as many entries as the batch has samples, "
     "pass check_deterministic=False."
 )
+
+
+def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) -> None:
+    """Warn that BatchNorm couples samples; refuse it for an operator made of single ones."""
+    coupling = {
+        name or type(module).__name__: module.running_mean is not None
+        for root in roots
+        for name, module in root.named_modules()
+        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
+    }
+    if not coupling:
+        return
+    names = ", ".join(map(repr, coupling))
+    if all(coupling.values()):
+        what, remedy = "BatchNorm in train mode", "Call model.eval() to use running statistics."
+    else:
+        what = "BatchNorm without running statistics"
+        remedy = "Keep them with track_running_stats=True, and call model.eval()."
+    if operator is not None:
+        raise ValueError(
+            f"{what} couples the samples of a batch (module {names}), but {operator} needs "
+            f"gradients of single samples. {remedy}"
+        )
+    warn(
+        f"{what} (module {names}): the result depends on how the data is split into batches. "
+        f"{remedy}"
+    )
 
 
 def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
