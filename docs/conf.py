@@ -21,7 +21,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "layers.md"]
+exclude_patterns = ["_build"]
 
 # -- pages
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "tasklist"]

@@ -44,30 +44,6 @@ def test_benchmark_measures_memory():
     assert "GGN-vector" in names and (memory is None or 0 <= memory < 2**28)
 
 
-def test_expanded_weights():
-    script = ROOT / "docs_src" / "benchmarks" / "worker.py"
-    command = [sys.executable, str(script), "ExpandedWeights", "tiny", "2", "cpu"]
-    asked = b"Gradients of samples\n"
-    printed = subprocess.run(command, input=asked, check=True, capture_output=True).stdout
-    names, seconds = map(json.loads, printed.splitlines())
-    assert names == ["Gradients of samples"] and seconds > 0
-
-
-@pytest.mark.parametrize("name", ["filters", "covariance"])
-def test_tables_of_convolutions(name: str, tmp_path: Path):
-    script = ROOT / "docs_src" / "benchmarks" / f"{name}.py"
-    options = ["--layers", "1", "--repeats", "1", "--output", str(tmp_path)]
-    printed = subprocess.run(
-        [sys.executable, str(script), *options], check=True, capture_output=True, text=True
-    )
-    page = (tmp_path / f"{name}.md").read_text()
-    assert page in printed.stdout
-    lines = page.splitlines()
-    committed = (ROOT / f"docs_src/benchmarks/results/{name}.md").read_text().splitlines()
-    assert lines[2] == committed[2]  # the same ways
-    assert lines[4].count("**") == 2 and lines[4].split("|")[1] == committed[4].split("|")[1]
-
-
 def test_committed_table_is_complete():
     results = json.loads((ROOT / "docs_src/benchmarks/results/cpu.json").read_text())
     for problem in results["problems"].values():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import curvlinops
-from curvlinops.layers.uses import RULES, Rule, Use
+from curvlinops.layers.rules import RULES, Rule, Use
 
 pytestmark = pytest.mark.extensive
 

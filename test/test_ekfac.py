@@ -13,7 +13,7 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
-from curvlinops.layers.batch import RecordedBatch
+from curvlinops.layers.recorded import RecordedBatch
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [

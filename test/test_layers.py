@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from itertools import product
 from operator import imod, ipow, isub, itruediv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ from curvlinops import (
     JacobianLinearOperator,
 )
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
-from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.uses import RULES, broadcast, handles
+from curvlinops.layers.rules import RULES, broadcast, handles
 
 Data = list[tuple[Any, Tensor]]
 
@@ -1262,67 +1259,3 @@ def test_batches_of_the_same_shapes(forward: Callable, batches: list[dict[str, T
         batch_size_fn=lambda X: len(X.get("pooling", X["x"])),
     )
     torch.testing.assert_close(corrected.trace(), torch.stack(rows).square().sum())
-
-
-TABLE = Path(__file__).parent.parent / "docs" / "layers.md"
-
-
-def table() -> str:
-    """Return which layers are covered, as Markdown."""
-    covered, exceptions = [], []
-    convolutions = {
-        f"{'transposed ' * transposed}convolution": (
-            lambda transposed=transposed: (nn.ConvTranspose2d if transposed else nn.Conv2d)(
-                4, 3, 2
-            ),
-            None,
-            lambda: images(2, 4),
-        )
-        for transposed in (False, True)
-    }
-    calls = {
-        f"`{name}`": (lambda call=call, shapes=shapes: Call(call, *shapes), None, inputs)
-        for name, (call, shapes, inputs) in CALLS.items()
-        if "," not in name
-    }
-    for name, (build, forward, inputs) in (LAYERS | convolutions | calls).items():
-        if any(word in name for word in ("flattened", "time first", "layers", "twice", "no bias")):
-            if "1 layers, bidirectional=False, batch_first=True" not in name:
-                continue
-            name = name.split(",")[0]
-        model = Wrapped(build(), forward).double().eval()
-        X = tree_map(lambda x: x.double() if x.is_floating_point() else x, inputs()[0])
-        data = [(X, torch.randn_like(model(X)).detach())]
-        operator = PerSampleGradients(model, nn.MSELoss(), list(model.parameters()), data)
-        without_rows: list[str] = []
-
-        with operator._batches("gradients") as batches:
-            for groups, _ in operator._gradients(batches):
-                known = (
-                    names[0]
-                    for names, form in groups
-                    if isinstance(form, OuterProducts | EmbeddingGradient)
-                )
-                without_rows += known
-        if operator.fallbacks:
-            names = ", ".join(f"`{n.removeprefix('layer.')}`" for n in operator.fallbacks)
-            exceptions.append(f"{name} ({names})")
-        else:
-            covered.append(name + ("*" if without_rows else ""))
-    lines = [
-        "<!-- written by `python test/test_layers.py`, compared with the code by its tests -->",
-        "",
-        "**Covered** (*: norms and Gram matrices of the weights without rows): "
-        f"{', '.join(covered)}.",
-        "",
-        f"**One sample at a time:** {', '.join(exceptions)}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def test_table_is_up_to_date():
-    assert TABLE.read_text() == table()
-
-
-if __name__ == "__main__":
-    TABLE.write_text(table())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvlinops import HessianLinearOperator
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.overrides import TWICE
-from curvlinops.layers.recurrent import RECURRENT
+from curvlinops.layers.decompositions import RECURRENT
 
 pytestmark = pytest.mark.extensive
 

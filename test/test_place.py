@@ -1,18 +1,18 @@
-"""Parts of parameters: the entries that a view has, and whether one occurs twice."""
+"""Parts of parameters that layers use: views, and copies of views."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations_with_replacement
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvlinops.layers.place import Place, are_disjoint
-from curvlinops.layers.views import view_of
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.structured.layout import ParameterView, are_disjoint
 
 LEAF = torch.arange(24.0).reshape(4, 6)
 
-#: Views, and whether no entry occurs twice.
+#: Views, and whether their axes are nested, so that no entry occurs twice.
 VIEWS = {
     "all": (LEAF, True),
     "transposed": (LEAF.T, True),
@@ -20,50 +20,41 @@ VIEWS = {
     "rows": (LEAF[1:3], True),
     "columns": (LEAF[:, 1:3], True),
     "steps": (LEAF[::2, ::3], True),
-    "empty": (LEAF[:0], True),
     "expanded": (LEAF[:, :1].expand(4, 3), False),
     "axis of length one": (LEAF[:, :1].expand(4, 1), True),
     "windows": (LEAF.flatten().unfold(0, 3, 1), False),
     "windows side by side": (LEAF.flatten().unfold(0, 3, 3), True),
     "as many windows as entries": (LEAF.flatten().as_strided((2, 12), (1, 1)), False),
-    "interleaved": (LEAF.flatten().as_strided((2, 3), (3, 2)), True),
-    "interleaved, and one twice": (LEAF.flatten().as_strided((3, 4), (3, 2)), False),
+    "interleaved": (LEAF.flatten().as_strided((2, 3), (3, 2)), False),
     "diagonal": (LEAF.diagonal(), True),
 }
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str):
-    view, distinct = VIEWS[name]
-    place = Place.of(view, LEAF)
-    assert (place is not None) == distinct
-    entries = view.flatten().long()
-    assert distinct == (len(entries.unique()) == len(entries))
-    if distinct:
-        assert torch.equal(place.entries(torch.device("cpu")), entries)
-        whole = torch.equal(entries.sort().values, torch.arange(24))
-        assert place.is_whole(24) == whole
+    view, is_nested = VIEWS[name]
+    found = ParameterView.of_tensor("w", view)
+    assert (found is not None) == is_nested
+    if is_nested:
+        vector = LEAF.reshape(1, -1)
+        assert torch.equal(found.of(vector).flatten(), view.flatten())
+        assert torch.equal(found.in_order.of(vector).flatten(), view.flatten().sort().values)
+        spread = found.spread(view.reshape(1, -1), 24)
+        assert torch.equal(spread, vector * torch.isin(vector, view.flatten()))
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), list(product([n for n in VIEWS if VIEWS[n][1]], repeat=2))
+    ("first", "second"),
+    list(combinations_with_replacement([n for n in VIEWS if VIEWS[n][1]], 2)),
 )
 def test_disjoint(first: str, second: str):
-    def entries(view: Tensor) -> set[int]:
-        return set(view.flatten().long().tolist())
-
     views = VIEWS[first][0], VIEWS[second][0]
-    places = [Place.of(view, LEAF) for view in views]
-    assert are_disjoint(places) == (not entries(views[0]) & entries(views[1]))
-
-
-def test_no_part():
-    assert Place.of(LEAF.clone(), LEAF) is None
-    assert Place.of(LEAF, LEAF.T) is None
+    found = [ParameterView.of_tensor("w", view) for view in views]
+    assert are_disjoint(found) == (not torch.isin(*(view.flatten() for view in views)).any())
 
 
 #: Parts of a parameter, given a copy somewhere on the way.
-COPIED = {
+PARTS = {
     "all": lambda w, copy: copy(w),
     "first": lambda w, copy: copy(w[:1]),
     "transposed": lambda w, copy: copy(w.mT),
@@ -77,57 +68,82 @@ COPIED = {
     "chunk": lambda w, copy: copy(w.chunk(2, -1)[1]),
     "split": lambda w, copy: copy(w).split([1, 2], -2)[1],
     "unbound": lambda w, copy: copy(w).unbind(-3)[1],
+    "selected by a tensor": lambda w, copy: copy(w)[torch.tensor(1)],
     "one more axis": lambda w, copy: copy(w)[None].mT,
     "squeezed": lambda w, copy: copy(w[:1]).squeeze(0).t(),
-    "without all axes of length one": lambda w, copy: copy(w[:1, :, :1]).squeeze(),
-    "without some": lambda w, copy: copy(w[:1, :, :1]).squeeze((0, -1)),
+    "without some axes of length one": lambda w, copy: copy(w[:1, :, :1]).squeeze((0, -1)),
     "flat": lambda w, copy: copy(w.flatten(1)),
     "in another shape": lambda w, copy: copy(w).reshape(-1)[4:10].view(2, 3),
 }
 COPIES = {
-    "cast": Tensor.double,
-    "cast twice": lambda x: x.bfloat16().double(),
+    "none": lambda x: x,
+    "cast": Tensor.float,
+    "cast twice": lambda x: x.to(torch.float32).double(),
     "clone": Tensor.clone,
-    "cast back": lambda x: x.double().float(),
+}
+#: Functions that are no views, or have entries twice.
+FUNCTIONS = {
+    "twice": lambda w: 2 * w.float(),
+    "sine": lambda w: w.float().sin().double(),
+    "written to": lambda w: w.clone().mul_(2),
+    "triangle": lambda w: w.clone().tril(),
+    "index": lambda w: w.clone()[[1, 0]],
+    "side by side": lambda w: torch.cat([w, w]).float(),
+    "expanded": lambda w: w.float()[:, :1].expand(2, 3, 4),
+    "another order in another shape": lambda w: w.float().mT.reshape(2, 12),
 }
 
 
+def operators(part: Callable[[Tensor], Tensor]) -> tuple:
+    """Return the operators of a model that multiplies with a part, and the rows."""
+
+    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+        w = part(params["w"])
+        out = torch.tensordot(X[:, : len(w)].to(w.dtype), w, 1)
+        return out.reshape(len(X), -1).double().sin()
+
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(2, 3, 4, generator=generator).double()
+    X = torch.randn(5, 4, generator=generator).double()
+    data, loss = [(X, torch.zeros_like(model({"w": w}, X)))], nn.MSELoss(reduction="sum")
+
+    def loss_of(w: Tensor) -> Tensor:
+        return model({"w": w}, X).square().sum(1)
+
+    rows = torch.autograd.functional.jacobian(loss_of, w).flatten(1)
+    return (
+        PerSampleGradientLinearOperator(model, loss, {"w": w}, data),
+        lambda: KFACLinearOperator(model, loss, {"w": w}, data, fisher_type="type-2"),
+        rows,
+    )
+
+
+def check_rows(gradients: PerSampleGradientLinearOperator, rows: Tensor) -> None:
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    assert not gradients.fallbacks
+    torch.testing.assert_close(gradients.dense(), rows, **tolerance)
+    torch.testing.assert_close(gradients.norms(), rows.norm(dim=1), **tolerance)
+    torch.testing.assert_close(gradients.gram(), rows @ rows.T, **tolerance)
+    torch.testing.assert_close(gradients.second_moment(), rows.square().mean(0), **tolerance)
+
+
 @pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("name", COPIED)
-def test_copies(name: str, copy: str):
-    leaf = torch.arange(24.0).reshape(2, 3, 4).requires_grad_()
-    tensor = COPIED[name](leaf, COPIES[copy])
-    view = view_of(tensor, leaf)
-    assert torch.equal(view.double(), tensor.double())
-    assert view.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
-    assert view.dtype == leaf.dtype and (view is leaf) == (name == "all")
-    entries = Place.of(view, leaf).entries(torch.device("cpu"))
-    assert torch.equal(entries.double(), tensor.detach().double().flatten())
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name: str, copy: str):
+    gradients, kfac, rows = operators(lambda w: PARTS[name](w, COPIES[copy]))
+    check_rows(gradients, rows)
+    assert kfac().report()[0].structure == "kronecker"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str):
+    gradients, kfac, rows = operators(FUNCTIONS[name])
+    check_rows(gradients, rows)
+    with pytest.raises(NotImplementedError, match="a layer uses a function of it"):
+        kfac().report()
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real discards the imaginary part")
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda w: 2 * w.double(),
-        lambda w: w.double().sin().float(),
-        lambda w: w.double().mul_(2),
-        lambda w: w.double().tril(),
-        lambda w: w.double()[[1, 0]],
-        lambda w: torch.cat([w, w]).double(),
-        lambda w: w.to(torch.complex64),
-        lambda w: w.to(torch.complex64).mT.to(torch.float64),
-        lambda w: w.double()[:, :1].expand(2, 3, 4),
-        lambda w: w.double().mT.reshape(2, 12),
-    ],
-)
-def test_no_copies(function: Callable):
-    leaf = torch.ones(2, 3, 4, requires_grad=True)
-    assert Place.of(view_of(function(leaf), leaf), leaf) is None
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values to real discards the imaginary part")
-def test_complex_casts_are_no_copies():
-    leaf = torch.ones(2, 3, dtype=torch.complex128, requires_grad=True)
-    tensor = leaf.to(torch.float64)
-    assert view_of(tensor, leaf) is tensor
+def test_casts_to_complex_numbers_are_functions():
+    gradients, _, rows = operators(lambda w: w.to(torch.complex64).mT.to(torch.float64))
+    torch.testing.assert_close(gradients.dense(), rows, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.autodiff import backward
 from curvlinops.layers.check import TOLERANCES
-from curvlinops.layers.forms import DenseGradient
+from curvlinops.layers.gradients import DenseGradient, Entries
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.risk.data import Batch
@@ -57,7 +57,7 @@ class SamplesAlone:
                 add(out, slice(place, place + 1), columns)
             return space.join(out).unsqueeze(0)
 
-        return space.names, DenseGradient(rows, 1, num_samples, (space.dim,))
+        return space.names, DenseGradient(rows, 1, num_samples, Entries.all([space.dim]))
 
     def rows(self, problem: BatchProblem) -> Columns:
         """Return the gradients of a batch's samples, ``{name: [N, entries]}``."""

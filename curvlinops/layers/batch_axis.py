@@ -5,7 +5,7 @@ candidates, and two backward passes decide between them: if the loss of sample n
 r_n, so is the gradient of each row that belongs to it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.check import NOISE, rounding_of, tolerance_of
-from curvlinops.layers.parts import Key
 
 #: How many numbers of each row are compared.
 _SKETCHED = 4
@@ -25,6 +24,22 @@ _MOVING += ("MaskedSelect", "MaskedScatter")
 
 #: Options that say which rows of an input are those of an output.
 _OPTIONS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts", "split_size", "split_sizes")
+
+
+class Key(NamedTuple):
+    """Identifies a use from one batch to the next.
+
+    Attributes:
+        index: How often the function was called before with a parameter.
+        place: The argument.
+        call: The function.
+        names: The parameters.
+    """
+
+    index: int
+    place: int | str
+    call: Callable
+    names: tuple[str, ...]
 
 
 class BatchAxis(NamedTuple):

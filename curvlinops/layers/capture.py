@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.graph_checks import DIFFERENTIATING
 from curvlinops.layers.batch_axis import candidates
-from curvlinops.layers.composed import COMPOSED, WRITING
-from curvlinops.layers.uses import RULES, Rule, Use
+from curvlinops.layers.decompositions import COMPOSED, WRITING
+from curvlinops.layers.gradients import Entries
+from curvlinops.layers.rules import RULES, Rule, Use
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import base_of, in_transform, version_of
 
@@ -28,8 +30,53 @@ _MAKERS = {
     *(torch.rand_like, torch.randn_like),
 }
 
+#: Functions whose results have the same entries, perhaps in another dtype or order of memory.
+_COPIES = {
+    *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.clone, torch.clone, Tensor.contiguous),
+    *(Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16),
+}
+
 #: Functions that read no numbers of other tensors than the first one.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
+
+
+class ViewOf(NamedTuple):
+    """Which entries of a parameter a tensor has.
+
+    Attributes:
+        name: The parameter.
+        view: The same view of a tensor without numbers that has the parameter's shape.
+    """
+
+    name: str
+    view: Tensor
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "ViewOf":
+        """Return the view of all entries."""
+        return cls(name, torch.empty(shape, device="meta"))
+
+    def after(self, function: Callable[[Tensor], Any]) -> "list[ViewOf | None]":
+        """Return the views that a function makes of this one, ``None`` where it makes a copy."""
+        try:
+            found = leaves(function(self.view))
+        except (RuntimeError, NotImplementedError):  # there is no such view
+            return []
+        return [ViewOf(self.name, x) if _base(x) is _base(self.view) else None for x in found]
+
+    def entries(self, layout: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Entries | None:
+        """Return the entries in another order.
+
+        Args:
+            layout: Brings them into this order.
+            shape: The parameter's shape.
+
+        Returns:
+            ``None`` if that is no view in which each entry occurs once.
+        """
+        found = self.after(layout)
+        view = ParameterView.of_tensor(self.name, found[0].view) if found and found[0] else None
+        return None if view is None else Entries(view, tuple(shape))
 
 
 class Called:
@@ -94,12 +141,14 @@ class Recorded(NamedTuple):
         use: How it enters the output.
         function: What was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
+        view_of: Which entries of a parameter it has, ``None`` if it is another function.
         called: The call, the same for all tensors that it got.
     """
 
     use: Use
     function: Callable
     tensor: Tensor
+    view_of: ViewOf | None
     called: Called
 
 
@@ -109,12 +158,14 @@ class LookedUp(NamedTuple):
     Attributes:
         output: What was looked up, a function of the table.
         use: How the table enters it.
-        table: A parameter, or a function of parameters.
+        tensor: The table: a parameter, or a function of parameters.
+        view_of: Which entries of a parameter it has, ``None`` if it is another function.
     """
 
     output: Tensor
     use: Use
-    table: Tensor
+    tensor: Tensor
+    view_of: ViewOf | None
 
 
 class _Tensors:
@@ -176,6 +227,7 @@ class Capture(TorchFunctionMode):
         self._leaves = {id(leaf) for leaf in leaves.values()}
         self._knows_data, self._data = bool(data), _Tensors(data)
         self._constants, self._functions = _Tensors(), _Tensors()
+        self._views = {id(x): ViewOf.whole(name, x.shape) for name, x in leaves.items()}
         self._origins: dict[int, _Origin] = {}
         self._recomputed: dict[int, Tensor] = {}
         self._num_samples = num_samples
@@ -257,7 +309,9 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         called = Called(out, constant.values(), rule.in_place)
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(known[key], func, tensor, called)
+            self.uses[index, key] = Recorded(
+                known[key], func, tensor, self._views.get(id(tensor)), called
+            )
         return out
 
     def _fits(self, use: Use) -> bool:
@@ -289,6 +343,7 @@ class Capture(TorchFunctionMode):
         """Follow a tensor into which parameters, or functions of them, were written."""
         self._origins.pop(id(x), None)
         self._recomputed.pop(id(x), None)
+        self._views.pop(id(x), None)
         self._functions.add([x])
 
     def as_data(self, x: Any) -> Any:
@@ -327,7 +382,7 @@ class Capture(TorchFunctionMode):
             func, args, kwargs, _ = self._origins[id(x)]
             if func is torch.embedding:
                 (use,) = RULES[func](args, kwargs).values()
-                return LookedUp(x, use, args[0])
+                return LookedUp(x, use, args[0], self._views.get(id(args[0])))
             sources = [y for y in leaves((args, kwargs)) if self.follows(y)]
             if len(sources) != 1 or sources[0].shape != x.shape:
                 return None
@@ -338,6 +393,7 @@ class Capture(TorchFunctionMode):
         """Make a call without data, and track what it returns."""
         out = func(*args, **kwargs)
         inputs = {id(x) for x in leaves((args, kwargs))}
+        views = self._views_after(func, args, kwargs, out)
         for place, x in enumerate(leaves(out)):
             if not x.requires_grad:
                 self._constants.add([x] if self._knows_data else [])
@@ -345,7 +401,37 @@ class Capture(TorchFunctionMode):
                 self.written(x)
                 if id(x) not in inputs:
                     self._origins[id(x)] = _Origin(func, args, kwargs, place)
+                    self._views[id(x)] = views[place]
         return out
+
+    def _views_after(
+        self, func: Callable, args: tuple, kwargs: dict, out: Any
+    ) -> "list[ViewOf | None]":
+        """Return which entries of a parameter each tensor has that a call without data returned."""
+        outputs, sources = leaves(out), [x for x in leaves((args, kwargs)) if self.follows(x)]
+        unknown: list[ViewOf | None] = [None] * len(outputs)
+        source = sources[0] if len(sources) == 1 else None
+        view = self._views.get(id(source))
+        if source is None or view is None:
+            return unknown
+        if func in _COPIES:
+            # the derivative of a cast between real and complex numbers is not one
+            same = source.is_floating_point() and outputs[0].device == source.device
+            return [view] if same else unknown
+        if any(_base(x) is not _base(source) for x in outputs):
+            return unknown
+
+        def view_without_numbers(x: Tensor) -> Any:
+            new_args, new_kwargs = map_leaves((args, kwargs), lambda y: x if y is source else y)
+            return func(*new_args, **new_kwargs)
+
+        return view.after(view_without_numbers) or unknown
+
+
+def _base(x: Tensor) -> Tensor:
+    """Return the tensor of which another one is a view, or the tensor itself."""
+    base = base_of(x)
+    return x if base is None else base
 
 
 def _selects(index: Any) -> bool:

@@ -7,10 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import PerSampleGradient
+from curvlinops.layers.gradients import Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Lengths, Padding, Patches, Window, lengths, make_patches
-from curvlinops.layers.uses import Sort, Use, contraction, handles, shift
+from curvlinops.layers.rules import Sort, Use, contraction, handles, shift
 from curvlinops.support.norms import wide
 
 
@@ -32,10 +32,10 @@ def _convolution(
         g = g if batched else g.unsqueeze(1)
         return g.unflatten(2, (groups, -1)).flatten(4)
 
-    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
+    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         patches = Patches(wide(sort(x)), window)
         # [V, N, S, G, O, P]: images of one sample, and positions in them
-        return OuterProducts(patches, wide(g).movedim(-1, 3).flatten(2, 3), weight.shape)
+        return OuterProducts(patches, wide(g).movedim(-1, 3).flatten(2, 3), entries)
 
     return {"weight": Use((x.shape[0],), split, form), **_bias(bias, x, window.size, batched)}
 
@@ -69,9 +69,7 @@ def _transposed(
     )
     biases = _bias(bias, x, size, batched)
     # positions of the filters are those of the input
-    return {"weight": use.reshaped(weight.shape)} | {
-        name: replace(use, elsewhere=True) for name, use in biases.items()
-    }
+    return {"weight": use} | {name: replace(use, elsewhere=True) for name, use in biases.items()}
 
 
 def _window_of_output(

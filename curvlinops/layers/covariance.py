@@ -93,7 +93,7 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     """Return whether ``covariance_by_shifts`` takes less time than ``covariance_by_patches``.
 
-    It does on a CPU (``docs_src/benchmarks/covariance.py``) where shifts have most positions in
+    It does on a CPU where shifts have most positions in
     common, and patches are many. Both take the input piece by piece: memory does not count.
 
     Args:

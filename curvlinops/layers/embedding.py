@@ -1,14 +1,14 @@
 """Tables whose rows, or entries, are looked up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import BYTES, PerSampleGradient
-from curvlinops.layers.uses import Sort, Use, handles
+from curvlinops.layers.gradients import BYTES, Entries, PerSampleGradient
+from curvlinops.layers.rules import Sort, Use, handles
 from curvlinops.support.norms import wide
 
 
@@ -22,8 +22,8 @@ def embedding(
 ) -> dict[str, Use]:
     """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
 
-    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-        return EmbeddingGradient(sort(indices), wide(g), weight.shape, padding_idx)
+    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+        return EmbeddingGradient(sort(indices), wide(g), entries, padding_idx)
 
     return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
 
@@ -48,8 +48,8 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
         def split(g: Tensor) -> Tensor:
             return g.reshape(len(g), *lead, width if whole else 1)
 
-        def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-            return EmbeddingGradient(sort(indices), wide(g), input.shape)
+        def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+            return EmbeddingGradient(sort(indices), wide(g), entries)
 
         return {0: Use(lead, split, form)}
 
@@ -91,27 +91,27 @@ class EmbeddingGradient(PerSampleGradient):
     Args:
         indices: Which row, ``[N, S]``.
         g: Output gradients ``[V, N, S, I]``.
-        shape: The parameter's shape; in rows of I entries, it is the table.
+        entries: Those of the table, row by row.
         padding: The row that is a constant; -1 for none.
     """
 
-    def __init__(self, indices: Tensor, g: Tensor, shape: Sequence[int], padding: int = -1):
+    def __init__(self, indices: Tensor, g: Tensor, entries: Entries, padding: int = -1):
         self.indices, self.g, self.padding = indices, g, padding
         self.num_positions = indices.shape[1]
         self.num_vectors, self.num_samples = g.shape[:2]
-        self.shape = tuple(shape)
-        self.num_rows = prod(shape) // max(g.shape[-1], 1)
+        self.entries = entries
+        self.num_rows = entries.view.size // max(g.shape[-1], 1)
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice | Tensor) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
         rows = g.new_zeros(*g.shape[:2], self.num_rows, g.shape[-1])
         rows.scatter_add_(2, indices[None, :, :, None].expand_as(g), g)
-        return rows.reshape(*g.shape[:2], *self.shape)
+        return rows
 
     def to(self, dtype: torch.dtype) -> "EmbeddingGradient":
         """Return the same gradients in another dtype."""
-        return EmbeddingGradient(self.indices, self.g.to(dtype), self.shape, self.padding)
+        return EmbeddingGradient(self.indices, self.g.to(dtype), self.entries, self.padding)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum, in memory proportional to the table."""
@@ -128,12 +128,16 @@ class EmbeddingGradient(PerSampleGradient):
         sums, _, rows = self._sums()
         squares = sums.square().sum(0)
         out = squares.new_zeros(self.num_rows, squares.shape[-1])
-        return out.index_add_(0, rows, squares).reshape(self.shape)
+        return self.entries.spread(out.index_add_(0, rows, squares)[None, None])[0, 0]
 
     def has_inner(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
         # a table may be read by rows, and by entries
-        return isinstance(other, EmbeddingGradient) and self.num_rows == other.num_rows
+        return (
+            isinstance(other, EmbeddingGradient)
+            and self.entries == other.entries
+            and self.num_rows == other.num_rows
+        )
 
     def inner(self, other: "EmbeddingGradient") -> Tensor:
         """Return all inner products; only rows that both looked up count."""
@@ -155,7 +159,7 @@ class EmbeddingGradient(PerSampleGradient):
         """Return sums of values ``[K, N, S, I]`` at their rows, ``[K, *shape]``."""
         out = values.new_zeros(len(values), self.num_rows, values.shape[-1])
         out.index_add_(1, self.indices.flatten(), values.flatten(1, 2))
-        return out.reshape(len(out), *self.shape)
+        return self.entries.spread(out.unsqueeze(1))[:, 0]
 
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the non-zero rows of all samples ``[V, P, I]``, and of which sample and row."""

@@ -7,7 +7,6 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from functools import reduce as fold
 from typing import NamedTuple
 
@@ -16,22 +15,23 @@ from torch import Tensor
 
 from curvlinops.layers.covariance import input_covariance, second_moment
 from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.forms import PerSampleGradient
-from curvlinops.layers.outer import IN_ORDER, Arrangement, OuterProducts
-from curvlinops.layers.parts import Part
+from curvlinops.layers.gradients import PerSampleGradient
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Patches, patch_sums
+from curvlinops.layers.recorded import Part
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.records import recorded
 
 
 @recorded
 class Kind(NamedTuple):
-    """The shape of a Kronecker product, and where its entries are in a parameter.
+    """A Kronecker product for some entries of a parameter.
 
     Attributes:
         groups: G; the matrix is block-diagonal, with a block for each group.
         outputs: O, the size of a group's output gradients.
         inputs: I, the size of a group's inputs.
-        arrangement: From entries ``[G, O, I]`` to the parameter's.
+        view: The entries ``[G, O, I]``.
         lookup: Whether inputs have a single one among zeros.
         shift: Whether inputs are ones, as those of biases are.
     """
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     groups: int
     outputs: int
     inputs: int
-    arrangement: Arrangement = IN_ORDER
+    view: ParameterView
     lookup: bool = False
     shift: bool = False
 
@@ -48,14 +48,14 @@ class Kind(NamedTuple):
         """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
         if isinstance(form, OuterProducts):
             groups, inputs = form.x.shape[2:]
-            return cls(groups, form.g.shape[-1], inputs, form.arrangement, shift=shift)
+            return cls(groups, form.g.shape[-1], inputs, form.entries.view, shift=shift)
         if isinstance(form, EmbeddingGradient):
             rows, width = form.num_rows, form.g.shape[-1]
-            return cls(1, width, rows, Arrangement.of((width, rows), (1, 0)), lookup=True)
+            view = form.entries.view.permuted((width, rows), (1, 0))
+            return cls(1, width, rows, view, lookup=True)
         return None
 
 
-@lru_cache(maxsize=256)  # the same blocks come again with each batch
 def relation(kind: Kind, other: Kind) -> str | None:
     """Say how the entries of two kinds for one parameter are related.
 
@@ -63,20 +63,14 @@ def relation(kind: Kind, other: Kind) -> str | None:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
         ``None``.
     """
-    if kind == other:
-        return "same"
     if (kind.groups, kind.shift) != (other.groups, other.shift):
         return None
-    size = kind.groups * kind.outputs * kind.inputs
-    index = other.arrangement.apply(torch.arange(size, device="cpu").unsqueeze(0), 1)
-    index = kind.arrangement.undo(index, 1).flatten()
-    if (kind.outputs, kind.inputs) == (other.outputs, other.inputs) and bool(
-        (index == torch.arange(size, device="cpu")).all()
-    ):
+    groups, outputs, inputs = kind.groups, kind.outputs, kind.inputs
+    if (outputs, inputs, kind.view) == (other.outputs, other.inputs, other.view):
         return "same"
-    matrix = torch.arange(size, device="cpu").reshape(other.groups, other.outputs, other.inputs)
-    transposed = (kind.outputs, kind.inputs) == (other.inputs, other.outputs)
-    return "transposed" if transposed and bool((index == matrix.mT.flatten()).all()) else None
+    transposed = other.view.permuted((groups, outputs, inputs), (0, 2, 1))
+    is_transposed = (outputs, inputs) == (other.inputs, other.outputs) and kind.view == transposed
+    return "transposed" if is_transposed else None
 
 
 def input_factor(

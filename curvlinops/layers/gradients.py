@@ -1,93 +1,208 @@
-"""Gradients of the samples of a batch, by layers' rules where these are known."""
+"""Gradients of single samples with respect to a parameter, in the form that needs least memory.
 
-from collections.abc import Callable, Collection, Iterator
-from functools import cached_property
+A form belongs to one use of a parameter on one batch. It holds, for V backpropagated vectors and N
+samples, what the V x N gradients are made of, and computes with them without writing them down
+where that is cheaper.
+"""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, transposed_jacobian
-from curvlinops.layers.batch import RecordedBatch
-from curvlinops.layers.forms import BYTES, PerSampleGradient
-from curvlinops.layers.groups import Group
-from curvlinops.layers.parts import Part
-from curvlinops.layers.shares import Shares
+from curvlinops.structured.layout import ParameterView
+
+#: Temporary tensors are kept below this size, where a quantity can be computed in parts.
+BYTES = 32 * 2**20
+
+#: How many numbers a processor's cache holds.
+_CACHED = 2**18
 
 
-class SampleGradients:
-    """Gradients of the samples of a batch.
-
-    Args:
-        problem: The model on the batch.
-        batch: What the rules know of it, ``None`` for nothing.
-        fallbacks: Why parameters are treated sample by sample.
-        ways: How these are, see ``Shares``.
+class Entries(NamedTuple):
+    """The entries of a parameter that a layer uses, and their order there.
 
     Attributes:
-        output: The model's output.
+        view: The entries.
+        shape: The parameter's shape.
+    """
+
+    view: ParameterView
+    shape: tuple[int, ...]
+
+    @classmethod
+    def all(cls, shape: Sequence[int]) -> "Entries":
+        """Return all entries of a tensor, in their order."""
+        shape = tuple(shape)
+        return cls(ParameterView.of_axes("", [(prod(shape), 1)]), shape)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether these are all entries, in their order."""
+        return self.view.is_all(prod(self.shape))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Turn values ``[V, n, *]`` of the entries into tensors ``[V, n, *shape]``."""
+        out = self.view.spread(values.flatten(0, 1), prod(self.shape))
+        return out.reshape(*values.shape[:2], *self.shape)
+
+
+class PerSampleGradient(ABC):
+    """Gradients ``[V, N, *parameter]``, not necessarily written down.
+
+    Attributes:
+        num_vectors: V.
         num_samples: N.
-        fallbacks: Why parameters are treated sample by sample.
+        entries: The entries of the parameter of which there are gradients; others are zero.
+    """
+
+    num_vectors: int
+    num_samples: int
+    entries: Entries
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.entries.shape
+
+    @property
+    def num_entries(self) -> int:
+        """The number of the parameter's entries."""
+        return prod(self.shape)
+
+    @abstractmethod
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples, ``[V, n, *]``, with the order of ``entries``."""
+
+    def rows(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples, ``[V, n, *shape]``."""
+        return self.entries.spread(self.values(samples))
+
+    def write(self, samples: slice, out: Tensor) -> None:
+        """Write the gradients of some samples to ``[V, n, *shape]``."""
+        out.copy_(self.rows(samples).reshape(out.shape))
+
+    def is_surely_finite(self) -> bool:
+        """Return whether no gradient overflows, as far as that is cheaper than a look at all."""
+        return False
+
+    def to(self, dtype: torch.dtype) -> "PerSampleGradient":
+        """Return the same gradients in another dtype."""
+        shape = self.num_vectors, self.num_samples, self.entries
+        return DenseGradient(lambda samples: self.values(samples).to(dtype), *shape)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
+        total: Tensor | float = 0.0
+        for part in self.parts():
+            values = _flat(self.values(part))
+            total = total + torch.tensordot(values, weights[part].to(values), ([1], [0]))
+        return self.entries.spread(total.unsqueeze(1))[:, 0]
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared norm of each gradient, ``[V, N]``."""
+        # unlike squares and their sum, norms need no memory
+        norms = (torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.parts())
+        return torch.cat(list(norms), dim=1).square()
+
+    def sum_of_squares(self) -> Tensor:
+        """Return the sum of all gradients' squared entries, ``[*shape]``."""
+        total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.parts())
+        return self.entries.spread(total[None, None])[0, 0]
+
+    def has_inner(self, other: "PerSampleGradient") -> bool:
+        """Return whether ``inner`` is cheaper than inner products of gradients."""
+        return False
+
+    def inner(self, other: "PerSampleGradient") -> Tensor:
+        """Return all inner products with the gradients of a form, ``[V, N, W, M]``, if it has."""
+        raise NotImplementedError
+
+    def parts(self, size: int | None = None) -> Iterator[slice]:
+        """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""
+        size = self.num_vectors * prod(self.shape) * 4 if size is None else size * 4
+        step = max(BYTES // max(size, 1), 1)
+        for start in range(0, max(self.num_samples, 1), step):
+            yield slice(start, min(start + step, self.num_samples))
+
+
+class DenseGradient(PerSampleGradient):
+    """Gradients that are written down, or computed part by part.
+
+    Args:
+        compute: Returns the gradients of some samples, a slice or indices.
+        num_vectors: V.
+        num_samples: N.
+        entries: Of which entries of the parameter.
     """
 
     def __init__(
         self,
-        problem: Problem,
-        batch: RecordedBatch | None,
-        fallbacks: dict[str, str],
-        ways: dict[str, bool],
+        compute: Callable[[slice | Tensor], Tensor],
+        num_vectors: int,
+        num_samples: int,
+        entries: Entries,
     ):
-        self._problem, self._batch, self._ways = problem, batch, ways
-        self.fallbacks = dict(fallbacks)
-        self._known = [] if batch is None else batch.names
-        if len(self._known) < len(problem.space.names):
-            self.output = self._whole[1]
-            if batch is None and len(self.output):  # else it was checked before it was sorted
-                problem.check(self.output)
-        else:
-            self.output = batch.output.detach()
-        self.num_samples = len(self.output) if batch is None else batch.num_samples
+        self._compute = compute
+        self.num_vectors, self.num_samples, self.entries = num_vectors, num_samples, entries
 
-    @cached_property
-    def _whole(self) -> tuple[Callable, Tensor]:
-        return transposed_jacobian(self._problem)
+    @classmethod
+    def of(cls, values: Tensor, entries: Entries) -> "DenseGradient":
+        """Return gradients ``[V, N, *]`` that are there."""
+        return cls(lambda samples: values[:, samples], *values.shape[:2], entries)
 
-    @property
-    def vectors_at_once(self) -> int:
-        """How many vectors should be backpropagated at once."""
-        size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(BYTES // max(size, 1), 1)
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples."""
+        return self._compute(samples)
 
-    def parts(self, u: Tensor, last: bool = False) -> Iterator[Part]:
-        """Yield the gradients of layers' uses of parameters, one by one.
 
-        Args:
-            u: What is backpropagated, ``[V, *output]``.
-            last: Whether nothing is backpropagated later: memory is given back on the way.
-        """
-        if self._batch is None:
-            return iter(())
-        return self._batch.parts(self._batch.gradients(u, last))
+class GradientSum(PerSampleGradient):
+    """The sum of several uses' gradients."""
 
-    def backward(self, u: Tensor, last: bool = False) -> list[Group]:
-        """Backpropagate vectors; a sample's gradient is that of its own share.
+    def __init__(self, forms: list[PerSampleGradient]):
+        self._forms = forms
+        self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
+        self.entries = Entries.all(forms[0].shape)
 
-        Args:
-            u: See ``parts``.
-            last: See ``parts``.
-        """
-        known: dict[str, PerSampleGradient] = {}
-        if self._batch is not None:
-            known = self._batch.forms(self._batch.gradients(u, last), len(u))
-        groups: list[Group] = [([name], form) for name, form in known.items()]
-        return groups + self.rest(u)
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples."""
+        return sum(form.rows(samples) for form in self._forms)
 
-    def rest(self, u: Tensor) -> list[Group]:
-        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
-        return self.one_by_one(u, {*self._problem.space.names}.difference(self._known))
 
-    def one_by_one(self, u: Tensor, names: Collection[str]) -> list[Group]:
-        """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
-        names = [name for name in self._problem.space.names if name in names]
-        if not names:
-            return []
-        apply, output = self._whole
-        return [Shares(self._problem, apply, output, names, self._ways).group(u)]
+class PulledBackGradient(PerSampleGradient):
+    """Gradients with respect to a parameter of which a layer uses a function.
+
+    Args:
+        form: The gradients with respect to the function's value.
+        pullback: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
+        shape: The parameter's shape.
+    """
+
+    def __init__(
+        self, form: PerSampleGradient, pullback: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+    ):
+        self.form, self._pullback = form, pullback
+        self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
+        self.entries = Entries.all(shape)
+
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the gradients of some samples."""
+        return self._pullback(self.form.rows(samples))
+
+
+def squared_sum(vectors: Tensor) -> Tensor:
+    """Return the sum of squares along the first axis of ``[n, m]``, with little memory."""
+    at_once = _CACHED // max(vectors.shape[1], 1)
+    if at_once > 8:
+        return sum(some.square().sum(0) for some in vectors.split(at_once))
+    total = vectors.new_zeros(vectors.shape[1])
+    for vector in vectors:
+        total.addcmul_(vector, vector)
+    return total
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.reshape(*rows.shape[:2], prod(rows.shape[2:]))

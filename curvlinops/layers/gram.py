@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.covariance import add_second_moment, mirror
-from curvlinops.layers.forms import BYTES, DenseGradient, PerSampleGradient
+from curvlinops.layers.gradients import BYTES, DenseGradient, PerSampleGradient
 from curvlinops.layers.groups import Group, in_one_row
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.linear_operator.space import ParameterSpace

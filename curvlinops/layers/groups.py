@@ -5,7 +5,7 @@ from math import prod
 
 from torch import Tensor
 
-from curvlinops.layers.forms import DenseGradient, PerSampleGradient
+from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 
 #: Gradients of several parameters: their names, and a form whose rows are flat and side by side if
@@ -77,4 +77,4 @@ def in_one_row(groups: list[Group], space: ParameterSpace) -> PerSampleGradient:
             columns |= split(names, one.rows(samples).flatten(0, 1), space)
         return space.join(columns).unflatten(0, (form.num_vectors, -1))
 
-    return DenseGradient(rows, form.num_vectors, form.num_samples, (space.dim,))
+    return DenseGradient(rows, form.num_vectors, form.num_samples, Entries.all([space.dim]))

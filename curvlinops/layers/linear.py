@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.uses import Use, contraction, handles, shift
+from curvlinops.layers.rules import Use, contraction, handles, shift
 
 
 @handles(F.linear)
@@ -99,8 +99,7 @@ def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
     else:
         equation = f"{of_x} rows i, {of_w} i o -> {of_x} rows o"
     x_full, shape = x.expand(*out, *x.shape[-2:]), [*(out[axis] for axis in kept), *w.shape[-2:]]
-    use = contraction(equation, x_full, shape, split)
-    return use if use is None else use.reshaped(w.shape)
+    return contraction(equation, x_full, shape, split)
 
 
 def _vector_factor(x: Tensor, w: Tensor, left: bool, split: Callable[[Tensor], Tensor]) -> Use:

@@ -1,55 +1,13 @@
 """Gradients that are sums of outer products: those of all matrix products and convolutions."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import GradientSum, PerSampleGradient, squared_sum
+from curvlinops.layers.gradients import Entries, GradientSum, PerSampleGradient, squared_sum
 from curvlinops.layers.patches import Patches
-from curvlinops.support.records import recorded
-
-
-@recorded
-@dataclass(frozen=True)
-class Arrangement:
-    """A permutation of a matrix's entries.
-
-    Attributes:
-        stages: Pairs of a shape into which the entries are brought, and the new order of its axes.
-    """
-
-    stages: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-
-    @classmethod
-    def of(cls, shape: Sequence[int], order: Sequence[int]) -> "Arrangement":
-        """Return the arrangement of entries of some shape with axes in another order."""
-        trivial = list(order) == sorted(order)
-        return cls() if trivial else cls(((tuple(shape), tuple(order)),))
-
-    def then(self, other: "Arrangement") -> "Arrangement":
-        """Return this arrangement, followed by another one."""
-        return Arrangement(self.stages + other.stages)
-
-    def apply(self, x: Tensor, start: int) -> Tensor:
-        """Permute the entries along all axes but the first ``start``; the shape is arbitrary."""
-        for shape, order in self.stages:
-            x = x.reshape(*x.shape[:start], *shape)
-            x = x.permute(*range(start), *(start + axis for axis in order))
-        return x
-
-    def undo(self, x: Tensor, start: int) -> Tensor:
-        """Permute them back."""
-        for shape, order in reversed(self.stages):
-            x = x.reshape(*x.shape[:start], *(shape[axis] for axis in order))
-            x = x.permute(*range(start), *(start + order.index(i) for i in range(len(order))))
-        return x
-
-
-#: The trivial one.
-IN_ORDER = Arrangement()
 
 
 class Inputs(Protocol):
@@ -66,44 +24,37 @@ class OuterProducts(PerSampleGradient):
     Args:
         x: Inputs ``[N, S, G, I]``.
         g: Output gradients ``[V, N, S, G, O]``.
-        shape: The parameter's shape.
-        arrangement: Where the entries of the matrices ``[G, O, I]`` are in the parameter.
+        entries: Where the entries of the matrices ``[G, O, I]`` are in the parameter.
     """
 
-    def __init__(
-        self,
-        x: Inputs,
-        g: Tensor,
-        shape: Sequence[int],
-        arrangement: Arrangement = IN_ORDER,
-    ):
-        self.x, self.g, self.arrangement = x, g, arrangement
-        self.num_vectors, self.num_samples, self.shape = g.shape[0], g.shape[1], tuple(shape)
+    def __init__(self, x: Inputs, g: Tensor, entries: Entries):
+        self.x, self.g, self.entries = x, g, entries
+        self.num_vectors, self.num_samples = g.shape[:2]
         self.num_positions = x.shape[1]
 
     @property
     def kind(self) -> Hashable:
         """Equal for forms whose entries mean the same, in the same dtype."""
-        return self.arrangement, self.shape, self.g.dtype, *self.x.shape[2:]
+        return self.entries, self.g.dtype, *self.x.shape[2:]
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
-        """Return the gradients of some samples."""
+    def values(self, samples: slice | Tensor) -> Tensor:
+        """Return the matrices of some samples, ``[V, n, G, O, I]``."""
         g = self.g[:, samples]
         if self._by_convolution:
-            return self._arranged(self.x.filter_gradients(samples, g[0]).unsqueeze(0))
+            return self.x.filter_gradients(samples, g[0]).unsqueeze(0)
         x = self.x[samples]
         if x.shape[1] == 1:
-            return self._arranged(g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2))
+            return g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2)
         matrices = g.new_empty(*g.shape[:2], *g.shape[3:], x.shape[3])
         x = x.transpose(1, 2).flatten(0, 1)
         for one, out in zip(g, matrices.flatten(1, 2), strict=True):  # without copies
             torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=out)
-        return self._arranged(matrices)
+        return matrices
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        indirect = self.arrangement.stages or groups > 1 or self._by_convolution
+        indirect = not self.entries.are_all or groups > 1 or self._by_convolution
         if indirect or self.num_vectors > 1 or out.dtype != self.g.dtype:
             super().write(samples, out)
             return
@@ -119,7 +70,7 @@ class OuterProducts(PerSampleGradient):
 
         The product of both is a bound of all entries.
         """
-        size = self.num_vectors * self.num_samples * self.num_entries
+        size = self.num_vectors * self.num_samples * self.entries.view.size
         if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
             return False
         bound = torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
@@ -127,7 +78,7 @@ class OuterProducts(PerSampleGradient):
 
     def to(self, dtype: torch.dtype) -> "OuterProducts":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
-        return OuterProducts(self.x.to(dtype), self.g.to(dtype), self.shape, self.arrangement)
+        return OuterProducts(self.x.to(dtype), self.g.to(dtype), self.entries)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
@@ -135,7 +86,7 @@ class OuterProducts(PerSampleGradient):
         for part in self.parts(16 * self.num_inputs):  # and copies in the order of the product
             g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
             total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
-        return self._arranged(total.unsqueeze(1))[:, 0]
+        return self.entries.spread(total.unsqueeze(1))[:, 0]
 
     @property
     def _by_convolution(self) -> bool:
@@ -173,7 +124,7 @@ class OuterProducts(PerSampleGradient):
             return super().sum_of_squares()
         g = squared_sum(self.g.flatten(1)).reshape(self.g.shape[1], *self.g.shape[3:])
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
-        return self._arranged(squares[None, None])[0, 0]
+        return self.entries.spread(squares[None, None])[0, 0]
 
     def has_inner(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
@@ -199,31 +150,19 @@ class OuterProducts(PerSampleGradient):
 
     def made(self) -> "OuterProducts":
         """Return the same gradients with inputs that are there, unless it is faster without."""
-        return (
-            self
-            if self._by_convolution
-            else OuterProducts(self.x[:], self.g, self.shape, self.arrangement)
-        )
+        return self if self._by_convolution else OuterProducts(self.x[:], self.g, self.entries)
 
     def narrowed(self, outputs: slice) -> "OuterProducts":
         """Return the gradients with respect to the weights of some outputs, in any order."""
         g = self.g[..., outputs]
-        return OuterProducts(self.x, g, (g.shape[3] * g.shape[4] * self.x.shape[3],))
-
-    def arranged(self, again: Arrangement, shape: Sequence[int]) -> "OuterProducts":
-        """Return the same gradients with their entries permuted once more."""
-        return OuterProducts(self.x, self.g, shape, self.arrangement.then(again))
-
-    def reshaped(self, shape: Sequence[int]) -> "OuterProducts":
-        """Return the same gradients in another shape."""
-        return OuterProducts(self.x, self.g, shape, self.arrangement)
+        return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
 
     @staticmethod
     def merge(forms: list["OuterProducts"]) -> "OuterProducts":
         """Return the sum of forms of one kind: their positions side by side."""
         x = torch.cat([form.x[:] for form in forms], dim=1)
         g = torch.cat([form.g for form in forms], dim=2)
-        return OuterProducts(x, g, forms[0].shape, forms[0].arrangement)
+        return OuterProducts(x, g, forms[0].entries)
 
     def parts(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
@@ -232,11 +171,6 @@ class OuterProducts(PerSampleGradient):
             inputs = 0 if self._by_convolution else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().parts(size)
-
-    def _arranged(self, matrices: Tensor) -> Tensor:
-        """Turn ``[V, n, G, O, I]`` into gradients."""
-        matrices = self.arrangement.apply(matrices, 2)
-        return matrices.reshape(*matrices.shape[:2], *self.shape)
 
     def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
         pairs = self.num_samples * other.num_samples

@@ -23,7 +23,7 @@ Padding = Lengths | Sequence[tuple[int, int]] | str
 #: there (7 x 7: 9 times, 14 x 14: 1.3 times), and slower beyond (56 x 56: 3 times).
 _FEW_POSITIONS = 256
 
-#: Convolutions of so few input channels multiply slowly, see ``docs_src/benchmarks/filters.py``.
+#: Convolutions of so few input channels multiply slowly.
 _FEW_CHANNELS = 8
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, vjp_columns
 from curvlinops.layers.check import disagreeing, sample_weights
-from curvlinops.layers.forms import DenseGradient
+from curvlinops.layers.gradients import DenseGradient, Entries
 from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.data import Batch
@@ -69,7 +69,9 @@ class Shares:
             wanted = torch.arange(num_samples, device=u.device)[samples]
             return self._space.join(self._compute(u, wanted)).unflatten(0, (len(u), len(wanted)))
 
-        return self._space.names, DenseGradient(rows, len(u), num_samples, (self._space.dim,))
+        return self._space.names, DenseGradient(
+            rows, len(u), num_samples, Entries.all([self._space.dim])
+        )
 
     def _compute(self, u: Tensor, wanted: Tensor) -> Columns:
         """Return gradients ``[V * n, *parameter]`` of some samples."""

@@ -8,11 +8,10 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.forms import innermost
-from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.gradients import PulledBackGradient
 from curvlinops.layers.groups import written
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
@@ -96,9 +95,9 @@ class EFLinearOperator(DataLinearOperator):
             return False
         operations = 0
         for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
-            _, form, _ = innermost(part.form)
+            form = part.form.form if isinstance(part.form, PulledBackGradient) else part.form
             if isinstance(form, OuterProducts):  # others are as cheap as biases
-                operations += 4 * form.num_positions * form.num_entries
+                operations += 4 * form.num_positions * form.entries.view.size
         return operations > 16 * self.space.dim
 
     def _is_finer(self, problem: BatchProblem, output: Tensor) -> bool:

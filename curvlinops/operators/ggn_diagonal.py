@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import (

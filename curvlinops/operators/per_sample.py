@@ -13,10 +13,9 @@ from curvlinops.autodiff.backward import evaluate
 from curvlinops.autodiff.mode_selection import NoDerivativeError
 from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.forms import PerSampleGradient
-from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.groups import Group, add_sums, write_rows
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.operators.rows import (
     AddRows,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import gcd, prod
 
 import torch
@@ -38,6 +39,18 @@ class ParameterView:
         return prod(self.sizes)
 
     @cached_property
+    def last(self) -> int:
+        """The last entry."""
+        axes = zip(self.sizes, self.strides, strict=True)
+        return self.offset + sum((size - 1) * stride for size, stride in axes)
+
+    @cached_property
+    def in_order(self) -> "ParameterView":
+        """The view of the same entries in the parameter's order."""
+        axes = sorted(zip(self.sizes, self.strides, strict=True), key=lambda axis: -axis[1])
+        return ParameterView.of_axes(self.name, axes, self.offset)
+
+    @cached_property
     def order(self) -> tuple[int, ...] | None:
         """The axes in row-major order if the view has all entries up to the last, else ``None``."""
         axes = sorted(range(len(self.sizes)), key=lambda axis: -self.strides[axis])
@@ -68,6 +81,20 @@ class ParameterView:
         return ParameterView.of_axes(self.name, axes, self.offset)
 
     @classmethod
+    def of_tensor(cls, name: str, view: Tensor) -> "ParameterView | None":
+        """Return the view that has the sizes, strides and offset of a tensor.
+
+        Returns:
+            ``None`` if axes are not nested, so that an entry may occur twice.
+        """
+        axes, reach = list(zip(view.shape, view.stride(), strict=True)), 0
+        for stride, size in sorted((stride, size) for size, stride in axes):
+            if size > 1 and stride <= reach:
+                return None
+            reach += stride * (size - 1)
+        return cls.of_axes(name, axes, view.storage_offset())
+
+    @classmethod
     def of_axes(cls, name: str, axes: Iterable[Axis], offset: int = 0) -> "ParameterView":
         """Return the view with given axes, as few as possible."""
         merged: list[Axis] = []
@@ -87,10 +114,35 @@ class ParameterView:
         offset = vectors.storage_offset() + step * self.offset
         return vectors.as_strided((len(vectors), *self.sizes), strides, offset)
 
+    def spread(self, values: Tensor, size: int) -> Tensor:
+        """Return vectors ``[K, size]`` of the parameter that have the entries ``[K, *]``.
+
+        All others are zero. The result may share memory with the entries.
+        """
+        if self.is_all(size):
+            return values.reshape(len(values), size)
+        values = values.reshape(len(values), *self.sizes)
+        if self.size == size and self.order is not None:
+            return values.permute(0, *(1 + axis for axis in self.order)).flatten(1)
+        out = values.new_zeros(len(values), size)
+        self.of(out).copy_(values)
+        return out
+
     def gather(self, columns: Columns) -> Tensor:
         """Return the entries as vectors, ``[K, n]``, given those of parameters."""
         vectors = flat(columns[self.name])
         return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
+
+
+def are_disjoint(views: Sequence[ParameterView]) -> bool:
+    """Return whether views of one parameter have no entries in common."""
+    ordered = sorted(views, key=lambda view: view.offset)
+    if all(one.last < other.offset for one, other in pairwise(ordered)):
+        return True
+    count = torch.zeros(1, max(view.last for view in views) + 1, device="cpu")
+    for view in views:
+        view.of(count).add_(1)
+    return bool((count <= 1).all())
 
 
 def _grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:

@@ -310,24 +310,6 @@ def backpack(problem: Problem, columns: int) -> Quantities:
     return quantities
 
 
-def expanded_weights(problem: Problem, columns: int) -> Quantities:
-    """Return the gradients of samples by PyTorch's ExpandedWeights, for layers that it knows."""
-    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
-
-    model, X, y = problem
-    if not isinstance(model, nn.Sequential):  # parameters outside of layers are not supported
-        return {}
-    model = deepcopy(model)
-    wrapped = call_for_per_sample_grads(model, batch_size=len(X), loss_reduction="sum")
-
-    def rows() -> None:
-        for param in model.parameters():
-            param.grad_sample = None
-        F.cross_entropy(wrapped(X), y, reduction="sum").backward()
-
-    return {ROWS: rows}
-
-
 def opacus(problem: Problem, columns: int) -> Quantities:
     """Return the gradients of samples by opacus, for layers that it knows."""
     from opacus import GradSampleModule
@@ -349,7 +331,6 @@ CONTENDERS: dict[str, Callable[[Problem, int], Quantities]] = {
     "first": first,
     "repeated": repeated,
     "torch.func": by_hand,
-    "ExpandedWeights": expanded_weights,
     "curvlinops-for-pytorch": incumbent,
     "backpack": backpack,
     "opacus": opacus,

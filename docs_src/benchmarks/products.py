@@ -8,6 +8,7 @@ written to `results/`, as JSON and as a page for the documentation.
 
 import argparse
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,8 +19,8 @@ import torch
 from contenders import CONTENDERS, PEERS
 from problems import PROBLEMS, make
 from tqdm import tqdm
-from ways import HERE, machine
 
+HERE = Path(__file__).parent
 #: Rounds before times count: modes are chosen, graphs kept.
 WARM_UP = 2
 #: Seconds after which a quantity is not repeated any more; its last time counts in any case.
@@ -82,6 +83,20 @@ def installed(python: str) -> list[str]:
         subprocess.run([python, "-c", code], capture_output=True, check=True).stdout
     )
     return [name for name, package in PEERS.items() if package in packages]
+
+
+def machine(device: str) -> str:
+    """Describe what was measured on."""
+    if device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        where = (
+            f"{models[0] if models else platform.processor()}, {torch.get_num_threads()} threads"
+        )
+    return f"{where}; PyTorch {torch.__version__}, Python {platform.python_version()}"
 
 
 def measure(problem: str, args: argparse.Namespace) -> dict:

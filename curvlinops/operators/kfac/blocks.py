@@ -11,9 +11,8 @@ from torch import Tensor
 
 from curvlinops.layers.covariance import mirror
 from curvlinops.layers.factors import Kind, relation, total
-from curvlinops.layers.outer import IN_ORDER
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.layout import unused_views, view_of
+from curvlinops.operators.kfac.layout import unused_views
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.plan import BlockSpec
 from curvlinops.operators.kfac.sums import FactorSums, Sources
@@ -213,15 +212,15 @@ def _layouts(
 
 def _layout(block: BlockSpec, shapes: Mapping[str, Sequence[int]]) -> Layout:
     """Return where a block's entries are: of several inputs, the last one is the bias."""
+
+    def all_of(name: str) -> ParameterView:
+        return ParameterView.of_axes(name, [(prod(shapes[name]), 1)])
+
     if not block.kinds:
         [name] = block.names
-        return Layout((view_of(name, shapes[name], None, IN_ORDER),))
-    kind = block.kinds[0]
-    arrangements = kind.arrangement, IN_ORDER
-    views = [
-        view_of(name, shapes[name], place, arrangement)
-        for name, place, arrangement in zip(block.names, block.places, arrangements, strict=False)
-    ]
+        return Layout((all_of(name),))
+    kind, biases = block.kinds[0], block.slices[1:]
+    views = [kind.view, *(all_of(name) if place is None else place for name, place in biases)]
     return Layout(tuple(views), kind.groups * kind.outputs)
 
 

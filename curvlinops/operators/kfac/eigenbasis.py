@@ -9,14 +9,15 @@ from torch import Tensor
 
 from curvlinops.layers.embedding import EmbeddingGradient
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import PerSampleGradient, squared_sum
-from curvlinops.layers.outer import IN_ORDER, Arrangement, Inputs, OuterProducts, sum_of
-from curvlinops.layers.parts import Part
+from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
+from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
+from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.blocks import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, decompose, identity
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.records import recorded
 
 
@@ -77,9 +78,9 @@ class Basis:
             indices = torch.cat([form.indices for form in forms], dim=1)
             g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
-            shape = forms[0].num_rows, g.shape[-1]
-            return EmbeddingGradient(indices, g, shape).sum_of_squares().T.unsqueeze(0)
-        return self._of_rows(whole, self.kind.arrangement)
+            table = Entries.all([forms[0].num_rows, g.shape[-1]])
+            return EmbeddingGradient(indices, g, table).sum_of_squares().T.unsqueeze(0)
+        return self._of_rows(whole, self.kind.view)
 
     def _of_matrices(self, form: OuterProducts) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""
@@ -89,19 +90,25 @@ class Basis:
         of_rows = inputs * outputs * (inputs + outputs)
         basis = self.inputs if of_factors <= of_rows else None
         x = Rotated(form.x, basis, self.has_bias)
-        shape = groups, outputs, x.shape[-1]
+        entries = Entries.all([groups, outputs, x.shape[-1]])
         if of_factors <= of_rows:
-            return OuterProducts(x, _rotated(form.g, self.outputs), shape).sum_of_squares()
-        return self._of_rows(OuterProducts(x if self.has_bias else form.x, form.g, shape), IN_ORDER)
+            return OuterProducts(x, _rotated(form.g, self.outputs), entries).sum_of_squares()
+        form = OuterProducts(x if self.has_bias else form.x, form.g, entries)
+        return self._of_rows(form, entries.view)
 
-    def _of_rows(self, form: PerSampleGradient, arrangement: Arrangement) -> Tensor:
-        """Square and add gradients that are written down and then rotated."""
+    def _of_rows(self, form: PerSampleGradient, view: ParameterView) -> Tensor:
+        """Square and add gradients that are written down and then rotated.
+
+        Args:
+            form: The gradients.
+            view: The matrices ``[G, O, I]``.
+        """
         total: Tensor | float = 0.0
         matrix = self.kind.groups, self.kind.outputs
-        matrix = (*matrix, form.num_entries // prod(matrix))
+        matrix = (*matrix, view.size // prod(matrix))
         for some in form.parts():
-            rows = form.rows(some).flatten(0, 1)
-            total = total + self._squares(arrangement.undo(rows, 1).reshape(len(rows), *matrix))
+            rows = form.rows(some).flatten(0, 1).flatten(1)
+            total = total + self._squares(view.of(rows).reshape(len(rows), *matrix))
         return total
 
     def _squares(self, rows: Tensor) -> Tensor:
@@ -114,11 +121,11 @@ class Basis:
         """Return the sum of squared gradients in this basis, ``[G, O, I]``.
 
         Args:
-            weight: Gradients of what a layer uses of the weight, ``[P, entries]``.
+            weight: Gradients of what a layer uses of the weight, in the order of the matrices.
             bias: Those of its bias, ``None`` if the block has none.
         """
         matrix = self.kind.groups, self.kind.outputs
-        rows = self.kind.arrangement.undo(weight, 1).reshape(len(weight), *matrix, -1)
+        rows = weight.reshape(len(weight), *matrix, self.kind.inputs)
         if bias is not None:
             rows = torch.cat([rows, bias.reshape(len(bias), *matrix, 1)], 3)
         return self._squares(rows)

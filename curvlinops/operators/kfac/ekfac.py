@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
 from curvlinops.layers.groups import split
-from curvlinops.layers.parts import Part
+from curvlinops.layers.recorded import Part
+from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     BlockFactors,
     Blocks,
@@ -118,8 +118,10 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         for some in form.parts():
             of_names = split(names, form.rows(some).flatten(0, 1), self.space)
             rows = [
-                of_names[name].flatten(1)[:, slice(None) if p is None else p.entries(u.device)]
-                for name, p in block.slices
+                of_names[name].flatten(1) if view is None else view.gather(of_names)
+                for name, view in zip(
+                    block.names, (basis.kind.view, *block.places[1:]), strict=True
+                )
             ]
             rows = [x.to(self.torch_dtype) for x in rows]
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.forms import PerSampleGradient, innermost
-from curvlinops.layers.gradients import SampleGradients
+from curvlinops.layers.gradients import PerSampleGradient, PulledBackGradient
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
-from curvlinops.layers.parts import Part
+from curvlinops.layers.recorded import Part
+from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.plan import LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.sums import (
@@ -132,7 +132,8 @@ def _factors(
 
 def on_slice(part: Part, dtype: torch.dtype) -> Part:
     """Return gradients with respect to the slice of a parameter that a layer uses."""
-    _, form, _ = innermost(part.form)
+    form = part.form
+    form = form.form if isinstance(form, PulledBackGradient) else form
     return part._replace(form=form.to(dtype))
 
 

@@ -11,8 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import SampleGradients
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.operators.kfac import storage
 from curvlinops.operators.kfac.blocks import (
     BlockFactors,

@@ -6,32 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from curvlinops.layers.outer import Arrangement
-from curvlinops.layers.place import Place
 from curvlinops.structured.layout import ParameterView
-
-
-def view_of(
-    name: str, shape: Sequence[int], place: Place | None, arrangement: Arrangement
-) -> ParameterView | None:
-    """Return the entries of a Kronecker product in the order of its matrices ``[G, O, I]``.
-
-    Args:
-        name: The parameter.
-        shape: Its shape.
-        place: The part of the parameter that has the entries, ``None`` for all.
-        arrangement: Where the entries of the matrices are in that part.
-
-    Returns:
-        ``None`` if the entries in this order are no strided view.
-    """
-    if place is None:
-        place = Place(0, (prod(shape),), (1,))
-    axes = zip(place.shape, place.stride, strict=True)
-    view: ParameterView | None = ParameterView.of_axes(name, axes, place.offset)
-    for before, order in reversed(arrangement.stages):
-        view = view and view.permuted(before, order)
-    return view
 
 
 def unused_views(

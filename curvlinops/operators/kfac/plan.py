@@ -6,16 +6,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.forms import innermost
-from curvlinops.layers.parts import Part
-from curvlinops.layers.place import Place, are_disjoint
+from curvlinops.layers.gradients import PulledBackGradient
+from curvlinops.layers.recorded import Part
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.layout import view_of
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
+from curvlinops.structured.layout import ParameterView, are_disjoint
 from curvlinops.support.records import recorded
 
 #: A slice of a parameter, given its name; the place ``None`` is all of it.
-Slice = tuple[str, Place | None]
+Slice = tuple[str, ParameterView | None]
 
 #: Up to this size, parameters in no matrix product with data have a block as a whole.
 _WHOLE = 4096
@@ -35,7 +34,7 @@ class LayerUse(NamedTuple):
 
     Attributes:
         name: The parameter.
-        place: The slice, ``None`` for all of the parameter.
+        place: The slice, in the order of the parameter; ``None`` for all of it.
         kind: The shape of the Kronecker product, ``None`` if there is none.
         partner: Of a weight, the bias that is added to all of its products, and to no others; of
             that bias, the weight.
@@ -46,7 +45,7 @@ class LayerUse(NamedTuple):
     """
 
     name: str
-    place: Place | None
+    place: ParameterView | None
     kind: Kind | None
     partner: Slice | None = None
     shares_gradients: bool = False
@@ -99,7 +98,10 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
     weights: dict[tuple[Callable, int], _Group] = {}
     biases: dict[tuple[Callable, int], _Group] = {}
     for part in parts:
-        place, form, is_function = innermost(part.form)
+        is_function = isinstance(part.form, PulledBackGradient)
+        form = part.form.form if is_function else part.form
+        view = part.form.entries.view.in_order
+        place = None if view.is_all(part.form.num_entries) else view
         kind, is_bias = Kind.of(form, part.shift is not None), part.shift is not None
         own = None if is_function else kind
         use = LayerUse(part.name, place, own, None, False, is_function, kind is not None)
@@ -132,6 +134,7 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
         and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
         and not kind.lookup
         and size == kind.groups * kind.outputs
+        and bias.use.kind.view == bias.use.kind.view.in_order
     )
 
 
@@ -156,7 +159,7 @@ class BlockSpec:
     names: tuple[str, ...]
     structure: str
     kinds: tuple[Kind, ...] = ()
-    places: tuple[Place | None, ...] = (None,)
+    places: tuple[ParameterView | None, ...] = (None,)
     groups: int = 1
     weight: Slice | None = None
     reason: str = ""
@@ -262,7 +265,7 @@ def _blocks_of(
         return [_exact_block(name, space, options)]
     if any(use.through_function for use in uses):
         return [_fallback(name, "a layer uses a function of it", space, options)]
-    by_place: dict[Place | None, list[LayerUse]] = {}
+    by_place: dict[ParameterView | None, list[LayerUse]] = {}
     for use in uses:
         by_place.setdefault(use.place, []).append(use)
     if any(use.kind is None for use in uses) or not _disjoint(by_place):
@@ -276,9 +279,6 @@ def _blocks_of(
         )
         if not all(relation(kinds[0], kind) for kind in kinds):
             reason = "layers use it as matrices of different shapes"
-            return [_fallback(name, reason, space, options)]
-        if view_of(name, space.shapes[name], place, kinds[0].arrangement) is None:
-            reason = "layers use its entries in an order that is no strided view of it"
             return [_fallback(name, reason, space, options)]
         if bias is not None:
             (use,) = by_place[place]
@@ -294,7 +294,7 @@ def _ordered(some: Collection[Any], key: Callable[[Any], Any]) -> list[Any]:
     return sorted(some, key=key) if len(some) > 1 else list(some)
 
 
-def _disjoint(places: Collection[Place | None]) -> bool:
+def _disjoint(places: Collection[ParameterView | None]) -> bool:
     """Return whether slices of a parameter have no entries in common."""
     return len(places) == 1 or (None not in places and are_disjoint(list(places)))
 

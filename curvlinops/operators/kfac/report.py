@@ -142,7 +142,7 @@ def check_pairs(
         module, _, own = block.names[0].rpartition(".")
         known = modules.get(module)
         is_plain = block.places[0] is None and not any(
-            kind.arrangement.stages or kind.groups > 1 for kind in block.kinds
+            not kind.view.is_all(kind.view.size) or kind.groups > 1 for kind in block.kinds
         )
         if known is not None and len(products) == 1 and is_plain:
             A, B = known.inputs, known.gradients

@@ -1,30 +1,62 @@
 """One forward pass with all its uses of parameters, and the gradients that they make up."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks
+from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks, vjp_columns
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
     BatchAxis,
+    Key,
     Rows,
     decide,
     moves_rows,
     sketch,
     wiring,
 )
-from curvlinops.layers.capture import Capture, LookedUp, Recorded
+from curvlinops.layers.capture import Capture, LookedUp, Recorded, ViewOf
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
-from curvlinops.layers.forms import DenseGradient, PerSampleGradient
-from curvlinops.layers.origins import ANY_NUMBER, on_parameter, origins
+from curvlinops.layers.gradients import (
+    DenseGradient,
+    Entries,
+    PerSampleGradient,
+    PulledBackGradient,
+)
 from curvlinops.layers.outer import OuterProducts, sum_of
-from curvlinops.layers.parts import Key, Part
+from curvlinops.layers.rules import Sort, Use
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
 from curvlinops.support.pytree import leaves
+
+#: Those who ask know how many vectors the memory allows.
+_ANY_NUMBER = 2**31
+
+
+class Part(NamedTuple):
+    """The gradients that a use contributes to a parameter.
+
+    Attributes:
+        key: The use.
+        name: The parameter.
+        form: The gradients.
+        open: Whether it is not known to which samples rows without a gradient belong.
+        unsorted: Whether the gradients are those of one sample that has all rows of the batch,
+            since it is not known to which samples they belong.
+        shift: See ``Use``.
+        elsewhere: See ``Use``.
+    """
+
+    key: Key
+    name: str
+    form: PerSampleGradient
+    open: bool
+    unsorted: bool
+    shift: float | None
+    elsewhere: bool
 
 
 class RecordedBatch:
@@ -61,7 +93,7 @@ class RecordedBatch:
         self.open: set[Key] = set()
         self.unconnected: set[Key] = set()
         # no method of this object, which would keep the graph in memory after its last use
-        self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), ANY_NUMBER)
+        self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
         self._lookups: dict[Key, LookedUp | None] = {}
@@ -235,16 +267,11 @@ class RecordedBatch:
 
             g = sort(use.split(gradients.pop(key)), 1)
             if by_position and use.shift is not None:
-                ones = sort(g.new_ones(use.lead))
-                x = ones.reshape(*ones.shape, 1, 1)
-                g = g.reshape(*g.shape[:3], 1, recorded.tensor.numel())
-                form = OuterProducts(x, g, recorded.tensor.shape)
-            else:
-                form = use.form(g, sort)
+                use = replace(use, form=_as_products)
             for name, leaf in self._origins[key].items():
                 is_open, is_unsorted = key in self.open, key not in axes
                 lookup = None if is_unsorted else self._lookups[key]
-                own = on_parameter(form, recorded.tensor, leaf, lookup)
+                own = on_parameter(use, g, sort, recorded, leaf, lookup)
                 yield Part(key, name, own, is_open, is_unsorted, use.shift, use.elsewhere)
 
     def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, PerSampleGradient]:
@@ -261,8 +288,14 @@ class RecordedBatch:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [DenseGradient.of(zeros)]
+                found[name] = [DenseGradient.of(zeros, Entries.all(leaf.shape))]
         return {name: sum_of(found[name]) for name in self.names}
+
+
+def _as_products(g: Tensor, sort: Sort, entries: Entries) -> OuterProducts:
+    """Return gradients of a bias as outer products with inputs of one, see ``Use.form``."""
+    ones = g.new_ones(*g.shape[1:3], 1, 1)
+    return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
 
 
 def evident_samples(problem: Problem) -> int | None:
@@ -271,3 +304,71 @@ def evident_samples(problem: Problem) -> int | None:
         return problem.num_samples
     except ValueError:
         return None
+
+
+def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the parameters of which a tensor is a function."""
+    if id(tensor) in by_id:
+        return {by_id[id(tensor)]: tensor}
+    found = leaf_variables(graph_nodes(tensor))
+    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
+
+
+def on_parameter(
+    use: Use,
+    g: Tensor,
+    sort: Sort,
+    source: Recorded | LookedUp,
+    leaf: Tensor,
+    lookup: LookedUp | None = None,
+) -> PerSampleGradient:
+    """Return gradients with respect to a parameter.
+
+    Args:
+        use: How a function of the parameter is used.
+        g: Rows sorted by samples, see ``Use.form``.
+        sort: Sorts others in the same way.
+        source: Has the function's value, and says which entries of the parameter it has.
+        leaf: The parameter.
+        lookup: The lookup of which it is a function, row by row.
+    """
+    tensor = source.tensor
+    entries = source.view_of and source.view_of.entries(use.layout, leaf.shape)
+    if entries is not None:
+        return use.form(g, sort, entries)
+    whole = ViewOf.whole("", tensor.shape)
+    form = use.form(g, sort, whole.entries(use.layout, tensor.shape))
+    if lookup is not None and isinstance(form, DenseGradient):
+        return _on_table(form, tensor, lookup, leaf)
+    return PulledBackGradient(form, _pull_back(tensor, leaf), leaf.shape)
+
+
+def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
+    if tensor is source:
+        return lambda rows: rows
+    chunks = in_chunks(lambda u: vjp_columns({"": tensor}, u, {"": source}), _ANY_NUMBER)
+
+    def pull_back(rows: Tensor) -> Tensor:
+        out = rows.new_empty(*rows.shape[:2], *source.shape)
+        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
+        return out
+
+    return pull_back
+
+
+def _on_table(
+    form: PerSampleGradient, tensor: Tensor, lookup: LookedUp, leaf: Tensor
+) -> PerSampleGradient:
+    """Return gradients with respect to a table that all samples read at the same indices."""
+    rows = _pull_back(tensor, lookup.output)(form.rows(slice(None)))
+    num_vectors, num_samples = rows.shape[:2]
+    num_axes = len(lookup.use.lead)
+    rows = lookup.use.split(rows.flatten(0, 1)).flatten(1, num_axes)
+
+    def of_each_sample(x: Tensor) -> Tensor:
+        return x.flatten(0, num_axes - 1).expand(num_samples, *[-1] * (x.ndim - num_axes + 1))
+
+    g = rows.unflatten(0, (num_vectors, num_samples))
+    return on_parameter(lookup.use, g, of_each_sample, lookup, leaf)

@@ -7,7 +7,7 @@ import the file in ``layers/__init__.py``.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.layers.forms import DenseGradient, PerSampleGradient
-from curvlinops.layers.outer import Arrangement, OuterProducts
+from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
 
 #: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
@@ -34,25 +34,20 @@ class Use:
         lead: Lengths of the axes that number the rows of ``split``.
         split: Turns gradients of the output, ``[V, *output]``, into rows ``[V, *lead, *features]``:
             each row belongs to one sample.
-        form: Takes the rows sorted by samples, ``[V, N, S, *features]``, and a function that
-            sorts others in the same way, and returns the gradients with respect to the argument.
+        form: Takes the rows sorted by samples, ``[V, N, S, *features]``, a function that sorts
+            others in the same way, and the entries of the parameter in the order of ``layout``.
+            Returns the gradients.
+        layout: Turns the argument into a view of its entries in the order of the gradients.
         shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
         elsewhere: Whether its positions are others than those of the product.
     """
 
     lead: tuple[int, ...]
     split: Callable[[Tensor], Tensor]
-    form: Callable[[Tensor, Sort], PerSampleGradient]
+    form: Callable[[Tensor, Sort, Entries], PerSampleGradient]
+    layout: Callable[[Tensor], Tensor] = lambda argument: argument
     shift: float | None = None
     elsewhere: bool = False
-
-    def reshaped(self, shape: Sequence[int]) -> "Use":
-        """Return the same for an argument with the same entries in another shape."""
-
-        def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-            return self.form(g, sort).reshaped(shape)
-
-        return replace(self, form=form)
 
 
 class Rule:
@@ -130,7 +125,7 @@ def contraction(
         equation: A name for each axis of ``x``, ``w`` and ``out``, such as
             ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
         x: The other factor, or a function that returns it.
-        w_shape: The argument's shape.
+        w_shape: The argument's shape, perhaps in other axes than those that the call got.
         split: Turns gradients of the call's output, ``[V, *]``, into gradients of ``out``.
         x_shape: The other factor's shape, if ``x`` is a function.
 
@@ -157,11 +152,13 @@ def contraction(
         value = value.permute(axes.of_inputs)
         return value.reshape(*value.shape[:num_lead], num_groups, num_inner)
 
-    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-        arrangement = Arrangement.of(lengths, axes.of_entries)
-        return OuterProducts(wide(sort(inputs())), wide(g), w_shape, arrangement)
+    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+        return OuterProducts(wide(sort(inputs())), wide(g), entries)
 
-    return Use(tuple(x_shape[place] for place in axes.lead), rows, form)
+    def layout(w: Tensor) -> Tensor:
+        return w.reshape(w_shape).permute(axes.of_argument)
+
+    return Use(tuple(x_shape[place] for place in axes.lead), rows, form, layout)
 
 
 class _Axes(NamedTuple):
@@ -178,7 +175,6 @@ class _Axes(NamedTuple):
         of_rows: Places of lead, groups and outer in the output, behind one more axis.
         of_inputs: Places of lead, groups and inner in the other factor, without ``alone``.
         of_argument: Places of groups, outer and inner in the argument.
-        of_entries: Places of the argument's axes among groups, outer and inner.
     """
 
     lead: tuple[int, ...]
@@ -188,7 +184,6 @@ class _Axes(NamedTuple):
     of_rows: tuple[int, ...]
     of_inputs: tuple[int, ...]
     of_argument: tuple[int, ...]
-    of_entries: tuple[int, ...]
 
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
@@ -207,7 +202,7 @@ class _Axes(NamedTuple):
         inner = tuple(axis for axis in w if axis in x and axis not in out)
         outer = tuple(axis for axis in w if axis not in x)
         lead = tuple(axis for axis in out if axis in x and axis not in w)
-        rest, order = [axis for axis in x if axis in w or axis in out], (*groups, *outer, *inner)
+        rest = [axis for axis in x if axis in w or axis in out]
         return cls(
             lead=tuple(x.index(axis) for axis in lead),
             num_groups=len(groups),
@@ -215,8 +210,7 @@ class _Axes(NamedTuple):
             alone=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
             of_rows=tuple(1 + out.index(axis) for axis in (*lead, *groups, *outer)),
             of_inputs=tuple(rest.index(axis) for axis in (*lead, *groups, *inner)),
-            of_argument=tuple(w.index(axis) for axis in order),
-            of_entries=tuple(order.index(axis) for axis in w),
+            of_argument=tuple(w.index(axis) for axis in (*groups, *outer, *inner)),
         )
 
 
@@ -242,9 +236,8 @@ def broadcast(
             g = g.real if g.is_complex() else g
         return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
 
-    def form(g: Tensor, sort: Sort) -> PerSampleGradient:
-        total = g.squeeze(2) if g.shape[2] == 1 else g.sum(2)
-        return DenseGradient.of(total.reshape(*total.shape[:2], *shape))
+    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+        return DenseGradient.of(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
     return Use(tuple(output[axis] for axis in lead), split, form)
 

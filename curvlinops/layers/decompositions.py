@@ -1,0 +1,403 @@
+"""Calls that are replaced, while parameters are watched, by compositions of calls rules know."""
+
+import string
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvlinops.layers.rules import Use, contraction, handles
+from curvlinops.support.torch_internals import base_of
+
+with suppress(ImportError):
+    import torch._decomp.decompositions  # registers the Python kernels
+
+
+# --- contractions of any number of tensors, two at a time
+
+
+def contract(axes: tuple[str, str, str], first: Tensor, second: Tensor) -> Tensor:
+    """Contract two tensors.
+
+    Args:
+        axes: A letter for each axis of either, and of the output: each occurs once in a tensor,
+            has one length, and is in the output or in both tensors.
+        first: One tensor.
+        second: The other.
+    """
+    if torch.overrides.has_torch_function((first, second)):
+        return torch.overrides.handle_torch_function(contract, (first, second), axes, first, second)
+    return torch.einsum(f"{axes[0]},{axes[1]}->{axes[2]}", first, second)
+
+
+@handles(contract)
+def uses_of_contract(
+    axes: tuple[str, str, str], first: Tensor, second: Tensor
+) -> dict[str, Use | None]:
+    """Either may be the parameter."""
+    a, b, out = (" ".join(term) for term in axes)
+    return {
+        "first": contraction(f"{b}, {a} -> {out}", second, first.shape),
+        "second": contraction(f"{a}, {b} -> {out}", first, second.shape),
+    }
+
+
+def einsum(*args: Any) -> Tensor:
+    """Contract tensors from left to right, each with the next one that shares an axis with it."""
+    terms, output, operands = _parse(args)
+    lengths: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for axis, length in zip(term, x.shape, strict=True):
+            lengths[axis] = length if lengths.get(axis, 1) == 1 else lengths[axis]
+    pairs = [_simplify(x, term, lengths) for x, term in zip(operands, terms, strict=True)]
+    x, term = _sum_alone(*pairs.pop(0), output, pairs)
+    while pairs:
+        shared = (i for i, (_, other) in enumerate(pairs) if set(other) & set(term))
+        second, axes = _sum_alone(*pairs.pop(next(shared, 0)), output + term, pairs)
+        x, term = _sum_alone(x, term, output + axes, pairs)
+        kept = set(output).union(*(other for _, other in pairs))
+        result = "".join(axis for axis in dict.fromkeys(term + axes) if axis in kept)
+        x, term = contract((term, axes, result), x, second), result
+    return x.permute([term.index(axis) for axis in output])
+
+
+def _parse(args: tuple) -> tuple[list[str], str, list[Tensor]]:
+    """Return a letter for each axis of each operand, those of the output, and the operands."""
+    equation, operands = args[0], args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = operands[0]
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow:  # in alphabetical order, axes that occur once
+        counts = Counter(inputs.replace(",", "").replace("...", ""))
+        output = "..." * ("..." in inputs) + "".join(
+            sorted(axis for axis, count in counts.items() if count == 1)
+        )
+    unused = [letter for letter in string.ascii_letters if letter not in equation]
+    hidden = [x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    hidden = [n if "..." in term else 0 for term, n in zip(terms, hidden, strict=True)]
+    dots = unused[: max(hidden)]
+
+    def spell(term: str, number: int) -> str:
+        return term.replace("...", "".join(dots[len(dots) - number :]))
+
+    named = [spell(term, number) for term, number in zip(terms, hidden, strict=True)]
+    return named, spell(output, len(dots)), list(operands)
+
+
+def _simplify(x: Tensor, term: str, lengths: dict[str, int]) -> tuple[Tensor, str]:
+    """Take the diagonal of repeated axes, and drop axes that are broadcast."""
+    for axis, count in Counter(term).items():
+        for _ in range(count - 1):
+            first, second = (i for i, other in enumerate(term) if other == axis)
+            x = x.diagonal(dim1=first, dim2=second)
+            term = term.replace(axis, "") + axis
+    for i in reversed(range(x.ndim)):
+        if x.shape[i] == 1 != lengths[term[i]]:
+            x, term = x.squeeze(i), term[:i] + term[i + 1 :]
+    return x, term
+
+
+def _sum_alone(
+    x: Tensor, term: str, output: str, others: list[tuple[Tensor, str]]
+) -> tuple[Tensor, str]:
+    """Sum over axes that occur nowhere else."""
+    wanted = set(output).union(*(other for _, other in others))
+    alone = [i for i, axis in enumerate(term) if axis not in wanted]
+    rest = "".join(axis for axis in term if axis in wanted)
+    return (x.sum(alone) if alone else x), rest
+
+
+# --- recurrent cells and layers
+
+
+def _gates(
+    input: Tensor,
+    hidden: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh)
+
+
+def _lstm_cell(
+    input: Tensor,
+    hx: tuple[Tensor, Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    ours, theirs = _gates(input, hx[0], w_ih, w_hh, b_ih, b_hh)
+    write, forget, new, out = (ours + theirs).chunk(4, -1)
+    memory = forget.sigmoid() * hx[1] + write.sigmoid() * new.tanh()
+    return out.sigmoid() * memory.tanh(), memory
+
+
+def _gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    ours, theirs = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
+    (r1, z1, n1), (r2, z2, n2) = ours.chunk(3, -1), theirs.chunk(3, -1)
+    update = (z1 + z2).sigmoid()
+    new = (n1 + (r1 + r2).sigmoid() * n2).tanh()
+    return new + update * (hx - new)
+
+
+def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(
+        input: Tensor,
+        hx: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Tensor:
+        return activation(sum(_gates(input, hx, w_ih, w_hh, b_ih, b_hh)))
+
+    return cell
+
+
+def _layer(packet: Any) -> Callable:
+    """Return PyTorch's own composition of a layer over sequences."""
+
+    def layer(*args: Any) -> tuple[Tensor, ...]:
+        # (data, batch_sizes, ...) for packed sequences, (input, hx, ...) else
+        packed = isinstance(args[1], Tensor) and args[1].dtype == torch.int64
+        overload = packet.data if packed else packet.input
+        if not args[0].requires_grad:
+            # else the composed LSTM still calls oneDNN's kernel in float32
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        kernel = overload.py_kernels[torch._C.DispatchKey.CompositeImplicitAutograd]
+        return _with_dropout(kernel, args[: 1 + packed], *args[1 + packed :])
+
+    return layer
+
+
+def _with_dropout(
+    kernel: Callable,
+    inputs: tuple[Tensor, ...],
+    states: Tensor | list[Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    *batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Call a kernel that forgets dropout; with that, once for each layer.
+
+    Args:
+        kernel: Takes all of these arguments.
+        inputs: The input, or the data of packed sequences and their batch sizes.
+        states: The hidden states, ``[layers * directions, N, H]``; those of an LSTM and its cells'.
+        params: The parameters, layer by layer.
+        has_biases: Whether there are biases among them.
+        num_layers: The number of layers.
+        dropout: The probability with which entries between layers become zero.
+        train: Whether they do.
+        bidirectional: Whether there are two directions.
+        *batch_first: Whether the batch axis of ``inputs`` is the first; not for packed sequences.
+    """
+    options = (train, bidirectional)
+    if not train or dropout == 0 or num_layers == 1:
+        return kernel(*inputs, states, params, has_biases, num_layers, 0.0, *options, *batch_first)
+    x, *rest = inputs
+    x = x.transpose(0, 1) if any(batch_first) else x
+    directions, size, found = 1 + bidirectional, len(params) // num_layers, []
+    for i in range(num_layers):
+        x = torch.dropout(x, dropout, True) if i else x
+        own = slice(i * directions, (i + 1) * directions)
+        before = states[own] if isinstance(states, Tensor) else [part[own] for part in states]
+        weights = params[i * size : (i + 1) * size]
+        time_first = (False for _ in batch_first)
+        x, *after = kernel(x, *rest, before, weights, has_biases, 1, 0.0, *options, *time_first)
+        found.append(after)
+    x = x.transpose(0, 1) if any(batch_first) else x
+    return x, *(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+RECURRENT: dict[Callable, Callable] = {
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: _rnn_cell(torch.relu),
+    torch.lstm: _layer(torch.ops.aten.lstm),
+    torch.gru: _layer(torch.ops.aten.gru),
+    torch.rnn_tanh: _layer(torch.ops.aten.rnn_tanh),
+    torch.rnn_relu: _layer(torch.ops.aten.rnn_relu),
+}
+
+
+# --- other calls
+
+
+def _baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return input * beta + batch1 @ batch2 * alpha
+
+
+def _addbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    return input * beta + (batch1 @ batch2).sum(0) * alpha
+
+
+def _outer(input: Tensor, vec2: Tensor) -> Tensor:
+    return input.unsqueeze(-1) * vec2
+
+
+def _inner(input: Tensor, other: Tensor) -> Tensor:
+    if input.ndim == 0 or other.ndim == 0:
+        return input * other
+    return _tensordot(input, other, ([-1], [-1]))
+
+
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = list(range(a.ndim - dims, a.ndim)), list(range(dims))
+    first, second = ([axis] if isinstance(axis, int) else axis for axis in dims)
+    axes = list(range(a.ndim + b.ndim))
+    left, right = axes[: a.ndim], axes[a.ndim :]
+    for i, j in zip(first, second, strict=True):
+        right[j] = left[i]
+    output = [axis for axis in (*left, *right) if (axis in left) != (axis in right)]
+    return torch.einsum(a, left, b, right, output)
+
+
+def _multi_dot(tensors: list[Tensor], *, out: None = None) -> Tensor:
+    product = tensors[0]
+    for factor in tensors[1:]:
+        product = product @ factor
+    return product
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    norms = (x.norm(dim=dim).clamp(min=eps) for x in (x1, x2))
+    first, second = norms
+    return (x1 * x2).sum(dim) / (first * second)
+
+
+def _pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    return (x1 - x2 + eps).norm(p, dim=-1, keepdim=keepdim)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the attention of learned queries, keys, values, or biases."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    # what may see nothing sees zeros
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply the rows up to each offset by a matrix of their own, as experts do."""
+    if offs is None:
+        product = mat_a @ mat_b
+    elif mat_a.ndim == 2 and mat_b.ndim == 3:
+        ends = offs.tolist()
+        rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        parts = [mat_a[own] @ mat_b[i] for i, own in enumerate(rows) if own.start < own.stop]
+        rest = mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[-1])
+        product = torch.cat([*parts, rest])
+    else:
+        raise NotImplementedError("There is no rule for grouped_mm but for rows and matrices.")
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
+
+
+def _written(
+    watch: Any, input: Tensor, key: Any, part: Callable[[], Tensor], value: Any, write: Callable
+) -> Any:
+    """Write a value into a part of a tensor, by a call that a rule knows if samples see it."""
+    without_data, shape = watch.without_data(input, key, value), part().shape
+    if watch.follows(value) and value.shape != shape:
+        with watch:
+            repeated = torch.broadcast_to(value, shape)
+        value = watch.as_data(repeated)
+        without_data = without_data and value is repeated
+    base = base_of(input)
+    follows_base = without_data and base is not None and watch.without_data(base)
+    out = write(value)
+    for target in [input] * without_data + [base] * follows_base:
+        watch.written(target)
+    return out
+
+
+def _setitem(watch: Any, input: Tensor, key: Any, value: Any) -> None:
+    def write(x: Any) -> None:
+        input[key] = x
+
+    return _written(watch, input, key, lambda: input[key], value, write)
+
+
+def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return _written(watch, input, None, lambda: input, src, input.copy_)
+
+
+#: Calls that write: what they are replaced by gets the watching mode, which is off, before them.
+WRITING: dict[Callable, Callable] = {Tensor.__setitem__: _setitem, Tensor.copy_: _copy}
+
+
+COMPOSED: dict[Callable, Callable] = RECURRENT | {
+    torch.einsum: einsum,
+    torch.baddbmm: _baddbmm,
+    Tensor.baddbmm: _baddbmm,
+    torch.addbmm: _addbmm,
+    Tensor.addbmm: _addbmm,
+    torch.outer: _outer,
+    Tensor.outer: _outer,
+    torch.ger: _outer,
+    Tensor.ger: _outer,
+    torch.inner: _inner,
+    Tensor.inner: _inner,
+    torch.tensordot: _tensordot,
+    torch.linalg.multi_dot: _multi_dot,
+    torch.cosine_similarity: _cosine_similarity,
+    torch.pairwise_distance: _pairwise_distance,
+    F.scaled_dot_product_attention: _attention,
+}
+if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
+    COMPOSED[torch._grouped_mm] = _grouped_mm
