@@ -299,7 +299,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = {name: out[name] for name in self.domain.names}
         if doubtful:
             names = [name for name in out if name in doubtful]
-            self._check_finite({n: out[n] for n in names}, self.domain.restricted(names))
+            self._check_finite({n: out[n] for n in names})
         return out
 
     @in_default_modes
@@ -352,7 +352,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         with self._batches(name) as batches:
             for groups, _ in self._gradients(batches):
                 add_sums(out, groups, of, space)
-        self._check_finite(out, space)
+        self._check_finite(out)
         return space.join(out) / self.shape[0]
 
     def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[tuple[list[Group], Place]]:

@@ -1,26 +1,19 @@
-"""What a batch adds to the sums of which the blocks of an approximation are made."""
+"""Adds a batch to the sums of which the blocks of an approximation are made."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
-import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import PerSampleGradient, PulledBackGradient
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.groups import Group, split
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
+from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
-from curvlinops.operators.kfac.plan import LayerUse, Uses, group_by_use
-from curvlinops.operators.kfac.sums import (
-    TERMS,
-    FactorSums,
-    Key,
-    Planner,
-    has_bias_input,
-)
+from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
     hessian_roots,
     mark_last,
@@ -66,101 +59,92 @@ def _all_vectors(
     return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
 
 
-def add_batch(
-    sums: FactorSums, problem: BatchProblem, samples: SampleGradients, planner: Planner
-) -> None:
+def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
     """Add a batch to sums.
 
     Args:
-        sums: The sums over the batches before.
+        sums: The sums over the batches before. Their blocks change if the batch shows new uses.
         problem: The risk on the batch.
         samples: The batch's forward pass.
-        planner: Chooses the structure of the blocks.
 
     Raises:
         ChangedError: If the batch uses a parameter in a way for which other sums are needed than
             those over the batches before.
     """
-    options = planner.options
-    vectors = backpropagated(problem, samples, options)
+    vectors = backpropagated(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
-        groups = group_by_use(samples.parts(u, last), options.reduced)
+        groups = group_by_use(samples.parts(u, last), sums.options.reduced)
         if chunk == 0:
-            unknown = samples.fallbacks | _unassigned(groups, options)
-            if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
-                uses = sums.plan.uses.union(Uses(frozenset(groups), unknown))
-                sums.plan = planner.extend(sums.plan, uses)
-        exact = _exact_forms(sums, groups, samples, u) + samples.rest(u)
+            unknown = samples.fallbacks | _unassigned(groups, sums.options)
+            if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
+                new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
+                sums.uses, sums.blocks = new.uses, new.blocks
+        exact = sums.exact_blocks
+        forms = _exact_forms(exact, groups, samples, u) + samples.rest(u)
         for use in list(groups):
-            # what was added is not kept in memory
-            for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0, planner):
+            # memory of gradients that were added is given back at once
+            parts, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
+            for key, tensor in _factors(sums, use, parts, with_inputs):
                 sums.add(key, tensor)
-        _add_exact_blocks(sums, exact, planner)
+        _add_exact_blocks(sums, exact, forms)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
 def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
-    """Return the parameters whose gradients should be those of samples but are not, and why."""
+    """Return the parameters whose gradients of samples are needed but not known, and why."""
     reasons = {}
     for use, parts in groups.items():
-        if use.name in options.reduced and use.kind and any(part.open for part in parts):
+        is_reduced = use.name in options.reduced
+        if is_reduced and use.kind and any(part.open for part in parts):
             reasons[use.name] = _OPEN
-        if (use.name in options.reduced or not use.kind) and any(part.unsorted for part in parts):
+        if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
             reasons[use.name] = _UNSORTED
     return reasons
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool, planner: Planner
+    sums: FactorSums, use: LayerUse, parts: list[Part], with_inputs: bool
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Yield what the gradients of one use add to Kronecker factors."""
-    shapes, options = sums.plan.shapes, planner.options
-    of_inputs, of_gradients = shapes.get((use, "A")), shapes.get((use, "B"))
-    if of_inputs is None and of_gradients is None:
+    """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
+    kind, options = use.kind, sums.options
+    if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    dtype, reduce = planner.space.dtype, use.name in options.reduced
-    parts = [on_slice(part, dtype) for part in parts]
-    if of_gradients is not None:
-        yield (use, "B"), gradient_factor(parts, reduce, diagonal=len(of_gradients) == 2)
-    if of_inputs is not None and is_first_chunk:
-        bias = 1.0 if has_bias_input(use, options) else None
-        total, count = input_factor(parts, reduce, bias, diagonal=len(of_inputs) == 2)
+    parts = [part._replace(form=part.form.to(sums.space.dtype)) for part in parts]
+    reduce, limit = use.name in options.reduced, options.max_factor_size
+    is_weights = kind.shift and use.shares_gradients
+    if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
+        yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
+    if with_inputs and not kind.shift:
+        bias = 1.0 if use.has_bias_input(options) else None
+        total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
 
-def on_slice(part: Part, dtype: torch.dtype) -> Part:
-    """Return gradients with respect to the slice of a parameter that a layer uses."""
-    form = part.form
-    form = form.form if isinstance(form, PulledBackGradient) else form
-    return part._replace(form=form.to(dtype))
-
-
 def _exact_forms(
-    sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
+    names: Collection[str],
+    groups: dict[LayerUse, list[Part]],
+    samples: SampleGradients,
+    u: Tensor,
 ) -> list[Group]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
-    names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
     forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
             forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
             unsorted |= {use.name for part in parts if part.unsorted}
-    alone = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
-    return [([name], sum_of(own)) for name, own in forms.items() if own] + alone
+    one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
+    return [([name], sum_of(own)) for name, own in forms.items() if own] + one_by_one
 
 
-def _add_exact_blocks(sums: FactorSums, groups: Sequence[Group], planner: Planner) -> None:
+def _add_exact_blocks(sums: FactorSums, blocks: dict[str, BlockSpec], groups: list[Group]) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    space = planner.space
-    blocks = {block.names[0]: block for block in sums.plan.blocks if block.is_exact}
     for names, form in groups:
         for some in form.parts():
-            rows = split(names, form.rows(some).flatten(0, 1), space)
+            rows = split(names, form.rows(some).flatten(0, 1), sums.space)
             for name in names:
-                block, size = blocks[name], prod(space.shapes[name])
-                own = rows[name].reshape(-1, block.groups, size // block.groups).to(space.dtype)
-                is_diagonal = block.structure == "diagonal"
-                sums.add((name, "matrix"), moment(own, diagonal=is_diagonal))
+                block, own = blocks[name], rows[name].to(sums.space.dtype)
+                own = own.reshape(len(own), block.groups, prod(own.shape[1:]) // block.groups)
+                sums.add((name, "matrix"), moment(own, diagonal=block.structure == "diagonal"))
