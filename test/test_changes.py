@@ -373,20 +373,6 @@ def test_third_derivatives(layer: nn.Module):
         assert (found - slope).norm() <= 1e-6 * slope.norm()
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [lambda X: X.split(10), lambda X: [X[i::10] for i in range(10)], lambda X: [X.mT[:50].mT]],
-    ids=["split", "strided", "columns"],
-)
-def test_views_are_copied_without_the_rest_of_their_memory(parts: Callable):
-    model = nn.Linear(50, 1)
-    data = [(x[:, :50], x[:, :1]) for x in parts(torch.randn(100, 60))]
-    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, cache="graph")
-    G @ torch.ones(G.shape[1])
-    copies = [x for e in G._cache._entries.values() for x in (e.batch.X, e.batch.y)]
-    assert sum(copy.untyped_storage().nbytes() for copy in copies) == 100 * 50 * 4 + 100 * 4
-
-
 def test_tensor_that_a_transform_has_left_behind():
     """A hook in the model stores a gradient, which is no tensor of its own under vmap."""
 
