@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from curvlinops.layers.groups import split
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
@@ -113,10 +112,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self, basis: Basis, block: BlockSpec, samples: SampleGradients, u: Tensor
     ) -> Tensor:
         """Return the second moment of gradients that are computed sample by sample."""
-        [(names, form)] = samples.one_by_one(u, block.names)
         total: Tensor | float = 0.0
-        for some in form.parts():
-            of_names = split(names, form.rows(some).flatten(0, 1), self.space)
+        for _, gradients in samples.one_by_one(u, block.names):
+            of_names = {
+                name: gradient.rows(slice(None)).flatten(0, 1)
+                for name, gradient in gradients.items()
+            }
             rows = [
                 of_names[name].flatten(1) if view is None else view.gather(of_names)
                 for name, view in zip(

@@ -1,14 +1,14 @@
 """What a batch adds to the sums of which the blocks of an approximation are made."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import prod
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import PerSampleGradient, PulledBackGradient
-from curvlinops.layers.groups import Group, split
+from curvlinops.layers.gradients import PerSampleGradient, Piece, PulledBackGradient
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
@@ -90,7 +90,7 @@ def add_batch(
             if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
                 uses = sums.plan.uses.union(Uses(frozenset(groups), unknown))
                 sums.plan = planner.extend(sums.plan, uses)
-        exact = _exact_forms(sums, groups, samples, u) + samples.rest(u)
+        exact = chain(_exact_forms(sums, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # what was added is not kept in memory
             for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0, planner):
@@ -139,7 +139,7 @@ def on_slice(part: Part, dtype: torch.dtype) -> Part:
 
 def _exact_forms(
     sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
-) -> list[Group]:
+) -> Iterable[Piece]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
     names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
     forms: dict[str, list[PerSampleGradient]] = {}
@@ -149,18 +149,18 @@ def _exact_forms(
             forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
             unsorted |= {use.name for part in parts if part.unsorted}
     alone = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
-    return [([name], sum_of(own)) for name, own in forms.items() if own] + alone
+    known = {name: sum_of(own) for name, own in forms.items() if own}
+    return chain([(slice(0, samples.num_samples), known)], alone)
 
 
-def _add_exact_blocks(sums: FactorSums, groups: Sequence[Group], planner: Planner) -> None:
+def _add_exact_blocks(sums: FactorSums, pieces: Iterable[Piece], planner: Planner) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
     space = planner.space
     blocks = {block.names[0]: block for block in sums.plan.blocks if block.is_exact}
-    for names, form in groups:
-        for some in form.parts():
-            rows = split(names, form.rows(some).flatten(0, 1), space)
-            for name in names:
-                block, size = blocks[name], prod(space.shapes[name])
-                own = rows[name].reshape(-1, block.groups, size // block.groups).to(space.dtype)
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            block, size = blocks[name], prod(space.shapes[name])
+            for some in gradient.parts():
+                rows = gradient.rows(some).reshape(-1, block.groups, size // block.groups)
                 is_diagonal = block.structure == "diagonal"
-                sums.add((name, "matrix"), moment(own, diagonal=is_diagonal))
+                sums.add((name, "matrix"), moment(rows.to(space.dtype), diagonal=is_diagonal))
