@@ -68,7 +68,7 @@ bench: $(VENV)/.stamp-test
 compare: $(VENV)/.stamp-test
 	$(BIN)/python docs_src/benchmarks/compare.py --base $(BASE) $(COMPARE_ARGS)
 
-notebooks: $(VENV)/.stamp-notebooks
+notebooks: $(VENV)/.stamp-docs
 	$(BIN)/python docs_src/notebooks/make.py
 
 docs: $(VENV)/.stamp-docs

@@ -2,8 +2,8 @@ r"""
 Hessian, Gauss-Newton, Fisher, and empirical Fisher
 ===================================================
 
-Four matrices go by the name of curvature. With the loss :math:`\ell_n` of a data point, as a
-function of the network's output :math:`f_n`, and with Jacobians :math:`J_n` of the output, they are
+Four matrices are called curvature. Let :math:`\ell_n` be the loss of a data point, a function of
+the network's output :math:`f_n`, and :math:`J_n` the Jacobian of this output. The four are
 
 - the Hessian :math:`H = \frac{1}{N} \sum_n \nabla^2_\theta \, \ell_n`,
 - the generalized Gauss-Newton matrix (GGN)
@@ -15,8 +15,8 @@ function of the network's output :math:`f_n`, and with Jacobians :math:`J_n` of 
 
 For cross-entropy :math:`F = G`, which differs from :math:`H` by the network's second derivatives,
 weighted by residuals (Martens, *New insights and perspectives on the natural gradient method*, JMLR
-2020). The empirical Fisher matrix takes the labels of the data instead of the expectation, and is
-something else (Kunstner et al., *Limitations of the empirical Fisher approximation for natural
+2020). The empirical Fisher matrix takes the labels of the data instead of the expectation. It is a
+different matrix (Kunstner et al., *Limitations of the empirical Fisher approximation for natural
 gradient descent*, NeurIPS 2019). We look at all four, for a network so small that they can be
 written down, before and after training.
 """
@@ -113,11 +113,11 @@ assert after["empirical Fisher"] > 2 * after["Hessian"]
 # Figures
 # -------
 #
-# Lines separate weights and biases of the three layers; colors are logarithmic, with the sign, and
-# each row has its own scale. Before training, residuals are large, and so is what the Hessian has
-# beyond the GGN. Training makes them similar. The empirical Fisher matrix stays apart: of an
-# image whose class has probability :math:`1 - \varepsilon` it has a term of order
-# :math:`\varepsilon^2`, the GGN one of order :math:`\varepsilon`.
+# Lines separate weights and biases of the three layers. Colors are logarithmic, with the sign, and
+# each row has its own scale. Before training, residuals are large, and the Hessian differs from the
+# GGN. Training makes them similar. The empirical Fisher matrix stays different: an image whose
+# class has probability :math:`1 - \varepsilon` adds a term of order :math:`\varepsilon^2` to it,
+# and one of order :math:`\varepsilon` to the GGN.
 
 fig, axes = plt.subplots(nrows=2, ncols=4, figsize=(11, 6), layout="constrained")
 for row, (title, found) in zip(axes, stages.items(), strict=True):

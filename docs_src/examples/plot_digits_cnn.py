@@ -27,7 +27,6 @@ from torch import nn
 from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
-    IdentityLinearOperator,
     lanczos_approximate_spectrum,
 )
 
@@ -166,13 +165,13 @@ print(f"   Eigenvalues of operator and dense matrix agree to {max_error:.0e} (re
 # .. math:: (G + \delta I) \, s = -g
 #
 # with the gradient :math:`g` and a damping :math:`\delta > 0`. The GGN is positive semi-definite,
-# hence conjugate gradients apply. Sums and multiples of operators are operators.
+# so conjugate gradients work. ``G.damped(damping)`` is the matrix of the system, an operator.
 
 damping = 1e-2
 gradients, loss_before = G.gradient_and_loss()
 g = nn.utils.parameters_to_vector(gradients).numpy()
 
-step, info = cg(G + damping * IdentityLinearOperator(G.space), -g, rtol=1e-4, maxiter=200)
+step, info = cg(G.damped(damping), -g, rtol=1e-4, maxiter=200)
 assert info == 0, "conjugate gradients did not converge"
 
 with torch.no_grad():

@@ -13,8 +13,8 @@ al., *Gradient descent on neural networks typically occurs at the edge of stabil
 
 We train a small network on scikit-learn's handwritten digits by full-batch gradient descent with
 three step sizes, and follow the leading eigenvalues of the Hessian and of the generalized
-Gauss-Newton matrix (GGN). What was an eigenvector some steps ago is almost one now, which makes
-repeated eigenvalue problems cheap.
+Gauss-Newton matrix (GGN). The eigenvectors of some steps ago are almost eigenvectors now. So each
+search starts from those of the search before, which saves products.
 """
 
 import os
@@ -122,9 +122,10 @@ for number, (step_size, run) in enumerate(runs.items()):
 left.plot([], [], color="gray", linewidth=0.8, label="second and third")
 left.plot([], [], ".", color="black", markersize=3, label="largest of the GGN")
 left.plot([], [], "--", color="gray", linewidth=1, label=r"$2 / \eta$")
-left.set(xlabel="step", title="Largest eigenvalues of the Hessian", ylim=(1, None))
+left.set(xlabel="step", ylabel="eigenvalue", ylim=(1, None))
+left.set_title("Largest eigenvalues of the Hessian")
 left.legend(ncols=2, fontsize="small", loc="lower right")
-right.set(xlabel="step", title="Training loss")
+right.set(xlabel="step", ylabel="mean squared error", title="Training loss")
 right.legend()
 fig.savefig("eigenvalues_through_training.png", dpi=150)
 

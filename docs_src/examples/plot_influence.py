@@ -122,9 +122,9 @@ def newton(
 # Predictions
 # -----------
 #
-# For the test images with the largest loss. The right-hand sides, their gradients, are solved
-# together. The products with all training gradients, which make influences of solutions, are one
-# product with the N x D matrix of per-sample gradients; it is not formed either.
+# We predict for the test images with the largest loss. Their gradients are the right-hand sides,
+# and are solved together. One product with the N x D matrix of training gradients turns solutions
+# into influences. That matrix is not formed either.
 
 
 def predict(
@@ -208,12 +208,12 @@ fig, axes = plt.subplots(
 )
 for ax, (name, (*_, predicted, actual, correlation)) in zip(axes[0], results.items(), strict=True):
     ends = [actual.min(), actual.max()]
-    ax.plot(ends, ends, color="gray", linewidth=1)
+    ax.plot(ends, ends, color="gray", linewidth=1, label="prediction = change")
     for k in range(predicted.shape[1]):
         ax.plot(predicted[:, k], actual[:, k], "o", markersize=4, label=f"test image {k + 1}")
     ax.set(
         xlabel="predicted change of the test loss",
-        ylabel="actual change",
+        ylabel="actual change after retraining",
         title=f"{name}, correlation {correlation:.4f}",
     )
 axes[0, 0].legend(fontsize="small")
@@ -223,8 +223,8 @@ fig.savefig("influence.png", dpi=150)
 # Who did it?
 # -----------
 #
-# The training images that matter most for two of the test images. Leaving out an image on the left
-# lowers the loss, so that the image is harmful; those on the right help.
+# We show the training images that matter most for two of the test images. Leaving out an image on
+# the left lowers the loss: the image is harmful. Images on the right are helpful.
 
 model, test, influence, *_ = results["logistic regression"]
 num_shown = 4
@@ -240,7 +240,7 @@ for row, k in zip(axes, (0, 1), strict=True):
         ax.set_title(f"{y[i]}\n{influence[i, k]:+.3f}", fontsize=9)
 for ax in axes.flat:
     ax.set(xticks=[], yticks=[])
-fig.suptitle("Change of the test image's loss without each training image")
+fig.suptitle("Change of the test loss without the image: harmful ones left, helpful ones right")
 fig.savefig("influence_images.png", dpi=150)
 
 print(f"Figures: influence.png, influence_images.png. Time: {time.perf_counter() - start:.0f} s")

@@ -84,8 +84,8 @@ torch.testing.assert_close(
 # Three matrices
 # --------------
 #
-# The absolute values of all entries, on a logarithmic scale. Lines separate the parameters. KFAC
-# and EKFAC are block-diagonal, and their blocks resemble those of the GGN.
+# The pictures show the absolute values of all entries, on a logarithmic scale. Lines separate the
+# parameters. KFAC and EKFAC are block-diagonal, and their blocks resemble those of the GGN.
 
 ggn = GGNLinearOperator(model, loss_func, params, data).to_dense()
 E = EKFACLinearOperator(model, loss_func, params, data, fisher_type="type-2")
@@ -97,11 +97,12 @@ def show(matrices: dict[str, torch.Tensor], title: str) -> plt.Figure:
     """Draw matrices side by side with one color scale."""
     top = matrices["GGN"].abs().max().item()
     norm = LogNorm(vmin=1e-5 * top, vmax=top, clip=True)
-    fig, axes = plt.subplots(ncols=len(matrices), figsize=(10, 3.8), layout="constrained")
+    colors = plt.get_cmap("magma", 10)  # two for each power of ten
+    fig, axes = plt.subplots(ncols=len(matrices), figsize=(9, 3.4), layout="constrained")
     for ax, (name, matrix) in zip(axes, matrices.items(), strict=True):
         # zeros have no logarithm
         entries = (matrix.abs() + 1e-8 * top).numpy()
-        image = ax.imshow(entries, norm=norm, cmap="magma", interpolation="none")
+        image = ax.imshow(entries, norm=norm, cmap=colors, interpolation="none")
         ax.set(title=name, xticks=[], yticks=[])
     fig.colorbar(image, ax=axes, label="absolute value", shrink=0.8)
     fig.suptitle(title)
@@ -123,7 +124,8 @@ fig.savefig("kfac.png", dpi=150)
 # %%
 # One block, that of the last layer's weight:
 
-show({name: matrix[last, last] for name, matrix in matrices.items()}, "Weight of the last layer")
+blocks = {name: matrix[last, last] for name, matrix in matrices.items()}
+fig = show(blocks, "Weight of the last layer")
 
 # %%
 # Distances

@@ -9,9 +9,8 @@ the mode,
 
 .. math:: p(\theta \mid \mathcal{D}) \approx \mathcal{N}\left(\theta^*, (G + \tau I)^{-1}\right),
 
-with the generalized Gauss-Newton matrix (GGN) :math:`G` of the negative log-likelihood, and it
-comes with an estimate of the evidence, by which the prior precision can be chosen without
-held-out data:
+with the generalized Gauss-Newton matrix (GGN) :math:`G` of the negative log-likelihood. It also
+estimates the evidence, which chooses the prior precision without held-out data:
 
 .. math::
     \log p(\mathcal{D} \mid \tau) \approx \log p(\mathcal{D} \mid \theta^*)
@@ -21,8 +20,7 @@ held-out data:
 (MacKay, *A practical Bayesian framework for backpropagation networks*, Neural Computation 1992).
 For large networks :math:`G` is replaced by Kronecker-factored approximate curvature (KFAC; Ritter
 et al., *A scalable Laplace approximation for neural networks*, ICLR 2018). Inverse, determinant and
-samples are methods of structured operators, so that all of this is a few lines. Here are two moons,
-the exact GGN, and KFAC.
+samples are methods of structured operators. We compare the exact GGN and KFAC on two moons.
 """
 
 import os
@@ -113,7 +111,8 @@ approximations = {"GGN": exact, "KFAC": kfac}
 # --------
 #
 # For each prior precision we find the mode, and compute the evidence from the training data. The
-# test data tell whether it was right.
+# test data show whether its choice was right. Dotted lines mark the largest evidence. With a small
+# prior precision, the optimizer finds modes of different quality.
 
 
 def posterior_precision(A: TorchLinearOperator, tau: float) -> TorchLinearOperator:
@@ -155,10 +154,12 @@ for name, values in evidence.items():
     (line,) = axes[0].semilogx(taus, values, "o-", label=name)
     for ax in axes:
         ax.axvline(best[name], color=line.get_color(), linestyle=":")
-axes[0].set(title="log evidence, from training data", xlabel=r"prior precision $\tau$")
+axes[0].set(title="Evidence, from training data", ylabel="log evidence [nats]")
 axes[0].legend()
 axes[1].semilogx(taus, test, "o-", color="C2")
-axes[1].set(title="log-likelihood of a test point", xlabel=r"prior precision $\tau$")
+axes[1].set(title="Test data", ylabel="log-likelihood per point [nats]")
+for ax in axes:
+    ax.set_xlabel(r"prior precision $\tau$")
 fig.savefig("laplace_evidence.png", dpi=150)
 
 # %%
@@ -206,9 +207,9 @@ print("Test log-likelihood: " + ", ".join(f"{n} {v:.4f}" for n, v in likelihoods
 assert min(likelihoods["GGN"], likelihoods["KFAC"]) > likelihoods["mode"] - 0.02
 
 # %%
-# The mode alone is certain far away from the data. The posterior is not; gray lines are decision
-# boundaries of a few draws, which agree where there are data. KFAC's precision has the larger
-# determinant: its posterior is narrower, and it has less evidence.
+# The mode alone is certain far away from the data. The posterior is not. Gray lines are decision
+# boundaries of a few draws, which agree where there are data. The posterior of KFAC is narrower,
+# and has less evidence.
 
 fig, axes = plt.subplots(ncols=3, figsize=(11, 3.6), sharey=True, layout="constrained")
 square = (len(ticks), len(ticks))
@@ -234,7 +235,9 @@ for ax, (name, values) in zip(axes, maps.items(), strict=True):
             *X[y[:, 0] == label].T.numpy(), "o", color=color, markersize=3, mec="white", mew=0.3
         )
     ax.set(title=f"{name}, test log-likelihood {likelihoods[name]:.3f}", aspect="equal")
-fig.colorbar(image, ax=axes, label="probability", ticks=[0, 0.5, 1])
+    ax.set_xlabel("first input")
+axes[0].set_ylabel("second input")
+fig.colorbar(image, ax=axes, label="probability of the red class", ticks=[0, 0.5, 1])
 fig.savefig("laplace.png", dpi=150)
 
 print(f"Figures: laplace_evidence.png, laplace.png. Time: {time.perf_counter() - start:.0f} s")

@@ -24,7 +24,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
-    IdentityLinearOperator,
     KFACLinearOperator,
     eigsh,
 )
@@ -144,15 +143,15 @@ print(f"smallest eigenvalue of the Hessian: {float(smallest[0]):.2e}")
 # KFAC and a Laplace approximation
 # --------------------------------
 #
-# All adapters are products with matrices, so that each gets a Kronecker-factored block. A posterior
-# adds up log-likelihoods: the loss has ``reduction="sum"``.
+# Each adapter is a matrix that multiplies its input, so it has a Kronecker-factored block. A
+# posterior adds up log-likelihoods: the loss has ``reduction="sum"``.
 
 loss_sum = nn.CrossEntropyLoss(ignore_index=-100, reduction="sum")
 K = KFACLinearOperator(model, loss_sum, adapters, batches, mc_samples=10)
 assert {block.structure for block in K.report()} == {"kronecker"}
 
 prior_precision = 100.0
-posterior = (K + prior_precision * IdentityLinearOperator(K.space)).inverse()
+posterior = K.damped(prior_precision).inverse()
 draws = posterior.sample(torch.Generator().manual_seed(0), num_samples=5 if FAST else 20)
 
 with torch.no_grad():
@@ -185,7 +184,8 @@ for name, entropy in entropies.items():
     right.plot(range(1, length), per_position, label=name)
 right.set(xlabel="position of the token", ylabel="entropy [nats]", title="Predictive uncertainty")
 left.legend()
-right.legend()
+right.set_ylim(-0.1, 3.9)
+right.legend(loc="upper right", fontsize="small")
 fig.savefig("lora_gpt2.png", dpi=150)
 assert entropies["Laplace approximation"].mean() > entropies["one set of adapters"].mean()
 

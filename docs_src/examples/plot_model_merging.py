@@ -2,11 +2,11 @@ r"""
 Merging models with Fisher weights
 ==================================
 
-Two networks were fine-tuned from the same parameters on different tasks. Can we merge them into
-one that does both tasks, without training? Averaging parameters is a start. But each network cares
-about some directions in parameter space more than about others, and its curvature tells which. Sum
-the quadratic approximations of both losses, with curvature :math:`F_i` at the parameters
-:math:`\theta_i`, and minimize:
+Two networks were fine-tuned from the same parameters on different tasks. Can we merge them into one
+that does both tasks, without training? Averaging parameters is a start. But some directions in
+parameter space matter more to a network than others, and its curvature tells which. We approximate
+both losses by quadratic functions with curvature :math:`F_i` at the parameters :math:`\theta_i`,
+and minimize their sum:
 
 .. math:: \theta = \Big( \sum_i (F_i + \delta I) \Big)^{-1} \sum_i (F_i + \delta I) \, \theta_i
 
@@ -190,9 +190,9 @@ assert final["KFAC"] > final["GGN, diagonal"]
 # Figure
 # ------
 #
-# The plain average is worse than either network. Weights from diagonals help a lot. What a diagonal
-# misses, products of different parameters of a layer, KFAC has; it merges as well as the GGN. With
-# little damping, merges rely on quadratic approximations far from where they hold.
+# The plain average is worse than either network. Weights from diagonals help a lot. KFAC merges as
+# well as the GGN: it also has the entries for pairs of parameters of a layer. With little damping,
+# merges rely on quadratic approximations far from where they hold.
 
 fig, axes = plt.subplots(
     ncols=2, figsize=(11, 3.8), layout="constrained", gridspec_kw={"width_ratios": [1.2, 1]}
@@ -208,7 +208,7 @@ for name, pairs in scores.items():
     axes[1].semilogx(dampings, [t for _, t in pairs], "o-", color=colors[name])
 axes[1].axhline(final["plain average"], color="gray", linestyle="--", linewidth=1)
 axes[1].text(dampings[1], final["plain average"] + 0.005, "plain average", color="gray")
-axes[1].set(xlabel=r"damping $\delta$", title="the same, for all dampings")
+axes[1].set(xlabel=r"damping $\delta$", ylabel="test accuracy", title="the same, for all dampings")
 fig.savefig("model_merging.png", dpi=150)
 
 print(f"Figure: model_merging.png. Time: {time.perf_counter() - start:.0f} s")

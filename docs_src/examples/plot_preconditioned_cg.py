@@ -144,13 +144,12 @@ fig.savefig("preconditioned_cg.png", dpi=150)
 # When it pays
 # ------------
 #
-# KFAC knows nothing of the curvature *between* layers. How much that matters depends on the
-# network. We compare the tanh network with a ReLU network of three layers. Scaling the inputs of a
-# ReLU by a number, and its outputs by the inverse of this number, does not change the function. So
-# the GGN has no curvature in these directions, which concern two layers at once, while the block of
-# each layer has. The preconditioner creates small eigenvalues there, and conjugate gradients need
-# more iterations than without it. More damping in the preconditioner than in the system limits the
-# harm.
+# KFAC leaves out the curvature *between* layers. How much that matters depends on the network. We
+# compare the tanh network with a ReLU network of three layers. Scaling the inputs of a ReLU by a
+# factor, and its outputs by the inverse of the factor, does not change the function. So the GGN has
+# no curvature in these directions, but the blocks of the two layers have. The preconditioner makes
+# these eigenvalues small, and conjugate gradients need more iterations. More damping in the
+# preconditioner than in the system limits the harm.
 
 relu = nn.Sequential(
     nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)

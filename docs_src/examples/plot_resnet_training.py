@@ -2,10 +2,10 @@ r"""
 The Hessian of a residual network through training
 ==================================================
 
-A convolutional network with residual connections and batch normalization has some hundred thousand
-parameters, and a Hessian of that size squared. Three numbers per checkpoint tell much of its shape:
-its largest eigenvalue, its smallest one, and its trace (Ghorbani et al., *An investigation into
-neural net optimization via Hessian eigenvalue density*, ICML 2019; Yao et al., *PyHessian*, 2020).
+The Hessian of a residual network is too large to write down. Three numbers per checkpoint tell much
+of it: its largest eigenvalue, its smallest one, and its trace (Ghorbani et al., *An investigation
+into neural net optimization via Hessian eigenvalue density*, ICML 2019; Yao et al., *PyHessian*,
+2020).
 
 Batch normalization runs in eval mode: the Hessian is that of the network as it predicts.
 """
@@ -70,7 +70,7 @@ print(f"{sum(p.numel() for p in params)} parameters")
 # --------
 #
 # One operator serves the whole training: it follows the parameters. Each search for an eigenvalue
-# starts from the eigenvector that the one before has found.
+# starts from the eigenvector of the search before.
 
 model.eval()
 H = HessianLinearOperator(
@@ -106,9 +106,9 @@ fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 left.plot(epochs, curves["largest"], "o-", label="largest eigenvalue")
 left.plot(epochs, curves["smallest"], "o-", label="smallest eigenvalue")
 left.plot(epochs, curves["trace"], "o-", label="trace")
-left.set(xlabel="epoch", ylabel="curvature", title="Hessian")
+left.set(xlabel="epoch", ylabel="eigenvalue or trace", title="Hessian")
 left.set_yscale("symlog", linthresh=1)
-left.legend()
+left.legend(loc="lower right", fontsize="small")
 right.semilogy(epochs, losses, "o-")
 right.set(xlabel="epoch", ylabel="loss", title="Training loss")
 fig.savefig("resnet_training.png", dpi=150)

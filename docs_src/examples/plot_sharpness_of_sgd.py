@@ -2,12 +2,12 @@ r"""
 Sharpness along stochastic gradient descent
 ===========================================
 
-Full-batch gradient descent is stable where the largest eigenvalue of the Hessian is below
-:math:`2 / \eta`, with the step size :math:`\eta`. Noise of small batches excludes more: stochastic
-gradient descent settles in regions that are flatter still, the flatter the smaller the batch
-(Keskar et al., *On large-batch training for deep learning*, ICLR 2017; Wu et al., *How SGD selects
-the global minima in over-parameterized learning*, NeurIPS 2018; Jastrzębski et al., *The
-break-even point on optimization trajectories of deep neural networks*, ICLR 2020).
+Full-batch gradient descent with step size :math:`\eta` is stable where the largest eigenvalue of
+the Hessian is below :math:`2 / \eta`. Stochastic gradient descent settles in regions that are
+flatter still: the smaller the batch, the flatter (Keskar et al., *On large-batch training for deep
+learning*, ICLR 2017; Wu et al., *How SGD selects the global minima in over-parameterized learning*,
+NeurIPS 2018; Jastrzębski et al., *The break-even point on optimization trajectories of deep neural
+networks*, ICLR 2020).
 
 We follow two measures of sharpness for several step sizes and batch sizes: the largest eigenvalue
 of the Hessian, and its trace, estimated from products with random vectors.
@@ -31,8 +31,8 @@ start = time.perf_counter()
 # Data and model
 # --------------
 #
-# The squared error, whose second derivative is constant: that of cross-entropy falls to zero with
-# the loss, and curvature with it.
+# We use the squared error. Its second derivative is constant. That of cross-entropy falls to zero
+# with the loss, and the curvature with it.
 
 images, labels = load_digits(return_X_y=True)
 X = torch.tensor(images[:1000] / 8.0 - 1.0, dtype=torch.float32)
@@ -49,8 +49,8 @@ if FAST:
 # --------
 #
 # The curvature is that of the whole training data, whatever the batch size of the training.
-# ``xtrace`` knows its own standard error. The trace of the generalized Gauss-Newton matrix (GGN)
-# can be had exactly, without any random vector.
+# ``xtrace`` also returns its standard error. ``GGNDiagonalLinearOperator`` computes the trace of
+# the generalized Gauss-Newton matrix (GGN) exactly, without random vectors.
 
 
 def train(step_size: float, batch_size: int) -> dict[str, torch.Tensor]:
@@ -112,8 +112,9 @@ for (step_size, batch_size), run in runs.items():
 axes[1].axhline(2 / 0.6, color="gray", linestyle="--", linewidth=1)
 axes[1].text(0, 2 / 0.6 + 0.05, r"$2 / \eta$ for $\eta = 0.6$", color="gray")
 axes[2].plot([], [], ":", color="gray", label="GGN")
-for ax, title in zip(axes, ("training loss", "largest eigenvalue", "trace"), strict=True):
-    ax.set(xlabel="step", title=title)
+names = ("training loss", "largest eigenvalue of the Hessian", "trace of the Hessian")
+for ax, name in zip(axes, names, strict=True):
+    ax.set(xlabel="step", ylabel=name)
 axes[2].legend(fontsize="small", loc="lower right")
 fig.savefig("sharpness_of_sgd.png", dpi=150)
 
