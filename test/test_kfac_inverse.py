@@ -603,14 +603,14 @@ def test_of_many_factors_a_bad_one_is_named_or_rescued(bad: int):
     net, data = net.float(), [(X.float(), y)]
     operator = KFACLinearOperator(net, nn.CrossEntropyLoss(), dict(net.named_parameters()), data)
     name = f"{2 * bad}.weight"
-    state = operator.state_dict()
+    state, known = operator.state_dict(), operator.input_covariances.items()
 
     def inverse_with(A: Tensor) -> Tensor:
         changed = dict(state)
-        for key in state:
-            if key.endswith(".A") and state[key].shape == (1, 4, 4):
-                is_bad = f".{name}." in key
-                changed[key] = (A if is_bad else torch.eye(4))[None] * 20  # the number of inputs
+        for key in state.keys() - {"metadata"}:
+            for module, own in known:  # sums over 20 inputs
+                if state[key].shape == (1, 4, 4) and torch.allclose(state[key][0], 20 * own):
+                    changed[key] = (A if f"{module}.weight" == name else torch.eye(4))[None] * 20
         operator.load_state_dict(changed)
         return matrix(operator.inverse((0.0, 0.1)))
 

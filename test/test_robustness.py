@@ -661,7 +661,7 @@ def test_losses_that_are_not_known_any_more():
 def test_messages_of_losses_that_only_look_known(kind: type, make):
     model = mlp()
     with pytest.raises(
-        NotImplementedError, match="not with hooks, and not subclasses with a forward"
+        NotImplementedError, match="not subclasses with a forward method of their own"
     ):
         dense(kind, model, list(model.parameters()), batches(4), loss=make())
 

@@ -212,7 +212,9 @@ def test_damaged_states():
         with pytest.raises(ValueError, match=f"'{name}' of the saved state has NaN"):
             load(state | {name: torch.full_like(state[name], torch.nan)})
         with pytest.raises(ValueError, match="damaged"):
-            load(state | {name: torch.ones(7, 2, 3)})
+            load(state | {name: torch.ones(7, 2, 3).double()})
+        with pytest.raises(ValueError, match=f"'{name}' .*float64, got torch.float32"):
+            load(state | {name: state[name].float()})
     metadata = json.loads(state["metadata"])
     for objects in (
         [{"class": "Unknown", "arguments": []}],

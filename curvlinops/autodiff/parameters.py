@@ -40,7 +40,10 @@ def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
         )
     for key, param in params.items() if is_named(params) else enumerate(params):
         if not isinstance(param, Tensor):
-            raise TypeError(f"Entry {key!r} of params is a {type(param).__name__}, not a tensor.")
+            raise TypeError(
+                f"Entry {key!r} of params is a {type(param).__name__}, not a tensor. Pass "
+                "list(model.parameters()) or dict(model.named_parameters())."
+            )
     return params
 
 

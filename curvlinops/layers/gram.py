@@ -10,8 +10,6 @@ from curvlinops.layers.covariance import add_second_moment, mirror
 from curvlinops.layers.gradients import BYTES, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 
-#: How many bytes of gradients are written down at once, of parameters that can be divided.
-_PIECE = BYTES // 2
 #: Some samples of batches, and which rows their gradients are.
 Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
@@ -66,7 +64,7 @@ def _pieces(forms: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerS
     if sum(form.num_samples * form.num_inputs for form in forms) * 4 <= BYTES:
         forms = [form.made() for form in forms]
     outputs = forms[0].g.shape[-1]
-    step = max(_PIECE * outputs // max(4 * num_rows * forms[0].num_entries, 1), 1)
+    step = max(BYTES // 2 * outputs // max(4 * num_rows * forms[0].entries.view.size, 1), 1)
     for start in range(0, outputs, step):
         yield [form.narrowed(slice(start, start + step)) for form in forms]
 

@@ -8,18 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace, cast, clone_if_aliased
-from curvlinops.linear_operator.vector_gradients import product_with_graph
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.vector_gradients import multiply_columns
 from curvlinops.linear_operator.vectors import Array, is_native, is_scalar, to_columns
 from curvlinops.support.arguments import (
     changed,
     check_count,
     check_number,
-    has_graph,
     without_graph,
 )
 from curvlinops.support.frozen import frozen
-from curvlinops.support.torch_internals import in_transform
 from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
 
 if TYPE_CHECKING:
@@ -192,29 +190,23 @@ class TorchLinearOperator(LinearOperator):
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
         out = self._apply(self.domain.fill(columns))
+        self.codomain.check(out)
         return {name: out[name] for name in names}
 
     def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors of the codomain, some of their tensors, by the adjoint."""
         out = self._apply_adjoint(self.codomain.fill(columns))
+        self.domain.check(out)
         return {name: out[name] for name in names}
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
-    def _spaces_of(self, adjoint: bool) -> tuple[ParameterSpace, ParameterSpace]:
-        """Return domain and codomain of the operator, or of its adjoint."""
-        return (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-
     @uncompiled
     def _product(self, x: Any, adjoint: bool = False) -> Any:
-        if has_graph(x) and not in_transform():
-            return product_with_graph(self, x, adjoint)
-        domain, codomain = self._spaces_of(adjoint)
         with default_modes():
-            columns, from_columns = to_columns(x, domain)
-            out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-            codomain.check(out)
-            return from_columns(clone_if_aliased(out, columns), codomain)
+            columns, from_columns = to_columns(x, self.codomain if adjoint else self.domain)
+            out = multiply_columns(self, columns, adjoint)
+            return from_columns(out, self.domain if adjoint else self.codomain)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))
@@ -432,6 +424,9 @@ class TorchLinearOperator(LinearOperator):
 class _Composite(TorchLinearOperator):
     """A function of operators, whose adjoint is a function of their adjoints."""
 
+    def _apply(self, columns: Columns) -> Columns:
+        return self._apply_restricted(columns, self.codomain.names)
+
     def _apply_adjoint(self, columns: Columns) -> Columns:
         return self.T._apply(columns)
 
@@ -454,26 +449,15 @@ class SumLinearOperator(_Composite):
         symmetric = first.self_adjoint and second.self_adjoint
         super().__init__(domain.to(dtype=dtype), codomain.to(dtype=dtype), symmetric)
 
-    def _apply(self, columns: Columns) -> Columns:
-        first, second = (self._apply_term(term, columns) for term in self.terms)
-        return {name: first[name] + second[name] for name in first}
-
-    def _apply_term(self, term: TorchLinearOperator, columns: Columns) -> Columns:
-        out = term._apply(term.domain.convert(columns, self.domain))
-        return self.codomain.convert(out, term.codomain)
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        first, second = (self._restrict_term(term, columns, names) for term in self.terms)
+        first, second = (self._apply_term(term, columns, names) for term in self.terms)
         return {name: first[name] + second[name] for name in names}
 
-    def _restrict_term(
-        self, term: TorchLinearOperator, columns: Columns, names: list[str]
-    ) -> Columns:
-        spaces = (self.domain.shapes, self.codomain.shapes)
-        if (term.domain.shapes, term.codomain.shapes) != spaces:  # other names, or none
-            return self._apply_term(term, self.domain.fill(columns))
-        columns = cast(columns, term.torch_dtype)
-        return cast(term._apply_restricted(columns, names), self.torch_dtype)
+    def _apply_term(self, term: TorchLinearOperator, columns: Columns, names: list[str]) -> Columns:
+        named_alike = term.codomain.names == self.codomain.names
+        columns = term.domain.convert(columns, self.domain)
+        out = term._apply_restricted(columns, names if named_alike else term.codomain.names)
+        return self.codomain.convert(out, term.codomain)
 
     def _formula(self) -> str:
         return " + ".join(term._formula() for term in self.terms).replace(" + -", " - ")
@@ -489,14 +473,9 @@ class ScaledLinearOperator(_Composite):
         self.operator, self.scalar = operator, scalar
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._scale(self.operator._apply(columns))
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._scale(self.operator._apply_restricted(columns, names))
-
-    def _scale(self, columns: Columns) -> Columns:
-        return {name: self.scalar * column for name, column in columns.items()}
+        out = self.operator._apply_restricted(columns, names)
+        return {name: self.scalar * column for name, column in out.items()}
 
     def _formula(self) -> str:
         factor = "-" if self.scalar == -1 else f"{self.scalar:g} * "
@@ -519,16 +498,13 @@ class ProductLinearOperator(_Composite):
         self.left, self.right = left._widened(dtype), right._widened(dtype)
         super().__init__(right.domain.to(dtype=dtype), left.codomain.to(dtype=dtype))
 
-    def _apply(self, columns: Columns) -> Columns:
-        columns = self.right._apply(self.right.domain.convert(columns, self.domain))
-        columns = self.left._apply(self.left.domain.convert(columns, self.right.codomain))
-        return self.codomain.convert(columns, self.left.codomain)
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        columns = cast(columns, self.right.torch_dtype)
+        columns = self.right.domain.convert(columns, self.domain)
         columns = self.right._apply_restricted(columns, self.right.codomain.names)
         columns = self.left.domain.convert(columns, self.right.codomain)
-        return cast(self.left._apply_restricted(columns, names), self.torch_dtype)
+        return self.codomain.convert(
+            self.left._apply_restricted(columns, names), self.left.codomain
+        )
 
     def _formula(self) -> str:
         return f"{_in_parentheses(self.left)} @ {_in_parentheses(self.right)}"
@@ -547,19 +523,13 @@ class PowerLinearOperator(_Composite):
         self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
-    def _apply(self, columns: Columns) -> Columns:
-        columns = self.codomain.convert(columns, self.domain)
-        for _ in range(self.exponent):
-            columns = self.operator._apply(self.domain.convert(columns, self.codomain))
-        return columns
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        if self.exponent == 0:
-            return super()._apply_restricted(columns, names)
-        for _ in range(self.exponent - 1):
-            columns = self.operator._apply_restricted(columns, self.codomain.names)
+        columns = self.codomain.convert(columns, self.domain)
+        for power in range(1, self.exponent + 1):
             columns = self.domain.convert(columns, self.codomain)
-        return self.operator._apply_restricted(columns, names)
+            wanted = names if power == self.exponent else self.codomain.names
+            columns = self.operator._apply_restricted(columns, wanted)
+        return columns if self.exponent else self.codomain.fill(columns, names)
 
     def _formula(self) -> str:
         if self.exponent == 0:

@@ -1,6 +1,6 @@
 """Ordered, named tensors and their flat vector; several vectors at once as columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import isfinite, prod
 
@@ -35,9 +35,9 @@ class ParameterSpace:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.dtype = dtype
         self.device = torch.device(device)
-        ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
-        self._slices = {name: slice(*ends[i : i + 2]) for i, name in enumerate(self.shapes)}
-        self.dim = ends[-1]
+        self._sizes = [prod(shape) for shape in self.shapes.values()]
+        self._starts = dict(zip(self.shapes, accumulate(self._sizes, initial=0), strict=False))
+        self.dim = sum(self._sizes)
 
     def _record(self) -> tuple:
         return self.shapes, self.dtype, self.device
@@ -70,42 +70,45 @@ class ParameterSpace:
 
     def slice(self, name: str) -> slice:
         """Return where the tensor ``name`` lies in the flat vector."""
-        return self._slices[name]
+        start = self._starts[name]
+        return slice(start, start + prod(self.shapes[name]))
 
     # --- vectors
 
     def split(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
-        return {
-            name: flat[:, self._slices[name]].reshape(flat.shape[0], *shape)
-            for name, shape in self.shapes.items()
-        }
+        num_columns, shapes = flat.shape[0], self.shapes.items()
+        parts = flat.split(self._sizes, dim=1)
+        pairs = zip(shapes, parts, strict=True)
+        return {name: part.reshape(num_columns, *shape) for (name, shape), part in pairs}
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
-        if (vectors := self.joined_view(columns)) is not None:
+        if (vectors := self._joined_view(columns)) is not None:
             return vectors
         parts = [flat(columns[name]) for name in self.shapes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def joined_view(self, columns: Columns) -> Tensor | None:
+    def _joined_view(self, columns: Columns) -> Tensor | None:
         """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
-        filled = [columns[name] for name, place in self._slices.items() if place.start < place.stop]
-        if not filled:
+        sized = [
+            (columns[n], size) for n, size in zip(self.shapes, self._sizes, strict=True) if size
+        ]
+        if not sized or not len(first := sized[0][0]):
             return None
-        first = filled[0]
-        num_columns, start = first.shape[0], first.storage_offset()
-        if start + num_columns * self.dim > first.untyped_storage().nbytes() // first.itemsize:
+        num_columns, address, dtype = first.shape[0], first.data_ptr(), first.dtype
+        end = first.storage_offset() + num_columns * self.dim
+        if end > first.untyped_storage().nbytes() // first.itemsize:
             return None
-        for name, place in self._slices.items():
-            column = columns[name]
-            if column.numel() and (
-                column.data_ptr() != first.data_ptr() + place.start * first.itemsize
-                or column.dtype != first.dtype
+        for column, size in sized:
+            if (
+                column.data_ptr() != address
+                or column.dtype != dtype
                 or (num_columns > 1 and column.stride(0) != self.dim)
                 or not (column if num_columns == 1 else column[0]).is_contiguous()
             ):
                 return None
+            address += size * first.itemsize
         return first.as_strided((num_columns, self.dim), (self.dim, 1))
 
     def empty(self, num_columns: int) -> Tensor:
@@ -124,10 +127,13 @@ class ParameterSpace:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
         return self.split(self.empty(num_columns).zero_())
 
-    def fill(self, columns: Columns) -> Columns:
-        """Return vectors of which only some tensors are given; the others are zero."""
+    def fill(self, columns: Columns, names: Iterable[str] | None = None) -> Columns:
+        """Return some tensors of vectors, by default all; those that are not given are zero."""
         num_columns = next(iter(columns.values())).shape[0]
-        return self.zeros(num_columns) | columns
+        names = self.shapes if names is None else names
+        missing = self.restricted([name for name in names if name not in columns])
+        some = {name: columns[name] for name in names if name in columns}
+        return missing.zeros(num_columns) | some
 
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""
@@ -137,15 +143,15 @@ class ParameterSpace:
         """Read vectors of ``source`` as vectors of this space.
 
         Args:
-            columns: Vectors of ``source``.
+            columns: Vectors of ``source``. Some of their tensors may be missing, which are zero;
+                they stay missing if both spaces have the same tensors.
             source: A space that ``check_compatible`` accepts.
 
         Returns:
             The same vectors, named and shaped as in this space, in its dtype.
         """
-        source.check(columns)
         if source.names != self.names or source.shapes != self.shapes:
-            columns = self.split(source.join(columns))
+            columns = self.split(source.join(source.fill(columns)))
         return cast(columns, self.dtype)
 
     # --- checks
@@ -267,12 +273,3 @@ def not_finite(columns: Columns, joined: Tensor | None = None) -> str | None:
     if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)
-
-
-def clone_if_aliased(columns: Columns, others: Columns) -> Columns:
-    """Return columns; those that share memory with others are copied."""
-    taken = {column.untyped_storage().data_ptr() for column in others.values()}
-    return {
-        name: column.clone() if column.untyped_storage().data_ptr() in taken else column
-        for name, column in columns.items()
-    }

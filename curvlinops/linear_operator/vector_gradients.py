@@ -4,59 +4,69 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from curvlinops.linear_operator.vectors import as_tensor, by_name
-from curvlinops.support.arguments import MAPPINGS
-from curvlinops.support.torch_internals import base_of
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import check_finite
+from curvlinops.support.torch_modes import default_modes
 
 
-def product_with_graph(operator: Any, x: Any, adjoint: bool) -> Any:
-    """Multiply a tensor, or a list or dictionary of tensors, of which some require gradients.
+def multiply_columns(operator: Any, columns: Columns, adjoint: bool) -> Columns:
+    """Multiply columns; if autograd follows some of them, it follows the product, too.
 
     Args:
         operator: A ``TorchLinearOperator``.
-        x: The vectors.
+        columns: Vectors of its domain, or of its codomain.
         adjoint: Whether to multiply by the adjoint.
+
+    Returns:
+        The product, which shares no memory with ``columns``.
     """
-    domain, codomain = operator._spaces_of(adjoint)
-    # casts are recorded, so that gradients return in the vectors' own dtype
-    if isinstance(x, Tensor):
-        return _Product.apply(operator, adjoint, False, as_tensor(x, domain))
-    tensors = (as_tensor(tensor, domain) for tensor in by_name(x, domain).values())
-    out = list(_Product.apply(operator, adjoint, True, *tensors))
-    if not isinstance(x, MAPPINGS):
-        return out
-    if not codomain.is_flat:
-        return dict(zip(codomain.names, out, strict=True))
-    (shape,) = codomain.shapes.values()
-    return out[0].reshape(codomain.dim, *out[0].shape[len(shape) :])
+    if not any(map(_is_followed, columns.values())):
+        return _multiply(operator, columns, adjoint)
+    out = _Product.apply(operator, adjoint, list(columns), *columns.values())
+    return dict(zip(_space_of_product(operator, adjoint).names, out, strict=True))
+
+
+def _multiply(operator: Any, columns: Columns, adjoint: bool) -> Columns:
+    space = _space_of_product(operator, adjoint)
+    out = operator._apply_adjoint(columns) if adjoint else operator._apply(columns)
+    space.check(out)
+    taken = {column.untyped_storage().data_ptr() for column in columns.values()}
+    return {
+        name: out[name].clone() if out[name].untyped_storage().data_ptr() in taken else out[name]
+        for name in space.shapes
+    }
+
+
+def _space_of_product(operator: Any, adjoint: bool) -> Any:
+    return operator.domain if adjoint else operator.codomain
+
+
+def _is_followed(column: Tensor) -> bool:
+    return column.requires_grad or forward_ad.unpack_dual(column).tangent is not None
 
 
 class _Product(torch.autograd.Function):
-    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``.
-
-    Vectors are tensors of an operator's structure, or one tensor, not ``structured``.
-    """
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, adjoint: bool, structured: bool, *vectors: Tensor) -> Any:
-        ctx.operator, ctx.adjoint, ctx.structured = operator, adjoint, structured
-        if not structured:
-            return _clone_view(operator._product(*vectors, adjoint))
-        return tuple(_clone_view(out) for out in operator._product(list(vectors), adjoint))
+    def forward(ctx: Any, operator: Any, adjoint: bool, names: list[str], *values: Tensor) -> tuple:
+        ctx.operator, ctx.adjoint, ctx.names = operator, adjoint, names
+        columns = {name: value.detach() for name, value in zip(names, values, strict=True)}
+        # no views, which autograd would not let users change in place
+        return tuple(column.clone() for column in _multiply(operator, columns, adjoint).values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
-        x = list(gradients) if ctx.structured else gradients[0]
+        names = _space_of_product(ctx.operator, ctx.adjoint).names
+        columns = dict(zip(names, gradients, strict=True))
         try:
-            out = ctx.operator._product(x, not ctx.adjoint)
+            with default_modes():
+                check_finite(columns)
+                out = multiply_columns(ctx.operator, columns, not ctx.adjoint)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"The gradient of a product is a product with the adjoint. {error}"
             ) from error
-        return None, None, None, *(out if ctx.structured else (out,))
-
-
-def _clone_view(out: Tensor) -> Tensor:
-    """Return a tensor that may be changed in place, which autograd refuses for views."""
-    return out if base_of(out) is None else out.clone()
+        return None, None, None, *(out[name] for name in ctx.names)

@@ -51,7 +51,8 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         space: The space of the vectors. They are moved to its device and cast to its dtype.
 
     Returns:
-        The vectors as columns, and the function that writes a product in the same kind.
+        The vectors as columns, and the function that writes a product in the same kind. Autograd
+        follows both.
 
     Raises:
         ValueError: If shapes or names are not those of ``space``, or a value is not finite.
@@ -64,13 +65,13 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else as_tensor(x.detach(), space)
+    flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else _from_tensor(x, space)
     if flat.ndim not in (1, 2) or len(flat) != space.dim:
         raise ValueError(
             f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
         )
     columns = space.split(flat.unsqueeze(0) if flat.ndim == 1 else flat.T)
-    _check_finite(columns, flat)
+    check_finite(columns, flat)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Tensor | np.ndarray:
         rows = codomain.join(out)
@@ -89,8 +90,7 @@ def _from_numpy(x: np.ndarray, space: ParameterSpace) -> Tensor:
     return torch.from_numpy(x if min(x.strides, default=0) >= 0 else x.copy()).to(space.device)
 
 
-def as_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
-    """Return a tensor dense, and of a space's device and dtype."""
+def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
     _check_real(x.is_complex())
     x = x if x.layout is torch.strided else x.to_dense()
     x = x.to(space.device, space.dtype)
@@ -100,7 +100,7 @@ def as_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
 def _structure_to_columns(
     x: Sequence | Mapping, space: ParameterSpace
 ) -> tuple[Columns, FromColumns]:
-    values = by_name(x, space)
+    values = _by_name(x, space)
     for name, shape in space.shapes.items():
         if shape not in (values[name].shape, values[name].shape[:-1]):
             where = f" for parameter '{name}'" if name else ""
@@ -116,9 +116,9 @@ def _structure_to_columns(
             f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
     single, named = not any(counts.values()), isinstance(x, MAPPINGS)
-    columns = {name: as_tensor(value.detach(), space) for name, value in values.items()}
+    columns = {name: _from_tensor(value, space) for name, value in values.items()}
     columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in columns.items()}
-    _check_finite(columns)
+    check_finite(columns)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
@@ -130,7 +130,7 @@ def _structure_to_columns(
     return columns, from_columns
 
 
-def by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
+def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
     """Return the tensors of a list or dictionary by name, in the order of a space.
 
     Raises:
@@ -171,7 +171,12 @@ def _check_real(is_complex: bool) -> None:
         )
 
 
-def _check_finite(columns: Columns, joined: Tensor | None = None) -> None:
+def check_finite(columns: Columns, joined: Tensor | None = None) -> None:
+    """Refuse vectors that are not finite; ``joined`` has the same numbers in one tensor.
+
+    Raises:
+        ValueError: If a value is NaN or infinite.
+    """
     name = not_finite(columns, joined)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""

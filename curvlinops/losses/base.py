@@ -206,10 +206,10 @@ def _supported() -> str:
     ]
     return (
         f"Supported are {', '.join(sampled)}, and without sampling (fisher_type='type-2') "
-        f"{', '.join(others)}, but not with hooks, and not subclasses with a forward method of "
-        "their own. KFAC and EKFAC with fisher_type='empirical', and EFLinearOperator, support "
-        "every loss; GGNLinearOperator supports every twice differentiable function of the model's "
-        "output and the target."
+        f"{', '.join(others)}, but not subclasses with a forward method of their own, and not "
+        "modules with forward hooks. KFAC and EKFAC with fisher_type='empirical', and "
+        "EFLinearOperator, support every loss; GGNLinearOperator supports every twice "
+        "differentiable function of the model's output and the target."
     )
 
 

@@ -161,25 +161,26 @@ class DataLinearOperator(TorchLinearOperator):
     def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
         """Multiply some tensors of vectors, for some tensors of the product."""
         num_columns = next(iter(columns.values())).shape[0]
-        out = codomain.zeros(num_columns)
+        flat = codomain.empty(num_columns).zero_()
+        out, names = codomain.split(flat), codomain.names
         both = (([n for n in b if n in columns], [n for n in b if n in out]) for b in self._blocks)
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         if num_columns == 0 or not both:
             return out
         total, ranks = 0.0, self.risk.ranks
-        together = self._together("matmat", columns, wanted=codomain.names)
-        with together as columns, self._batches("matmat") as batches:
+        with (
+            self._together("matmat", columns, wanted=names) as columns,
+            self._batches("matmat") as batches,
+        ):
             for problem in batches:
                 apply = self._prepare(problem, num_columns * len(both))
                 for inputs, outputs in both:
                     V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
                     terms = apply(V, product)
                 total = total + terms
-        scale, flat = self.risk.scale(ranks.total(total)), ranks.add(codomain.join(out))
-        if scale != 1.0:
-            flat.mul_(scale)
-        out = codomain.split(flat)
-        self._check_finite(out, codomain)
+        flat = ranks.add(flat)
+        flat *= self.risk.scale(ranks.total(total))
+        self._check_finite(out, flat)
         return out
 
     def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
@@ -218,12 +219,19 @@ class DataLinearOperator(TorchLinearOperator):
     def _follow_changes(self) -> None:
         self.risk.model.follow()
         try:
-            restructured = self._cache.check(self._dependencies(), self.device)
-            if restructured or self._flags != train_flags(self.risk.model.roots):
+            changed = self._cache.check(self._dependencies(), self.device)
+            if changed is None:
+                changed = self._flags != train_flags(self.risk.model.roots)
+            if changed:
                 self._reconsider()
         except Exception:  # the next product shall meet it, too
-            self._flags = None
+            self._forget_changes()
             raise
+
+    def _forget_changes(self) -> None:
+        """Look at model and loss again at the next product; free what is kept."""
+        self._cache.clear()
+        self._flags = None
 
     def _reconsider(self) -> None:
         """Draw conclusions about model and loss again, after something in them has changed."""
@@ -244,16 +252,16 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""
-        loss = [self.loss_func, self.reduction]
-        if not self._cache.keeps:  # then it matters only how the loss is understood
-            return loss
-        options = self._settings() | {"chunk_size": self.chunk_size, "autodiff": self.autodiff}
-        return [*loss, *self.risk.model.dependencies(), *options, *options.values()]
+        loss, model = [self.loss_func, self.reduction], self.risk.model
+        if not self._cache.keeps:  # then it matters only how model and loss are understood
+            return [*loss, *train_flags(model.roots)]
+        options = self._settings().values()
+        return [*loss, *model.dependencies(), self.chunk_size, self.autodiff, *options]
 
     def _settings(self) -> dict[str, Any]:
-        """Return the operator's own options, by name."""
-        options = ((n, v) for n, v in vars(self).items() if isinstance(v, int | float | str))
-        return {name: value for name, value in options if name not in _shared_arguments()}
+        """Return the operator's own options that are numbers or strings, by name."""
+        options = ((name, getattr(self, name)) for name in _own_arguments(type(self)))
+        return {name: x for name, x in options if isinstance(x, int | float | str)}
 
     def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
@@ -265,8 +273,7 @@ class DataLinearOperator(TorchLinearOperator):
     def clear_cache(self) -> None:
         """Free the memory of the graphs that are kept, and look at model and loss again."""
         with exclusive():
-            self._cache.clear()
-            self._flags = None
+            self._forget_changes()
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -317,8 +324,9 @@ class DataLinearOperator(TorchLinearOperator):
             self._checked.add(flags)
         self._flags = flags
 
-    def _check_finite(self, out: Columns, space: ParameterSpace) -> None:
-        if (name := not_finite(out, space.joined_view(out))) is None:
+    def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
+        """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""
+        if (name := not_finite(out, flat)) is None:
             return
         if self.risk.loss is not None:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
@@ -330,5 +338,6 @@ class DataLinearOperator(TorchLinearOperator):
 
 
 @functools.cache
-def _shared_arguments() -> frozenset[str]:
-    return frozenset(field.name for field in fields(DataLinearOperator))
+def _own_arguments(cls: type[DataLinearOperator]) -> tuple[str, ...]:
+    shared = {field.name for field in fields(DataLinearOperator)}
+    return tuple(field.name for field in fields(cls) if field.name not in shared)

@@ -297,7 +297,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             for pieces, place in self._gradients(batches):
                 write_rows(pieces, out, place)
         out = {name: out[name] for name in self.domain.names}
-        self._check_finite(out, self.domain)
+        self._check_finite(out)
         return out
 
     @in_default_modes
@@ -351,7 +351,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         with self._batches(name) as batches:
             for pieces, _ in self._gradients(batches):
                 add_sums(out, pieces, of)
-        self._check_finite(out, space)
+        self._check_finite(out)
         return space.join(out) / self.shape[0]
 
     def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[Placed]:

@@ -96,7 +96,7 @@ class RowsLinearOperator(DataLinearOperator):
             for problem in places.of(batches):
                 part = self._prepare(problem, num_columns)(columns)
                 flat_out[:, places.next(part.shape[1])] = part
-        self._check_finite(out, rows)
+        self._check_finite(out)
         return out
 
     def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
@@ -111,7 +111,7 @@ class RowsLinearOperator(DataLinearOperator):
             for problem in places.of(batches):
                 apply, length = self._keep(problem, self._linearize_adjoint, "transposed")
                 apply(U[:, places.next(length)], out)
-        self._check_finite(out, space)
+        self._check_finite(out)
         return out
 
     def _gram(self, batches: list[tuple[dict[str, PerSampleGradient], Tensor]]) -> Tensor:
@@ -132,8 +132,7 @@ class RowsLinearOperator(DataLinearOperator):
         return out
 
     def _check(self, out: Tensor) -> None:
-        space = ParameterSpace.flat(out.numel(), out.dtype, out.device)
-        self._check_finite({"": out.reshape(1, -1)}, space)
+        self._check_finite({"": out.reshape(1, -1)})
 
 
 class RowPlaces:

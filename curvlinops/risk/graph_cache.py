@@ -66,7 +66,7 @@ class GraphCache:
         self._used, self._limit = 0, None
         self.active = self._is_checked = False
 
-    def check(self, watched: Iterable[Any], device: torch.device) -> bool:
+    def check(self, watched: Iterable[Any], device: torch.device) -> bool | None:
         """Begin a product: free the memory if anything has changed since the last one.
 
         Args:
@@ -74,14 +74,15 @@ class GraphCache:
             device: Where products are computed.
 
         Returns:
-            Whether anything but numbers in tensors has changed.
+            Whether anything but numbers in tensors has changed; ``None`` if there is no earlier
+            product to compare with.
         """
         if self._num_freezes and self._is_checked:
             self.active = self.keeps
             return False
         watched, previous = (*watched, *_settings(device)), self._fingerprint
-        restructured = previous is not None and not _holds(previous.has_structure, watched)
-        unchanged = previous is not None and not restructured and _holds(previous.has_numbers)
+        restructured = None if previous is None else not _holds(previous.has_structure, watched)
+        unchanged = restructured is False and _holds(previous.has_numbers)
         if not unchanged:
             self.clear()
             try:

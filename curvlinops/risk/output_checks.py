@@ -26,7 +26,7 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
     }
     if not coupling:
         return
-    names = ", ".join(coupling)
+    names = ", ".join(map(repr, coupling))
     if all(coupling.values()):
         what, remedy = "BatchNorm in train mode", "Call model.eval() to use running statistics."
     else:
@@ -34,10 +34,13 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
         remedy = "Keep them with track_running_stats=True, and call model.eval()."
     if operator is not None:
         raise ValueError(
-            f"{what} couples the samples of a batch ({names}), so that {operator}, which is made "
-            f"of single samples' gradients, is not defined. {remedy}"
+            f"{what} couples the samples of a batch (module {names}), but {operator} needs "
+            f"gradients of single samples. {remedy}"
         )
-    warn(f"{what} ({names}): the result depends on how the data is split into batches. {remedy}")
+    warn(
+        f"{what} (module {names}): the result depends on how the data is split into batches. "
+        f"{remedy}"
+    )
 
 
 def check_kind(batch: Batch, output: Any) -> None:

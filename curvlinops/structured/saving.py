@@ -32,14 +32,12 @@ def load(
     state = source if isinstance(source, Mapping) else read_state(source)
     metadata = metadata_of(state, "a structured operator")
     if "fingerprint" in metadata:
-        kind = "EKFAC" if any(name.endswith(".moment") for name in state) else "KFAC"
-        fisher_type = metadata["fingerprint"].get("fisher_type")
+        own = metadata["fingerprint"]
         raise ValueError(
-            f"This is the state of a {kind}LinearOperator with {fisher_type=}. It has the "
-            "factors without the model: build the operator with model, loss and data, and read "
-            "the state with its method load(path) or load_state_dict(state). What "
-            "curvlinops.load() reads is saved by K.structure.save(path) or "
-            "K.inverse(...).save(path)."
+            f"This is the state of a {own.get('class')} with fisher_type={own.get('fisher_type')!r}"
+            ". It has the factors without the model: build the operator with model, loss and data, "
+            "and read the state with its method load(path) or load_state_dict(state). "
+            "curvlinops.load() reads files of K.structure.save(path) and K.inverse(...).save(path)."
         )
     if metadata.get("format") != FORMAT:
         raise ValueError(

@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_, ne
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -29,8 +29,8 @@ REFERENCES = {
     classmethod: ("__func__",),
     functools._lru_cache_wrapper: ("__wrapped__",),
 }
-#: Installed modules, and PyTorch's operators.
-_CONSTANT = (ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+#: The types of PyTorch's operators.
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 #: What Python itself writes into classes.
 _METADATA = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__"),
@@ -172,9 +172,10 @@ def _place(tensor: Tensor) -> tuple:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor as integers."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.view(_INTEGERS[tensor.element_size()])
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
 
 
 def array_differs(array: np.ndarray, copy: np.ndarray) -> bool:
@@ -199,29 +200,46 @@ def _is_same(now: Any, before: Any) -> bool:
 
 def children(part: Any) -> tuple:
     """Return everything that an object refers to directly, with the names of attributes."""
-    kind = type(part)
+    return _reader(type(part))(part)
+
+
+@functools.cache
+def _reader(kind: type) -> Callable[[Any], tuple]:
+    """Return ``children`` of the objects of one type, so that types are looked at once."""
     if kind in _DICTS:
-        return (*part, *part.values())
+        return lambda part: (*part, *part.values())
     if kind in CONTAINERS:
-        return tuple(part)
+        return tuple
     if kind in REFERENCES:
-        return tuple(getattr(part, name) for name in REFERENCES[kind])
-    if isinstance(part, FunctionType):
-        return _of_function(part)
-    if isinstance(part, type):
-        return _of_class(part)
-    if isinstance(part, ModuleType) and not is_installed(part.__name__):
-        return tuple(x for name, x in vars(part).items() if not name.startswith("__"))
-    if isinstance(part, _CONSTANT) or _package(kind.__module__) == "curvlinops":
-        return ()
+        return lambda part: tuple(getattr(part, name) for name in REFERENCES[kind])
+    if kind is FunctionType:
+        return _of_function
+    if issubclass(kind, type):
+        return _of_class
+    if issubclass(kind, ModuleType):
+        return _of_module
+    if issubclass(kind, _OPERATORS) or _package(kind.__module__) == "curvlinops":
+        return lambda part: ()
     members = () if is_installed(kind.__module__) else (kind,)
-    if isinstance(part, Mapping):
-        members += (*part, *part.values())
-    elif isinstance(part, CONTAINERS):
-        members += tuple(part)
-    attributes = getattr(part, "__dict__", {})
-    slots = (getattr(part, name, None) for name in _slots(kind))
-    return (*members, *attributes, *attributes.values(), *slots)
+    is_mapping, is_container = issubclass(kind, Mapping), issubclass(kind, CONTAINERS)
+    slots = _slots(kind)
+
+    def of_object(part: Any) -> tuple:
+        attributes = getattr(part, "__dict__", {})
+        held = (*members, *attributes, *attributes.values())
+        if is_mapping:
+            held += (*part, *part.values())
+        elif is_container:
+            held += tuple(part)
+        return held + tuple(getattr(part, name, None) for name in slots) if slots else held
+
+    return of_object
+
+
+def _of_module(module: ModuleType) -> tuple:
+    if is_installed(module.__name__):
+        return ()
+    return tuple(value for name, value in vars(module).items() if not name.startswith("__"))
 
 
 def _of_class(part: type) -> tuple:
@@ -275,7 +293,6 @@ def _is_assigned(cell: Any) -> bool:
         return False
 
 
-@functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
     names = []
     for base in kind.__mro__:

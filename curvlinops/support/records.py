@@ -89,7 +89,8 @@ class _Writer:
         memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
         name = self._names.setdefault(memory, str(len(self.tensors)))
         self.tensors[name] = part
-        return {"tensor": name, "shape": list(value.shape)}
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": name, "shape": list(value.shape), "dtype": dtype}
 
     def _object(self, value: Any) -> dict[str, Any]:
         name = _NAMES.get(type(value))
@@ -122,15 +123,20 @@ class _Reader:
         if "items" in data:
             return dict(self.read(data["items"]))
         if "tensor" in data:
-            return self._finite(data["tensor"]).expand(data["shape"])
+            return self._tensor(data["tensor"], getattr(torch, data["dtype"])).expand(data["shape"])
         if "dtype" in data:
             return getattr(torch, data["dtype"])
         return self.device if "device" in data else self.objects[data["object"]]
 
-    def _finite(self, name: str) -> Tensor:
-        if not bool(self.tensors[name].isfinite().all()):
+    def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"The entry '{name}' of the saved state should be of {dtype}, got {tensor.dtype}."
+            )
+        if not bool(tensor.isfinite().all()):
             raise ValueError(f"The entry '{name}' of the saved state has NaN or infinite values.")
-        return self.tensors[name]
+        return tensor
 
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:

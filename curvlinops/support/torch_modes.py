@@ -30,20 +30,16 @@ _THREAD = _Thread()
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-def _autocasting() -> list[str]:
-    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-
-
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the package's lock and enter PyTorch's default modes; nothing changes if that is held.
+    """Hold the package's lock, in PyTorch's default modes; nothing changes if that is held.
 
     The lock is released while ``fetched`` waits for data.
     """
     if _THREAD.holds_lock:
         yield
         return
-    with _LOCK, default_modes():
+    with _LOCK, default_modes(), torch.enable_grad():
         _THREAD.holds_lock = True
         try:
             yield
@@ -77,7 +73,9 @@ def fetched(data: Iterable) -> Iterator:
 
 @contextmanager
 def default_modes() -> Iterator[None]:
-    """Leave inference mode, whose tensors autograd refuses, and autocast; record gradients.
+    """Leave inference mode, whose tensors autograd refuses, and autocast.
+
+    Whether gradients are recorded stays; in inference mode they are not.
 
     Raises:
         RuntimeError: In a transform of ``torch.func``, which would differentiate wrongly.
@@ -88,28 +86,21 @@ def default_modes() -> Iterator[None]:
             "jvp, jacrev). A @ X multiplies all columns of X at once, and torch.autograd.grad "
             "differentiates products with respect to the vectors."
         )
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    if not kinds and not torch.is_inference_mode_enabled():
+        yield
+        return
+    recording = torch.is_grad_enabled()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        for kind in _autocasting():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.set_grad_enabled(recording))
         yield
 
 
-def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that computes: it runs outside of inference mode and autocast.
-
-    Whether gradients are recorded stays; in inference mode they are not.
-    """
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_inference_mode_enabled() and not _autocasting():
-            return function(*args, **kwargs)
-        recording = torch.is_grad_enabled()
-        with default_modes(), torch.set_grad_enabled(recording):
-            return function(*args, **kwargs)
-
-    return run
+#: Decorates functions that compute: they run in PyTorch's default modes.
+in_default_modes = default_modes()
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,253 +1,354 @@
-"""Turns sums over the data into structured matrices."""
+"""How layers use the parameters, and the diagonal blocks that follow from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.gradients import PulledBackGradient
+from curvlinops.layers.recorded import Part
+from curvlinops.operators.kfac.options import Fallback, FisherType, Options
+from curvlinops.structured.layout import ParameterView, are_disjoint
+from curvlinops.support.records import recorded
 
-from curvlinops.layers.covariance import mirror
-from curvlinops.layers.factors import Kind, relation, total
-from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.layout import unused_views
-from curvlinops.operators.kfac.options import FisherType, Options
-from curvlinops.operators.kfac.plan import BlockSpec
-from curvlinops.operators.kfac.sums import FactorSums, Sources
-from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
-from curvlinops.structured.diagonal import DiagonalLinearOperator
-from curvlinops.structured.factor import Factor
-from curvlinops.structured.kronecker import (
-    KroneckerProductLinearOperator,
-    SumOfKroneckersLinearOperator,
+#: What is summed over data, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
+#: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
+#: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); or ``TERMS``.
+Key = tuple[Any, str]
+
+#: The key of the data's share of the normalization.
+TERMS: Key = (None, "terms")
+
+#: The names of parameters and their shapes.
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+#: Parameters with at most so many entries get one exact block, larger ones one for each vector.
+_WHOLE = 4096
+
+#: Why a bias is in no block with a weight.
+_SEPARATE = (
+    "no block with a weight: it is added at other positions than those of the weight's inputs, as "
+    "in transposed convolutions, or not to the products with one weight only"
 )
-from curvlinops.structured.layout import Layout, ParameterView
-from curvlinops.structured.linalg import batches
+
+# --- how layers use the parameters
 
 
-class Product(NamedTuple):
-    """A Kronecker product of a block.
-
-    Attributes:
-        kind: Its shape.
-        gradients: B, the second moment of output gradients.
-        inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
-    """
-
-    kind: Kind
-    gradients: Factor
-    inputs: Factor | None = None
-
-
-class BlockFactors(NamedTuple):
-    """What a block consists of.
+@recorded
+class LayerUse(NamedTuple):
+    """How layers use a slice of a parameter. Kronecker factors are summed for each such use.
 
     Attributes:
-        block: The block.
-        products: Its Kronecker products, whose sum it is.
-        matrix: If it has none: matrices ``[G, D, D]`` of its parts, or their diagonals ``[G, D]``.
+        slice: The entries of the parameter that layers use, in the parameter's order.
+        kind: The shape of the Kronecker product, ``None`` if there is none.
+        is_product: Whether layers multiply by the parameter, or by a function of it, as by a
+            matrix.
+        partner: Of a weight, the bias that is added to all of its products, and to no others; of
+            that bias, the weight.
+        shares_gradients: Whether weight and bias have the same gradient factor B. It is summed for
+            the weight only.
     """
 
-    block: BlockSpec
-    products: tuple[Product, ...] = ()
-    matrix: Tensor | None = None
+    slice: ParameterView
+    kind: Kind | None
+    is_product: bool
+    partner: ParameterView | None = None
+    shares_gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        return self.slice.name
+
+    def has_bias_input(self, options: Options) -> bool:
+        """Return whether the inputs have a one as last entry, for the bias in the same block."""
+        return options.joint and self.partner is not None and not self.kind.shift
 
 
-def normalized(
-    sums: FactorSums,
-    scale: float,
-    space: ParameterSpace,
-    options: Options,
-    in_eigenbases: bool,
-) -> list[BlockFactors]:
-    """Turn sums into means.
+class Uses(NamedTuple):
+    """The uses of all parameters that some data shows.
+
+    Attributes:
+        known: How layers use them. Parameters without any use do not change the output.
+        unknown: Parameters whose uses are not known, each with the reason.
+    """
+
+    known: frozenset[LayerUse] = frozenset()
+    unknown: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, known: Iterable[LayerUse], unknown: Mapping[str, str]) -> "Uses":
+        """Return the uses, given the reasons by parameter."""
+        return cls(frozenset(known), tuple(sorted(unknown.items())))
+
+    def union(self, other: "Uses") -> "Uses":
+        """Return the uses that both data show."""
+        return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
+
+    def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
+        """Return whether other uses are among these."""
+        return self.known.issuperset(known) and dict(self.unknown).keys() >= unknown.keys()
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that are used."""
+        return {use.name for use in self.known} | dict(self.unknown).keys()
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The gradients of one use, and the calls of layers that they come from."""
+
+    use: LayerUse
+    parts: list[Part] = field(default_factory=list)
+    calls: set[tuple[Callable, int]] = field(default_factory=set)
+
+
+def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerUse, list[Part]]:
+    """Return a batch's gradients by use.
 
     Args:
-        sums: The sums.
-        scale: The risk's normalization c.
-        space: All parameters.
+        parts: The gradients that calls of layers contribute.
+        reduced: The parameters that are treated by the reduce setting.
+    """
+    groups: dict[LayerUse, _Group] = {}
+    weights: dict[tuple[Callable, int], _Group] = {}
+    biases: dict[tuple[Callable, int], _Group] = {}
+    for part in parts:
+        is_function = isinstance(part.form, PulledBackGradient)
+        kind = Kind.of(part.form.form if is_function else part.form, part.shift is not None)
+        own = None if is_function else kind
+        view = part.form.entries.view.in_order
+        if view.name != part.name:  # gradients with respect to all of a parameter may have no name
+            view = replace(view, name=part.name)
+        use = LayerUse(view, own, kind is not None)
+        group = groups.setdefault(use, _Group(use))
+        group.parts.append(part)
+        group.calls.add(call := (part.key.call, part.key.index))
+        if own is not None and part.shift is None:
+            weights[call] = group
+        elif own is not None and part.shift == 1.0 and not part.elsewhere:
+            biases[call] = group
+    for call, bias in biases.items():
+        weight = weights.get(call)
+        is_new = weight is not None and weight.use.partner is None
+        if is_new and _are_partners(weight, bias, weights, biases):
+            w, b = weight.use, bias.use
+            shares = w.kind.groups == 1 and (w.name in reduced) == (b.name in reduced)
+            weight.use = w._replace(partner=b.slice, shares_gradients=shares)
+            bias.use = b._replace(partner=w.slice, shares_gradients=shares)
+    return {group.use: group.parts for group in groups.values()}
+
+
+def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mapping) -> bool:
+    """Return whether a bias is added to all products with a weight, and to nothing else."""
+    kind, size = weight.use.kind, bias.use.kind.groups * bias.use.kind.outputs
+    return (
+        weight.calls == bias.calls
+        and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
+        and not kind.lookup
+        and size == kind.groups * kind.outputs
+        and bias.use.kind.view == bias.use.slice
+    )
+
+
+# --- which structure the blocks have
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a diagonal block of the approximation is.
+
+    Attributes:
+        slices: The entries of a parameter, or of a weight and of its bias.
+        structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
+        kinds: The shapes of the Kronecker products of which it is the sum.
+        groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
+        weight: For a bias with a block of its own: the weight to whose products it is added.
+        reason: Why it has this structure.
+    """
+
+    slices: tuple[ParameterView, ...]
+    structure: str
+    kinds: tuple[Kind, ...] = ()
+    groups: int = 1
+    weight: ParameterView | None = None
+    reason: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(view.name for view in self.slices)
+
+    @property
+    def views(self) -> tuple[ParameterView, ...]:
+        """The entries in the order of the matrices ``[G, O, I]`` of the first Kronecker product."""
+        return (self.kinds[0].view, *self.slices[1:]) if self.kinds else self.slices
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the exact block, or the diagonal of that."""
+        return self.structure in ("dense", "diagonal")
+
+
+@lru_cache(maxsize=64)  # passes over the same data lead to the same blocks
+def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec, ...]:
+    """Choose the structure of all blocks.
+
+    Args:
+        uses: How layers use the parameters.
+        shapes: All parameters.
         options: The options of the approximation.
-        in_eigenbases: Whether blocks that have an eigenbasis get no products. Their entries are in
-            the order of the basis then.
+
+    Raises:
+        NotImplementedError: If a parameter has no structure and none was chosen as fallback.
+        ValueError: If two parameters have one block and different settings.
     """
-    planned = list(zip(sums.plan.blocks, sums.plan.sources, strict=True))
-    bases = sums.bases if in_eigenbases else {}
-    wanted = [
-        (kind, own, kind.inputs + len(block.names) - 1)
-        for block, sources in planned
-        if block.slices not in bases
-        for kind, own in zip(block.kinds, sources, strict=True)
-    ]
-    inputs = iter(_input_factors(sums, [(own, n) for kind, own, n in wanted if not kind.shift]))
-    kinds = {own: kind for kind, own, _ in wanted}
-    if options.fisher_type is FisherType.FORWARD_ONLY:
-        like = _zeros(0, space)
-        gradients = {own: _factor(like.new_ones(k.groups, k.outputs)) for own, k in kinds.items()}
-    else:  # biases share the factors of their weights
-        totals = [_total(sums, own, "B") for own in kinds]
-        gradients = dict(zip(kinds, _factors(totals, scale), strict=True))
-    blocks = []
-    for block, sources in planned:
-        products = [
-            Product(kind, gradients[own], None if kind.shift else next(inputs))
-            for kind, own in zip(block.kinds, sources, strict=True)
-            if block.slices not in bases
-        ]
-        matrix = sums.tensors.get((block.names[0], "matrix"))
-        matrix = None if matrix is None else _mirrored(scale * matrix)
-        if block.slices in bases:
-            block = replace(block, kinds=(bases[block.slices].kind,))
-        blocks.append(BlockFactors(block, tuple(products), matrix))
-    return blocks
-
-
-def _input_factors(sums: FactorSums, wanted: Sequence[tuple[Sources, int]]) -> list[Factor]:
-    """Return means of inputs' outer products, given the uses and how many rows there are."""
-    if not wanted:
-        return []
-    counts = torch.stack([_total(sums, own, "count") for own, _ in wanted])
-    # no input at all: zeros; with decay, counts are below one, too
-    weights = counts.masked_fill(counts == 0, 1.0).reciprocal()
-    # the last row is that of the bias, which is left out if the bias has a block of its own
-    return _factors([_total(sums, own, "A", size) for own, size in wanted], weights)
-
-
-def _total(sums: FactorSums, uses: Sources, name: str, size: int | None = None) -> Tensor:
-    """Return the sum over uses, or its first rows and columns."""
-    tensors = [sums.tensors[use, name] for use in uses]
-    if size is not None:
-        tensors = [x[..., :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
-    if len({x.ndim for x in tensors}) > 1:
-        tensors = [x if x.ndim < 3 else x.diagonal(dim1=-2, dim2=-1) for x in tensors]
-    return total(tensors)
-
-
-def _factors(sums: Sequence[Tensor], weights: Tensor | float) -> list[Factor]:
-    """Return factors of sums.
-
-    Args:
-        sums: The sums ``[G, n, n]``, or their diagonals ``[G, n]``.
-        weights: By what they are multiplied, one number each, or one for all.
-    """
-    factors: dict[int, Factor] = {}
-    for some, sizes, batch in batches(sums):
-        weight = weights
-        if isinstance(weights, Tensor):
-            groups = torch.tensor(sizes, device=weights.device)
-            weight = weights[some].repeat_interleave(groups, output_size=len(batch)).to(batch)
-            weight = weight.view(-1, *[1] * (batch.ndim - 1))
-        matrices = _mirrored(weight * batch).split(sizes)
-        factors |= {i: _factor(matrix) for i, matrix in zip(some, matrices, strict=True)}
-    return [factors[i] for i in range(len(sums))]
-
-
-def _mirrored(matrix: Tensor) -> Tensor:
-    """Return what nobody else has without the asymmetry of rounding."""
-    if matrix.ndim == 3:
-        # it is a sum of outer products, which some processors do not round symmetrically
-        mirror(matrix)
-    return matrix
-
-
-def _factor(matrix: Tensor) -> Factor:
-    return Factor(matrix, symmetric=True, psd=True)
-
-
-#: Operators by the names of their parameters.
-Blocks = dict[tuple[str, ...], StructuredLinearOperator]
-
-#: Turns what a block consists of into a structured operator on its entries.
-Build = Callable[[BlockFactors], StructuredLinearOperator]
-
-
-def assemble(factors: Sequence[BlockFactors], space: ParameterSpace, build: Build) -> Blocks:
-    """Return all blocks, on their parameters.
-
-    Args:
-        factors: What the blocks consist of.
-        space: All parameters.
-        build: Makes one block.
-    """
-    blocks: Blocks = {}
-    for names, own in _by_names(factors):
-        own_space = space.restricted(names)
-        layouts, unused = _layouts(
-            tuple(each.block for each in own), tuple(own_space.shapes.items())
-        )
-        if unused.views:
-            layouts = [*layouts, unused]
-            # they have their share of damping
-            zeros = _zeros(unused.size, space).unsqueeze(0)
-            own = [*own, BlockFactors(BlockSpec(names, "zero"), matrix=zeros)]
-        with about(names):
-            operators = [build(each) for each in own]
-        blocks[names] = BlockDiagonalLinearOperator(operators, own_space, layouts)
-    return blocks
-
-
-def _by_names(factors: Iterable[BlockFactors]) -> Iterator[tuple[tuple, list[BlockFactors]]]:
-    groups: dict[tuple[str, ...], list[BlockFactors]] = {}
-    for each in factors:
-        groups.setdefault(each.block.names, []).append(each)
-    return iter(groups.items())
-
-
-@lru_cache(maxsize=1024)  # the same blocks come again with each inverse
-def _layouts(
-    blocks: tuple[BlockSpec, ...], shapes: tuple[tuple[str, tuple[int, ...]], ...]
-) -> tuple[list[Layout], Layout]:
-    """Return where the entries of blocks are in their parameters, and the entries of no block."""
-    layouts = [_layout(block, dict(shapes)) for block in blocks]
-    if sum(layout.size for layout in layouts) == sum(prod(shape) for _, shape in shapes):
-        return layouts, Layout(())
-    views = [view for layout in layouts for view in layout.views]
-    unused: list[ParameterView] = []
+    unknown = dict(uses.unknown)
+    by_name: dict[str, list[LayerUse]] = {}
+    for use in uses.known:
+        if use.name not in unknown and use.slice.size:
+            by_name.setdefault(use.name, []).append(use)
+    pairs = _pairs(by_name)
+    joined = pairs if options.joint else {}
+    for weight, bias in joined.items():
+        _check_same_setting(weight, bias, options)
+    blocks: list[BlockSpec] = []
     for name, shape in shapes:
-        unused += unused_views(name, shape, [view for view in views if view.name == name])
-    return layouts, Layout(tuple(unused))
+        if name in joined.values():
+            continue
+        if name in by_name:
+            blocks += _blocks_of(name, shape, by_name[name], name in joined, options)
+        elif name in unknown and prod(shape):
+            blocks.append(_fallback(name, shape, unknown[name], options))
+        else:
+            reason = "the output does not depend on it"
+            blocks.append(BlockSpec((whole(name, shape),), "zero", reason=reason))
+    if options.fisher_type is FisherType.FORWARD_ONLY:
+        _check_without_gradients(blocks)
+    if options.joint:
+        return tuple(blocks)
+    partners = {use.slice: use.partner for name in pairs.values() for use in by_name[name]}
+    return tuple(replace(block, weight=partners.get(block.slices[0])) for block in blocks)
 
 
-def _layout(block: BlockSpec, shapes: Mapping[str, Sequence[int]]) -> Layout:
-    """Return where a block's entries are: of several inputs, the last one is the bias."""
-
-    def all_of(name: str) -> ParameterView:
-        return ParameterView.of_axes(name, [(prod(shapes[name]), 1)])
-
-    if not block.kinds:
-        [name] = block.names
-        return Layout((all_of(name),))
-    kind, biases = block.kinds[0], block.slices[1:]
-    views = [kind.view, *(all_of(name) if place is None else place for name, place in biases)]
-    return Layout(tuple(views), kind.groups * kind.outputs)
+def _check_same_setting(weight: str, bias: str, options: Options) -> None:
+    if (weight in options.reduced) != (bias in options.reduced):
+        raise ValueError(
+            f"kfac_approx differs for '{weight}' and '{bias}', which have one block because of "
+            "separate_weight_and_bias=False. Choose one setting for both, e.g. by the name of "
+            "their module."
+        )
 
 
-def _zeros(size: int, space: ParameterSpace) -> Tensor:
-    return torch.zeros(size, dtype=space.dtype, device=space.device)
+def _check_without_gradients(blocks: Iterable[BlockSpec]) -> None:
+    for block in blocks:
+        if block.is_exact:
+            raise NotImplementedError(
+                f"fisher_type='forward-only' replaces a Kronecker factor, but '{block.names[0]}' "
+                f"has none ({block.reason}). Leave it out of params."
+            )
 
 
-def operator_of(factors: BlockFactors, space: ParameterSpace) -> StructuredLinearOperator:
-    """Return the operator on a block's entries."""
-    if factors.products:
-        return summed(factors.products)
-    if factors.matrix is not None:
-        return KroneckerProductLinearOperator(_factor(factors.matrix))
-    return DiagonalLinearOperator(_zeros(prod(space.shapes[factors.block.names[0]]), space))
+def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
+    """Return the weights that are always used together with one bias, and the bias."""
+    pairs = {}
+    for name, uses in by_name.items():
+        partners = {use.partner for use in uses}
+        names = {None if partner is None else partner.name for partner in partners}
+        if None in names or len(names) > 1 or uses[0].kind.shift:
+            continue
+        (bias,) = names
+        others = by_name.get(bias, [])
+        if (
+            len({use.kind._replace(view=None) for use in uses}) == 1
+            and len({use.slice for use in uses}) == len(partners) == len(uses)
+            and all(other.partner and other.partner.name == name for other in others)
+            and {other.slice for other in others} == partners
+        ):
+            pairs[name] = bias
+    return pairs
 
 
-def factors_of(product: Product) -> list[Factor]:
-    """Return the one or two factors of a product."""
-    return [product.gradients] + ([] if product.inputs is None else [product.inputs])
+def _blocks_of(
+    name: str, shape: Sequence[int], uses: list[LayerUse], is_joint: bool, options: Options
+) -> list[BlockSpec]:
+    """Return the blocks of a parameter's slices, jointly with those of its bias if wanted."""
+    if not any(use.is_product for use in uses):
+        return [_exact_block(name, shape, options)]
+    by_slice: dict[ParameterView, list[LayerUse]] = {}
+    for use in uses:
+        by_slice.setdefault(use.slice, []).append(use)
+    reason = _obstacle(by_slice)
+    if reason is not None:
+        return [_fallback(name, shape, reason, options)]
+    blocks = []
+    for own in _ordered(by_slice):
+        kinds = tuple(_kinds(by_slice[own]))
+        if is_joint:
+            (use,) = by_slice[own]
+            blocks.append(BlockSpec((own, use.partner), "kronecker", kinds))
+        else:
+            is_separate_bias = options.joint and all(kind.shift for kind in kinds)
+            reason = _SEPARATE if is_separate_bias else ""
+            blocks.append(BlockSpec((own,), "kronecker", kinds, reason=reason))
+    return blocks
 
 
-def summed(products: Sequence[Product]) -> StructuredLinearOperator:
-    """Return the sum of Kronecker products, in the order of the first one's entries."""
-    terms = []
-    for product in products:
-        factors = factors_of(product)
-        if relation(products[0].kind, product.kind) == "transposed":
-            factors.reverse()
-        terms.append(KroneckerProductLinearOperator(*factors))
-    return terms[0] if len(terms) == 1 else SumOfKroneckersLinearOperator(terms)
+def _obstacle(by_slice: Mapping[ParameterView, list[LayerUse]]) -> str | None:
+    """Return why slices of a parameter are no sums of Kronecker products, ``None`` if they are."""
+    without = [use for uses in by_slice.values() for use in uses if use.kind is None]
+    if any(use.is_product for use in without):
+        return "a layer uses a function of it"
+    if without or not are_disjoint(list(by_slice)):
+        return "layers use it in ways that do not go together"
+    for kinds in map(_kinds, by_slice.values()):
+        if not all(relation(kinds[0], kind) for kind in kinds):
+            return "layers use it as matrices of different shapes"
+    return None
+
+
+def _kinds(uses: Iterable[LayerUse]) -> list[Kind]:
+    """Return the kinds of uses in an order that does not depend on which was seen first."""
+    return _ordered({use.kind for use in uses}, lambda kind: (kind.lookup, repr(kind)))
+
+
+def _ordered(some: Collection[Any], key: Callable[[Any], Any] = repr) -> list[Any]:
+    return sorted(some, key=key) if len(some) > 1 else list(some)
+
+
+def _exact_block(name: str, shape: Sequence[int], options: Options) -> BlockSpec:
+    """Return the block of a parameter that is in no matrix product with data."""
+    lengths = [length for length in shape if length != 1] or [1]
+    groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    if groups * width <= min(limit, _WHOLE):
+        groups, width = 1, groups * width
+    if width > limit or groups * width**2 > limit**2:
+        return BlockSpec(
+            (whole(name, shape),), "diagonal", reason=f"larger than max_factor_size={limit}"
+        )
+    reason = "in no matrix product with data: its exact block"
+    if groups > 1:
+        reason += f", for each of {groups} vectors along the last axis"
+    return BlockSpec((whole(name, shape),), "dense", groups=groups, reason=reason)
+
+
+def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> BlockSpec:
+    if options.fallback is Fallback.ERROR:
+        raise NotImplementedError(
+            f"Parameter '{name}', {list(shape)}, has no Kronecker-factored block: "
+            f"{reason}. Leave it out of params, or choose fallback='diagonal' or "
+            "fallback='dense'."
+        )
+    limit = options.max_factor_size
+    if options.fallback is Fallback.DENSE and prod(shape) > limit:
+        reason += f", and it is larger than max_factor_size={limit}"
+        return BlockSpec((whole(name, shape),), "diagonal", reason=reason)
+    return BlockSpec((whole(name, shape),), options.fallback.value, reason=reason)
+
+
+def whole(name: str, shape: Sequence[int]) -> ParameterView:
+    """Return the view of all entries of a parameter, in order."""
+    return ParameterView.of_axes(name, [(prod(shape), 1)])

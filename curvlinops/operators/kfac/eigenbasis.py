@@ -12,7 +12,7 @@ from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
 from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
 from curvlinops.layers.recorded import Part
-from curvlinops.operators.kfac.blocks import BlockFactors
+from curvlinops.operators.kfac.layout import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, decompose, identity

@@ -1,28 +1,26 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import (
-    BlockFactors,
-    Blocks,
-    assemble,
-    normalized,
-    operator_of,
-)
+from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated, on_slice
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
+from curvlinops.operators.kfac.layout import BlockFactors, Blocks, assemble, normalize
 from curvlinops.operators.kfac.options import FisherType
-from curvlinops.operators.kfac.plan import BlockSpec, Slice, group_by_use
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.layout import ParameterView
 
 _OTHER_USES = (
     "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
@@ -48,8 +46,6 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ``"forward-only"``.
     """
 
-    _needs_second_pass = True
-
     def __post_init__(self) -> None:
         """Check the options, too."""
         if self.fisher_type == FisherType.FORWARD_ONLY:
@@ -72,69 +68,79 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         ranks, first, known = self.risk.ranks, sums.num_batches, sums.bases
         sums = super()._compute(sums, batches)
-        blocks = [block for block in sums.plan.blocks if block.structure == "kronecker"]
-        if lost := known.keys() - {block.slices for block in blocks}:
-            raise ChangedError([slices[0][0] for slices in lost], sums.plan.uses)
-        factors = normalized(sums, 1.0, self.space, self._options, in_eigenbases=True)
-        factors = [each for each in factors if each.products]
+        if lost := known.keys() - {block.slices for block in sums.blocks if block.kinds}:
+            raise ChangedError(next(iter(lost))[0].name)
+        factors = [each for each in normalize(sums, 1.0, without=known) if each.products]
         # eigenvectors are not unique: all ranks take those of the first one
         bases = [basis.map(ranks.first) for basis in eigenbases(factors)]
         sums.bases = known | dict(zip([each.block.slices for each in factors], bases, strict=True))
-        moments = FactorSums()
-
-        def add(problem: BatchProblem, samples: SampleGradients) -> None:
-            for u, last in mark_last(backpropagated(problem, samples, self._options)):
-                groups = group_by_use(samples.parts(u, last), self._options.reduced)
-                if not sums.plan.uses.includes(groups.keys(), samples.fallbacks):
-                    raise ValueError(_OTHER_USES)
-                by_slice: dict[Slice, list[Part]] = {block.slice: [] for block in blocks}
-                for use in list(groups):
-                    # what was added is not kept in memory
-                    parts = groups.pop(use)
-                    if (own := (use.name, use.place)) in by_slice:
-                        by_slice[own] += [on_slice(part, self.torch_dtype) for part in parts]
-                for block in blocks:
-                    parts, basis = by_slice.pop(block.slice), sums.bases[block.slices]
-                    if any(part.unsorted for part in parts):
-                        moment = self._one_by_one(basis, block, samples, u)
-                    elif parts:
-                        moment = basis.second_moment(parts)
-                    else:
-                        continue
-                    moments.add((block.slices, "moment"), moment)
-
-        with self._synchronized("eigenvalues"):
-            self._each_batch("eigenvalues", add, batches, first)
+        moments = replace(sums, tensors={}, num_batches=first)
+        with self._synchronized("eigenvalues"), self._batches("eigenvalues", batches) as problems:
+            for problem, samples in self._captured(problems, moments, by_sample=True):
+                self._add_moments(moments, problem, samples)
         sums.tensors |= ranks.add_all(moments.tensors, self.device)
         return sums
 
+    def _add_moments(
+        self, sums: FactorSums, problem: BatchProblem, samples: SampleGradients
+    ) -> None:
+        """Add a batch's squared gradients in the eigenbases of blocks."""
+        for u, last in mark_last(backpropagated(problem, samples, self._options)):
+            groups = group_by_use(samples.parts(u, last), self._options.reduced)
+            if not sums.uses.includes(groups.keys(), samples.fallbacks):
+                raise ValueError(_OTHER_USES)
+            by_slice: dict[ParameterView, list[Part]] = {slices[0]: [] for slices in sums.bases}
+            for use in list(groups):
+                parts = groups.pop(use)
+                if use.slice in by_slice:
+                    parts = [on_slice(part, self.torch_dtype) for part in parts]
+                    by_slice[use.slice].extend(parts)
+            for slices, basis in sums.bases.items():
+                # memory of gradients that were added is given back at once
+                parts = by_slice.pop(slices[0])
+                if any(part.unsorted for part in parts):
+                    moment = self._one_by_one(basis, slices, samples, u)
+                elif parts:
+                    moment = basis.second_moment(parts)
+                else:
+                    continue
+                sums.add((slices, "moment"), moment)
+
     def _one_by_one(
-        self, basis: Basis, block: BlockSpec, samples: SampleGradients, u: Tensor
+        self, basis: Basis, slices: tuple[ParameterView, ...], samples: SampleGradients, u: Tensor
     ) -> Tensor:
         """Return the second moment of gradients that are computed sample by sample."""
         total: Tensor | float = 0.0
-        for _, gradients in samples.one_by_one(u, block.names):
-            of_names = {
-                name: gradient.rows(slice(None)).flatten(0, 1)
-                for name, gradient in gradients.items()
-            }
-            rows = [
-                of_names[name].flatten(1) if view is None else view.gather(of_names)
-                for name, view in zip(
-                    block.names, (basis.kind.view, *block.places[1:]), strict=True
-                )
-            ]
-            rows = [x.to(self.torch_dtype) for x in rows]
+        views = basis.kind.view, *slices[1:]
+        for _, gradients in samples.one_by_one(u, [view.name for view in slices]):
+            of_names = {name: x.rows(slice(None)).flatten(0, 1) for name, x in gradients.items()}
+            rows = [view.gather(of_names).to(self.torch_dtype) for view in views]
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total
 
-    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
-        key = factors.block.slices
-        if key not in self._sums.bases:
-            return operator_of(factors, self.space)
-        eigenvalues = _without_rounding(self._sums.tensors[key, "moment"])
-        scale = self.risk.scale(self._sums.terms)
-        return self._sums.bases[key].diagonal(scale * eigenvalues)
+    def _structured_blocks(self) -> Blocks:
+        return self._assembled(lambda block: block)
+
+    def _assembled(
+        self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
+    ) -> Blocks:
+        """Apply a function to the blocks' operators on their entries; return all blocks."""
+        sums = self._factor_sums()
+        scale = self.risk.scale(sums.terms)
+
+        def build(factors: BlockFactors) -> StructuredLinearOperator:
+            key = factors.block.slices
+            if key not in sums.bases:
+                return function(factors.operator())
+            eigenvalues = scale * _without_rounding(sums.tensors[key, "moment"])
+            return function(sums.bases[key].diagonal(eigenvalues))
+
+        factors = normalize(sums, scale, without=sums.bases)
+        for i, (block, _, _) in enumerate(factors):
+            if block.slices in sums.bases:  # entries are in the order of the basis
+                block = replace(block, kinds=(sums.bases[block.slices].kind,))
+                factors[i] = factors[i]._replace(block=block)
+        return assemble(factors, self.space, build)
 
     def _inverse_blocks(self, damping: Damping) -> Blocks:
         if damping.heuristic or damping.of_inputs != damping.of_gradients:
@@ -143,11 +149,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
 
-        def invert(factors: BlockFactors) -> StructuredLinearOperator:
-            block = self._block(factors)
-            return block.inverse(damping.of_gradients, damping.retry_double_precision)
-
-        return assemble(self._block_factors(), self.space, invert)
+        arguments = damping.of_gradients, damping.retry_double_precision
+        return self._assembled(lambda block: block.inverse(*arguments))
 
 
 def _without_rounding(squares: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""What a batch adds to the sums of which the blocks of an approximation are made."""
+"""Adds a batch to the sums of which the blocks of an approximation are made."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from math import prod
 
 import torch
 from torch import Tensor
@@ -12,15 +11,9 @@ from curvlinops.layers.gradients import PerSampleGradient, Piece, PulledBackGrad
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
+from curvlinops.operators.kfac.blocks import TERMS, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
-from curvlinops.operators.kfac.plan import LayerUse, Uses, group_by_use
-from curvlinops.operators.kfac.sums import (
-    TERMS,
-    FactorSums,
-    Key,
-    Planner,
-    has_bias_input,
-)
+from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
     hessian_roots,
     mark_last,
@@ -66,66 +59,63 @@ def _all_vectors(
     return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
 
 
-def add_batch(
-    sums: FactorSums, problem: BatchProblem, samples: SampleGradients, planner: Planner
-) -> None:
+def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
     """Add a batch to sums.
 
     Args:
-        sums: The sums over the batches before.
+        sums: The sums over the batches before. Their blocks change if the batch shows new uses.
         problem: The risk on the batch.
         samples: The batch's forward pass.
-        planner: Chooses the structure of the blocks.
 
     Raises:
         ChangedError: If the batch uses a parameter in a way for which other sums are needed than
             those over the batches before.
     """
-    options = planner.options
-    vectors = backpropagated(problem, samples, options)
+    vectors = backpropagated(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
-        groups = group_by_use(samples.parts(u, last), options.reduced)
+        groups = group_by_use(samples.parts(u, last), sums.options.reduced)
         if chunk == 0:
-            unknown = samples.fallbacks | _unassigned(groups, options)
-            if not sums.plan.blocks or not sums.plan.uses.includes(groups.keys(), unknown):
-                uses = sums.plan.uses.union(Uses(frozenset(groups), unknown))
-                sums.plan = planner.extend(sums.plan, uses)
+            unknown = samples.fallbacks | _unassigned(groups, sums.options)
+            if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
+                new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
+                sums.uses, sums.blocks = new.uses, new.blocks
         exact = chain(_exact_forms(sums, groups, samples, u), samples.rest(u))
         for use in list(groups):
-            # what was added is not kept in memory
-            for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0, planner):
+            # memory of gradients that were added is given back at once
+            for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0):
                 sums.add(key, tensor)
-        _add_exact_blocks(sums, exact, planner)
+        _add_exact_blocks(sums, exact)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
 def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
-    """Return the parameters whose gradients should be those of samples but are not, and why."""
+    """Return the parameters whose gradients of samples are needed but not known, and why."""
     reasons = {}
     for use, parts in groups.items():
-        if use.name in options.reduced and use.kind and any(part.open for part in parts):
+        is_reduced = use.name in options.reduced
+        if is_reduced and use.kind and any(part.open for part in parts):
             reasons[use.name] = _OPEN
-        if (use.name in options.reduced or not use.kind) and any(part.unsorted for part in parts):
+        if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
             reasons[use.name] = _UNSORTED
     return reasons
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool, planner: Planner
+    sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Yield what the gradients of one use add to Kronecker factors."""
-    shapes, options = sums.plan.shapes, planner.options
-    of_inputs, of_gradients = shapes.get((use, "A")), shapes.get((use, "B"))
-    if of_inputs is None and of_gradients is None:
+    """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
+    kind, options = use.kind, sums.options
+    if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    dtype, reduce = planner.space.dtype, use.name in options.reduced
-    parts = [on_slice(part, dtype) for part in parts]
-    if of_gradients is not None:
-        yield (use, "B"), gradient_factor(parts, reduce, diagonal=len(of_gradients) == 2)
-    if of_inputs is not None and is_first_chunk:
-        bias = 1.0 if has_bias_input(use, options) else None
-        total, count = input_factor(parts, reduce, bias, diagonal=len(of_inputs) == 2)
+    parts = [on_slice(part, sums.space.dtype) for part in parts]
+    reduce, limit = use.name in options.reduced, options.max_factor_size
+    is_weights = kind.shift and use.shares_gradients
+    if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
+        yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
+    if is_first_chunk and not kind.shift and use.name not in sums.exact_blocks:
+        bias = 1.0 if use.has_bias_input(options) else None
+        total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
@@ -141,26 +131,25 @@ def _exact_forms(
     sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
 ) -> Iterable[Piece]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
-    names = {block.names[0] for block in sums.plan.blocks if block.is_exact}
+    names = sums.exact_blocks.keys()
     forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
             forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
             unsorted |= {use.name for part in parts if part.unsorted}
-    alone = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
     known = {name: sum_of(own) for name, own in forms.items() if own}
-    return chain([(slice(0, samples.num_samples), known)], alone)
+    one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
+    return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
 
-def _add_exact_blocks(sums: FactorSums, pieces: Iterable[Piece], planner: Planner) -> None:
+def _add_exact_blocks(sums: FactorSums, pieces: Iterable[Piece]) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    space = planner.space
-    blocks = {block.names[0]: block for block in sums.plan.blocks if block.is_exact}
+    blocks = sums.exact_blocks
     for _, gradients in pieces:
         for name, gradient in gradients.items():
-            block, size = blocks[name], prod(space.shapes[name])
+            block = blocks[name]
             for some in gradient.parts():
-                rows = gradient.rows(some).reshape(-1, block.groups, size // block.groups)
-                is_diagonal = block.structure == "diagonal"
-                sums.add((name, "matrix"), moment(rows.to(space.dtype), diagonal=is_diagonal))
+                rows = gradient.rows(some).to(sums.space.dtype)
+                rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
+                sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))

@@ -3,20 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import (
-    BlockFactors,
-    Blocks,
-    Build,
-    Product,
-    factors_of,
-    operator_of,
-    summed,
-)
+from curvlinops.operators.kfac.layout import BlockFactors, Product
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, decompose, invert
@@ -28,7 +20,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 @dataclass(frozen=True)
 class Damping:
-    """What is added to which diagonal, checked; see ``KFACInverseLinearOperator``.
+    """The numbers that are added to diagonals, checked; see ``KFACInverseLinearOperator``.
 
     Attributes:
         of_inputs: What is added to A.
@@ -57,12 +49,11 @@ class Damping:
         pair = weight if product.inputs is None else product
         if self.heuristic and pair is not None:
             both = self._balanced(pair)
-        return list(both[: len(factors_of(product))])
+        return list(both[: len(product.factors)])
 
     def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
         """Divide the damping between B and A, ``[G, 1]`` each, by their average eigenvalues."""
-        factors = product.gradients, product.inputs
-        B, A = (factor.diagonal().double().mean(-1, keepdim=True) for factor in factors)
+        B, A = (f.diagonal().double().mean(-1, keepdim=True) for f in product.factors)
         ratio = (A / B).sqrt().where((A > 0) & (B > 0), 1.0)
         root = sqrt(self.of_inputs)
         return (root / ratio).clamp(min=self.minimum), (root * ratio).clamp(min=self.minimum)
@@ -98,93 +89,6 @@ def check_damping(
     return Damping(*numbers, heuristic, least, exact, retry_double_precision)
 
 
-def inverse_builder(
-    blocks: Sequence[BlockFactors], damping: Damping, space: ParameterSpace
-) -> Build:
-    """Return what makes the inverse of each of some blocks, on its entries.
-
-    Factors are inverted now, small ones all together. A bias and its weight add the same to a
-    gradient factor that they have in common.
-
-    Args:
-        blocks: All blocks.
-        damping: What is added to their factors.
-        space: All parameters.
-    """
-    retry = damping.retry_double_precision
-    single = {each.block.slice: each for each in blocks if len(each.products) == 1}
-    names: dict[Factor, str] = {}
-    dampings: list[float | Tensor] = []
-    for each in single.values():
-        weight = single.get(each.block.weight)
-        product = each.products[0]
-        both = damping.of(product, None if weight is None else weight.products[0])
-        for i, factor in enumerate(factors_of(product)):
-            if factor not in names:
-                names[factor] = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
-                dampings.append(both[i])
-    inverses = dict(
-        zip(names, _invert(list(names), dampings, list(names.values()), retry), strict=True)
-    )
-
-    def build(one: BlockFactors) -> StructuredLinearOperator:
-        if not one.products:
-            return operator_of(one, space).inverse(damping.of_gradients, retry)
-        if len(one.products) == 1:
-            return KroneckerProductLinearOperator(
-                *(inverses[factor] for factor in factors_of(one.products[0]))
-            )
-        terms = [_damped(product, damping) for product in one.products]
-        return summed(terms).inverse(retry_double_precision=retry)
-
-    return build
-
-
-def _damped(product: Product, damping: Damping) -> Product:
-    """Add damping to the factors of one of several products."""
-    factors = factors_of(product)
-    names = [name_of_factor(i) for i in range(len(factors))]
-    decompose(factors, names, [damping.retry_double_precision] * len(factors))
-    both = zip(factors, damping.of(product, None), strict=True)
-    return Product(product.kind, *(factor.shifted(number) for factor, number in both))
-
-
-def _invert(
-    factors: Sequence[Factor], dampings: Sequence[float | Tensor], names: Sequence[str], retry: bool
-) -> list[Factor]:
-    """Return the inverses of damped factors, equal sizes together.
-
-    Args:
-        factors: The factors.
-        dampings: One number each, or one for each group, ``[G, 1]``. The groups of a bias's weight
-            are equal parts of the bias, which has a single factor B. With the diagonal matrix D of
-            their dampings, ``(B + D)^-1`` is ``D^-1/2 (D^-1/2 B D^-1/2 + I)^-1 D^-1/2``.
-        names: What the factors are called in messages.
-        retry: Whether float64 is used where float32 does not suffice.
-    """
-    factors, shifts = list(factors), list(dampings)
-    scales: dict[int, Tensor] = {}
-    for i, (factor, damping) in enumerate(zip(factors, dampings, strict=True)):
-        if isinstance(damping, Tensor) and len(damping) > factor.groups:
-            entries = damping.expand(-1, factor.rows // len(damping)).reshape(1, -1)
-            if bool(entries.all()):
-                scales[i], shifts[i] = entries.rsqrt(), 1.0
-                factors[i] = _rescaled(factor, scales[i])
-            else:  # the damping is zero
-                shifts[i] = 0.0
-    inverses = invert(factors, shifts, names, retry)
-    return [_rescaled(f, scales[i]) if i in scales else f for i, f in enumerate(inverses)]
-
-
-def _rescaled(factor: Factor, scales: Tensor) -> Factor:
-    """Return ``diag(scales) F diag(scales)`` for scales ``[1, n]``."""
-    scales = scales.to(factor.tensor)
-    if factor.is_diagonal:
-        return Factor(factor.tensor * scales**2, psd=True)
-    matrix = factor.tensor * scales.unsqueeze(-1) * scales.unsqueeze(-2)
-    return Factor(matrix, symmetric=True, psd=True)
-
-
 def _non_negative(value: Any) -> float | None:
     """Return a finite number that is not negative, ``None`` if it is none."""
     try:
@@ -194,15 +98,67 @@ def _non_negative(value: Any) -> float | None:
     return number if isfinite(number) else None
 
 
-class Invertible(Protocol):
-    """A Kronecker-factored approximation."""
+def inverse_factors(blocks: Sequence[BlockFactors], damping: Damping) -> dict[Factor, Factor]:
+    """Return the damped inverses of the factors of blocks that are one Kronecker product.
 
-    @property
-    def space(self) -> ParameterSpace:
-        """The space of the vectors."""
+    A bias shares the gradient factor of its weight, and its damping.
 
-    def _inverse_blocks(self, damping: Damping) -> Blocks:
-        """Return the damped inverses of all blocks."""
+    Args:
+        blocks: All blocks.
+        damping: What is added to their factors.
+    """
+    single = {each.block.slices[0]: each for each in blocks if len(each.products) == 1}
+    names: dict[Factor, str] = {}
+    damped: list[Factor] = []
+    shifts: list[float | Tensor] = []
+    for each in single.values():
+        weight, product = single.get(each.block.weight), each.products[0]
+        both = damping.of(product, None if weight is None else weight.products[0])
+        for i, (factor, shift) in enumerate(zip(product.factors, both, strict=True)):
+            if factor not in names:
+                names[factor] = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
+                if isinstance(shift, Tensor) and len(shift) > factor.groups:
+                    # the bias of a convolution with groups has one factor for all of them
+                    entries = shift.expand(-1, factor.rows // len(shift)).reshape(1, -1)
+                    factor, shift = _with_diagonal(factor, entries), 0.0
+                damped.append(factor)
+                shifts.append(shift)
+    inverses = invert(damped, shifts, list(names.values()), damping.retry_double_precision)
+    return dict(zip(names, inverses, strict=True))
+
+
+def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
+    """Return the sum of a factor with one group and a diagonal ``[1, n]``."""
+    entries = entries.to(factor.tensor)
+    tensor = factor.tensor + (entries if factor.is_diagonal else torch.diag_embed(entries))
+    return Factor(tensor, symmetric=True, psd=True)
+
+
+def inverse_block(
+    one: BlockFactors, inverses: dict[Factor, Factor], damping: Damping
+) -> StructuredLinearOperator:
+    """Return the damped inverse of a block, on its entries.
+
+    Args:
+        one: The matrices of the block.
+        inverses: The inverses of damped factors.
+        damping: What is added to other matrices.
+    """
+    if not one.products:
+        return one.operator().inverse(damping.of_gradients, damping.retry_double_precision)
+    if len(one.products) == 1:
+        return KroneckerProductLinearOperator(*(inverses[f] for f in one.products[0].factors))
+    damped = one._replace(products=tuple(_damped(p, damping) for p in one.products))
+    return damped.operator().inverse(retry_double_precision=damping.retry_double_precision)
+
+
+def _damped(product: Product, damping: Damping) -> Product:
+    """Add damping to the factors of one of several products."""
+    factors = product.factors
+    names = [name_of_factor(i) for i in range(len(factors))]
+    decompose(factors, names, [damping.retry_double_precision] * len(factors))
+    pairs = zip(factors, damping.of(product, None), strict=True)
+    return Product(product.kind, *(factor.shifted(number) for factor, number in pairs))
 
 
 class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
@@ -240,7 +196,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
     @in_default_modes
     def __init__(
         self,
-        A: Invertible,
+        A: Any,
         damping: float | tuple[float, float] = 0.0,
         use_heuristic_damping: bool = False,
         min_damping: float = 1e-8,

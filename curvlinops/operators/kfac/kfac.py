@@ -1,31 +1,37 @@
 """Kronecker-factored approximate curvature: what the approximations share, and KFAC."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
+from curvlinops.linear_operator.space import Columns
+from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kfac import storage
-from curvlinops.operators.kfac.blocks import (
-    BlockFactors,
-    Blocks,
-    assemble,
-    normalized,
-    operator_of,
-    summed,
-)
+from curvlinops.operators.kfac.blocks import TERMS, Uses
 from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
-    inverse_builder,
+    inverse_block,
+    inverse_factors,
+)
+from curvlinops.operators.kfac.layout import BlockFactors, Blocks, assemble, normalize
+from curvlinops.operators.kfac.modules import (
+    BlockReport,
+    FactorsByModule,
+    ModuleFactors,
+    by_module,
+    check_pairs,
+    report,
 )
 from curvlinops.operators.kfac.options import (
     Fallback,
@@ -34,20 +40,7 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kfac.plan import Uses
-from curvlinops.operators.kfac.report import (
-    HOW_TO_DAMP,
-    BlockReport,
-    FactorsByModule,
-    ModuleFactors,
-    Watched,
-    by_module,
-    check_pairs,
-    copied,
-    report,
-)
-from curvlinops.operators.kfac.structured import StructuredDataLinearOperator
-from curvlinops.operators.kfac.sums import TERMS, ChangedError, FactorSums, Planner
+from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
@@ -58,10 +51,25 @@ from curvlinops.support.torch_modes import in_default_modes
 
 P = ParamSpec("P")
 Operator = TypeVar("Operator")
+Result = TypeVar("Result")
+
+
+def _of_structure(
+    method: Callable[Concatenate[Any, P], Result],
+) -> Callable[Concatenate["KroneckerFactoredLinearOperator", P], Result]:
+    """Return the method that calls a method of the structured matrix."""
+
+    @wraps(method)
+    def call(
+        operator: "KroneckerFactoredLinearOperator", *args: P.args, **kwargs: P.kwargs
+    ) -> Result:
+        return getattr(operator.structure, method.__name__)(*args, **kwargs)
+
+    return call
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
+class KroneckerFactoredLinearOperator(DataLinearOperator):
     """A block-diagonal approximation whose blocks are made of small matrices.
 
     The matrices are computed at the first use, and then kept: they do not follow changes of the
@@ -131,7 +139,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
         self._terms_per_sample = terms
-        self._planner = Planner(self.space, self._options)
         self._replace(None)
 
     def _arguments(self) -> dict[str, Any]:
@@ -146,7 +153,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._replace(self._compute(FactorSums()))
+        self._replace(self._compute(FactorSums(self.space, self._options)))
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -165,7 +172,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
         more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
-        self._replace(sums.plus(more, more.plan, decay, overwrite=True))
+        self._replace(sums.plus(more, decay, overwrite=True))
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -180,97 +187,54 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         storage.check_kind(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
-        uses = sums.plan.uses.union(more.plan.uses)
-        plan = self._planner.extend(sums.plan, uses)
-        self._planner.extend(more.plan, uses)
-        self._replace(sums.plus(more, plan))
+        uses = sums.uses.union(more.uses)
+        self._replace(sums.with_uses(uses).plus(more.with_uses(uses)))
 
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
-        if self._watched.written:
-            self._modules, self._watched = None, Watched()
-            raise RuntimeError(
-                "Factors that were read from _input_covariances or _gradient_covariances were "
-                "changed in place, which changes no product with the operator. "
-                f"{HOW_TO_DAMP} The operator goes on with its own factors."
-            )
         return self._sums
 
     def _replace(self, sums: FactorSums | None) -> None:
-        """Take other sums, and drop what was made of those before."""
+        """Take other sums, and drop the matrices that were made of those before."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._structure_factors: list[BlockFactors] = []
-        self._modules: tuple[dict[str, ModuleFactors], list[BlockFactors]] | None = None
-        self._watched = Watched()
+        self._factors: list[BlockFactors] | None = None
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         """Return the sums over batches.
 
         Args:
-            sums: What is known of the batches before. It is changed.
+            sums: Empty sums, with the number of batches before and how these use the parameters.
             batches: The batches; ``None`` for all data.
         """
-        ranks, first = self.risk.ranks, sums.num_batches
-        with self._synchronized("factors" if batches is None else "update"):
-            sums = self._add_all(sums, batches)
-        if ranks.size > 1:
-            uses = reduce(Uses.union, ranks.gather_objects(sums.plan.uses))
-            with ranks.raise_on_all_ranks():
-                try:
-                    sums.plan = self._planner.extend(sums.plan, uses)
-                except ChangedError:
-                    if batches is not None:
-                        raise
-                    sums = self._add_all(sums.restarted(self._planner.plan(uses)), None)
-            sums = sums.over(ranks, self.device)
-        if batches is None and TERMS not in sums.tensors:
+        new, ranks = sums.emptied(), self.risk.ranks
+        task = "factors" if batches is None else "update"
+        with self._synchronized(task), self._batches("factors", batches) as problems:
+            for problem, samples in self._captured(problems, new):
+                add_batch(new, problem, samples)
+        uses = reduce(Uses.union, ranks.gather_objects(new.uses))
+        with ranks.raise_on_all_ranks():
+            new = new.with_uses(uses)
+        new = new.over(ranks)
+        if batches is None and TERMS not in new.tensors:
             raise ValueError("The data has no sample.")
-        sums.num_batches -= first
-        return sums
+        new.num_batches -= sums.num_batches
+        return new
 
-    def _add_all(self, sums: FactorSums, batches: Batches | None) -> FactorSums:
-        """Add the batches of this rank to sums, and return them."""
-
-        def add(problem: BatchProblem, samples: SampleGradients) -> None:
-            add_batch(sums, problem, samples, self._planner)
-
-        def needs_samples() -> bool:
-            # factors that sum over all rows need no samples; exact blocks do
-            has_exact_blocks = any(block.is_exact for block in sums.plan.blocks)
-            return bool(self._options.reduced or has_exact_blocks or not sums.plan.blocks)
-
-        try:
-            sums.num_batches = self._each_batch(
-                "factors", add, batches, sums.num_batches, needs_samples
-            )
-        except ChangedError as error:
-            if batches is not None:
-                raise
-            # a later batch needs sums of the first ones that these do not have: once more
-            return self._add_all(sums.restarted(self._planner.plan(error.uses)), None)
-        return sums
-
-    def _each_batch(
-        self,
-        description: str,
-        function: Callable[[BatchProblem, SampleGradients], None],
-        batches: Batches | None,
-        first: int,
-        needs_samples: Callable[[], bool] = lambda: True,
-    ) -> int:
-        """Call a function on each batch; number these from ``first``, and return the next."""
-        number = first
-        with self._batches(description, batches) as problems:
-            for number, problem in enumerate(problems, first + 1):
-                own = problem.on(Batch(number - 1, problem.batch.X, problem.batch.y))
-                backward = own.known(SampleBackward, type(self).__name__, True, True)
-                samples = backward.capture(own, needs_samples())
-                self._check_terms(own, samples)
-                if samples.num_samples:
-                    function(own, samples)
-        return number
+    def _captured(
+        self, problems: Iterable[BatchProblem], sums: FactorSums, by_sample: bool = False
+    ) -> Iterator[tuple[BatchProblem, SampleGradients]]:
+        """Yield batches that have samples with their forward passes, and count all batches."""
+        for problem in problems:
+            batch = problem.batch
+            own = problem.on(Batch(sums.num_batches, batch.X, batch.y))
+            backward = own.known(SampleBackward, type(self).__name__, True, True)
+            samples = backward.capture(own, by_sample or sums.need_samples)
+            self._check_terms(own, samples)
+            sums.num_batches += 1
+            if samples.num_samples:
+                yield own, samples
 
     def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
         expected = self._terms_per_sample
@@ -298,7 +262,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def report(self) -> list[BlockReport]:
         """Return for each diagonal block which structure it has, and why."""
-        return report(self._all_factors(), self._options.fisher_type)
+        return report(self._block_factors(), self._options.fisher_type)
 
     @property
     @in_default_modes
@@ -308,7 +272,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
         ``[G, I, I]``. A copy is made when a matrix is read.
         """
-        return self._copies("inputs")
+        return self._by_module("inputs")
 
     @property
     @in_default_modes
@@ -318,42 +282,39 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. A
         copy is made when a matrix is read.
         """
-        return self._copies("gradients")
+        return self._by_module("gradients")
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
         """Where the modules' weights and biases are among ``params``."""
-        return {name: dict(found.positions) for name, found in self._by_module()[0].items()}
+        return {name: dict(found.positions) for name, found in self._modules().items()}
 
-    def _by_module(self) -> tuple[dict[str, ModuleFactors], list[BlockFactors]]:
-        """Return the factors by module, and what all blocks consist of."""
-        if self._modules is None:
-            factors = self._all_factors()
-            self._modules = by_module(factors, self.space.names), factors
-        return self._modules
+    def _modules(self) -> dict[str, ModuleFactors]:
+        return by_module(self._block_factors(keep=True), self.space)
 
-    def _copies(self, kind: str) -> FactorsByModule:
-        self._factor_sums()  # complains if factors were changed in place
-        return self._covariances(kind, copied)
+    def _by_module(self, kind: str, dense: bool = False) -> FactorsByModule:
+        matrices = {name: getattr(module, kind) for name, module in self._modules().items()}
+        return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, dense)
 
-    def _covariances(self, kind: str, read: Callable[[str, Tensor], Tensor]) -> FactorsByModule:
-        modules, _ = self._by_module()
-        matrices = {name: getattr(module, kind) for name, module in modules.items()}
-        return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, read)
+    # names that published programs read, which rely on one dense pair for each weight
 
-    # names that published programs read, which rely on one dense pair for each weight. They get
-    # no copies, and may scale what they have read, but not use the operator after that
+    def _check_pairs(self) -> None:
+        fisher_type = self._options.fisher_type
+        check_pairs(self._modules(), self._block_factors(), self.space, fisher_type)
 
-    def _dense_pairs(self, kind: str) -> FactorsByModule:
-        check_pairs(*self._by_module(), self._options.fisher_type)
-        return self._covariances(kind, partial(self._watched.read, kind))
+    @property
+    def _input_covariances(self) -> FactorsByModule:
+        self._check_pairs()
+        return self._by_module("inputs", dense=True)
 
-    _input_covariances = property(lambda self: self._dense_pairs("inputs"))
-    _gradient_covariances = property(lambda self: self._dense_pairs("gradients"))
+    @property
+    def _gradient_covariances(self) -> FactorsByModule:
+        self._check_pairs()
+        return self._by_module("gradients", dense=True)
 
     @property
     def _mapping(self) -> dict[str, dict[str, int]]:
-        check_pairs(*self._by_module(), self._options.fisher_type)
+        self._check_pairs()
         return self.mapping
 
     # --- saving
@@ -374,11 +335,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If these are of other parameters, options, or another loss.
         """
-        own, has_bases = self._fingerprint(), self._needs_second_pass
-        self._replace(storage.unpack(state_dict, own, self._planner, has_bases))
+        self._replace(storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
 
     def _fingerprint(self) -> dict[str, Any]:
-        return storage.fingerprint(self.space, self._options, self.risk.loss)
+        return storage.fingerprint(self, self._options)
 
     @classmethod
     def from_state_dict(
@@ -409,31 +369,24 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            self._structure_factors = self._block_factors()
-            blocks = assemble(self._structure_factors, self.space, self._block)
-            self._structure = BlockDiagonalLinearOperator(blocks, self.space)
+            self._structure = BlockDiagonalLinearOperator(self._structured_blocks(), self.space)
         return self._structure
 
     @abstractmethod
-    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
-        """Return a block as an operator on its entries."""
+    def _structured_blocks(self) -> Blocks:
+        """Return all blocks as structured operators."""
 
     @abstractmethod
     def _inverse_blocks(self, damping: Damping) -> Blocks:
         """Return the damped inverses of all blocks."""
 
-    def _block_factors(self) -> list[BlockFactors]:
-        """Return what structure and inverses are built of."""
+    def _block_factors(self, keep: bool = False) -> list[BlockFactors]:
+        """Return the matrices of all blocks, which may be kept."""
         sums = self._factor_sums()
-        return self._structure_factors or self._normalized(sums, self._needs_second_pass)
-
-    def _all_factors(self) -> list[BlockFactors]:
-        """Return what blocks consist of before eigenvalues are corrected."""
-        return self._normalized(self._factor_sums(), False)
-
-    def _normalized(self, sums: FactorSums, in_eigenbases: bool) -> list[BlockFactors]:
-        scale = self.risk.scale(sums.terms)
-        return normalized(sums, scale, self.space, self._options, in_eigenbases)
+        factors = self._factors or normalize(sums, self.risk.scale(sums.terms))
+        if keep:
+            self._factors = factors
+        return factors
 
     @in_default_modes
     def inverse(
@@ -452,9 +405,44 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
         self._reconsider()
-        self._planner = Planner(self.space, self._options)
-        self._replace(None if self._sums is None else self._sums.to(self.space.device))
+        self._replace(None if self._sums is None else self._sums.to(self.space))
         return self
+
+    # --- methods of operators with structure
+
+    if TYPE_CHECKING:  # the dataclass would take annotations for options
+        __mul__: Multiple[StructuredLinearOperator]
+        __rmul__: Multiple[StructuredLinearOperator]
+
+    trace = _of_structure(StructuredLinearOperator.trace)
+    det = _of_structure(StructuredLinearOperator.det)
+    logdet = _of_structure(StructuredLinearOperator.logdet)
+    frobenius_norm = _of_structure(StructuredLinearOperator.frobenius_norm)
+    diagonal = _of_structure(StructuredLinearOperator.diagonal)
+    eigvalsh = _of_structure(StructuredLinearOperator.eigvalsh)
+    eigh = _of_structure(StructuredLinearOperator.eigh)
+    solve = _of_structure(StructuredLinearOperator.solve)
+    power = _of_structure(StructuredLinearOperator.power)
+    sample = _of_structure(StructuredLinearOperator.sample)
+
+    _has_structure = True
+    _scaled = _of_structure(StructuredLinearOperator._scaled)
+    _shifted = _of_structure(StructuredLinearOperator._shifted)
+    _raised = _of_structure(StructuredLinearOperator._raised)
+    _eigenpairs = _of_structure(StructuredLinearOperator._eigenpairs)
+    _apply_restricted = _of_structure(StructuredLinearOperator._apply_restricted)
+
+    def _apply(self, columns: Columns) -> Columns:
+        return self.structure._apply(columns)
+
+    def _structured(self) -> StructuredLinearOperator:
+        return self.structure
+
+    def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
+        return self.structure._plus(other) if other._has_structure else None
+
+    def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
+        return self.structure._times(other) if other._has_structure else None
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -478,21 +466,24 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _block(self, factors: BlockFactors) -> StructuredLinearOperator:
-        return operator_of(factors, self.space)
+    def _structured_blocks(self) -> Blocks:
+        return assemble(self._block_factors(keep=True), self.space, BlockFactors.operator)
 
     def _inverse_blocks(self, damping: Damping) -> Blocks:
+        factors = self._block_factors()
         if not damping.exact:
-            factors = self._block_factors()
-            return assemble(factors, self.space, inverse_builder(factors, damping, self.space))
-        # the structure keeps the eigendecompositions for other dampings
-        structure = self.structure
-        for block, products, _ in self._block_factors():
-            if damping.of_gradients and len(products) > 1 and not summed(products).can_be_written:
+            inverses = inverse_factors(factors, damping)
+            build = partial(inverse_block, inverses=inverses, damping=damping)
+            return assemble(factors, self.space, build)
+        for each in factors:
+            is_sum = damping.of_gradients and len(each.products) > 1
+            if is_sum and not each.operator().can_be_written:
                 raise ValueError(
-                    f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too large "
-                    "for exact damping. Use inverse(damping), which damps the factors of each of "
-                    "them; or leave the parameter out of params; or choose a smaller "
+                    f"Block {', '.join(each.block.names)!r} is a sum of Kronecker products, too "
+                    "large for exact damping. Use inverse(damping), which damps the factors of "
+                    "each of them; or leave the parameter out of params; or choose a smaller "
                     "max_factor_size, above which factors are diagonal."
                 )
+        # the structure keeps the eigendecompositions for other dampings
+        structure = self.structure
         return structure.inverse(damping.of_gradients, damping.retry_double_precision).blocks

@@ -1,30 +1,27 @@
-"""Sums over data as plain tensors and metadata, to be saved and loaded."""
+"""Saved factors: sums over data as plain tensors and metadata."""
 
 import hashlib
 import inspect
 import json
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
+from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.operators.kfac.options import Options
-from curvlinops.operators.kfac.plan import Uses
-from curvlinops.operators.kfac.sums import FactorSums, Key, Planner
+from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
 
-#: Of what is saved. It is raised when older files cannot be read any more.
-FORMAT = 5
-
-#: Options that choose the structure of blocks. They may differ where they make no difference.
-STRUCTURAL = ("max_factor_size", "fallback")
+#: The format of states. It is raised when older files cannot be read any more.
+FORMAT = 6
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -32,7 +29,7 @@ _SAME_LOSS = (
     "module, and use it in both."
 )
 
-#: What stands for functions that have no name of their own.
+#: Random names of functions that have no name of their own.
 _TOKENS: MutableMapping[Any, str] = WeakKeyDictionary()
 
 
@@ -43,42 +40,33 @@ def pack(sums: FactorSums, own: dict[str, Any]) -> dict[str, Any]:
         sums: The sums.
         own: The fingerprint of the operator that has computed them.
     """
-    uses = sums.plan.uses
-    content, bases = write(
+    content, tensors = write(
         {
-            "known": sorted(uses.known, key=repr),
-            "unknown": dict(uses.unknown),
-            "keys": list(sums.tensors),
-            "num_batches": sums.num_batches,
+            "known": sorted(sums.uses.known, key=repr),
+            "unknown": sums.uses.unknown,
+            "tensors": sums.tensors,
             "bases": sums.bases,
+            "num_batches": sums.num_batches,
         }
     )
     metadata = {"format": FORMAT, "fingerprint": own, "content": content}
-    entries = {_entry(i, key): tensor for i, (key, tensor) in enumerate(sums.tensors.items())}
-    return {"metadata": json.dumps(metadata), **entries, **bases}
-
-
-def _entry(number: int, key: Key) -> str:
-    """Return what a sum is called in a saved state, such as ``"3.layer.weight.A"``."""
-    of, name = key
-    of = of[0][0] if name == "moment" else getattr(of, "name", of)
-    return ".".join(str(part) for part in (number, of, name) if part is not None)
+    return {"metadata": json.dumps(metadata), **tensors}
 
 
 def unpack(
-    state: Mapping[str, Any], own: dict[str, Any], planner: Planner, has_bases: bool
+    state: Mapping[str, Any], own: dict[str, Any], space: ParameterSpace, options: Options
 ) -> FactorSums:
     """Return the sums of a saved state, in memory of their own.
 
     Args:
         state: What ``pack`` returned.
         own: The fingerprint of the operator that loads them.
-        planner: Plans this operator's blocks.
-        has_bases: Whether eigenbases and eigenvalues are loaded, too.
+        space: Its parameters.
+        options: Its options.
 
     Raises:
-        ValueError: If the state is not of this kind, or of other parameters, options or loss; if an
-            entry is missing, or cannot be what it should be.
+        ValueError: If the state is not of this kind, or of other parameters, options or loss; if it
+            is damaged.
     """
     metadata = metadata_of(state, "a Kronecker-factored operator")
     if metadata.get("format") != FORMAT:
@@ -86,66 +74,25 @@ def unpack(
             f"Unknown format {metadata.get('format')!r} of the saved state; factors have {FORMAT}. "
             "Structured operators, such as inverses, are read by curvlinops.load()."
         )
-    theirs, space = metadata["fingerprint"], planner.space
-    check_equal("saved state", theirs, {k: v for k, v in own.items() if k not in STRUCTURAL})
-    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-    vectors = {n: _take(tensors, n, x.shape, space) for n, x in tensors.items() if n.isdigit()}
-    content = read(metadata["content"], vectors, space.device)
-    try:
-        plan = planner.plan(Uses(frozenset(content["known"]), content["unknown"]))
-    except (NotImplementedError, ValueError) as error:
-        raise ValueError(_other_structure(theirs, own)) from error
-    shapes, bases = dict(plan.shapes), content["bases"] if has_bases else {}
-    for block in plan.blocks if has_bases else ():
-        if block.structure == "kronecker" and block.slices not in bases:
-            raise ValueError(
-                "The saved state has no eigenvalues: it is that of a KFACLinearOperator."
-            )
-    shapes |= {(key, "moment"): basis.shape for key, basis in bases.items()}
-    names = {key: _entry(i, key) for i, key in enumerate(content["keys"]) if key in shapes}
-    is_alike = _structural(theirs) == _structural(own)
-    for key, shape in shapes.items() if not is_alike else ():
-        if key not in names or tensors[names[key]].shape != shape:
-            raise ValueError(_other_structure(theirs, own))
-    sums = {key: _take(tensors, name, shapes[key], space) for key, name in names.items()}
-    return FactorSums(plan, sums, bases, content["num_batches"])
+    check_equal("saved state", metadata["fingerprint"], own)
+    entries = {
+        name: x.to(space.device, copy=True) for name, x in state.items() if isinstance(x, Tensor)
+    }
+    content = read(metadata["content"], entries, space.device)
+    tensors, bases = content["tensors"], content["bases"]
+    uses = Uses(frozenset(content["known"]), content["unknown"])
+    sums = FactorSums(space, options).with_uses(uses)
+    return replace(sums, tensors=tensors, bases=bases, num_batches=content["num_batches"])
 
 
-def _take(
-    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], space: ParameterSpace
-) -> Tensor:
-    """Return a copy of an entry of a saved state."""
-    if name not in tensors:
-        raise ValueError(f"The saved state has no entry '{name}'.")
-    # counts are scalars in float64
-    tensor, dtype = tensors[name], space.dtype if shape else torch.float64
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"The entry '{name}' of the saved state should be of shape {list(shape)} and {dtype}, "
-            f"got {list(tensor.shape)} and {tensor.dtype}."
-        )
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"The entry '{name}' of the saved state has NaN or infinite values.")
-    return tensor.to(space.device, copy=True)
-
-
-def _other_structure(theirs: dict[str, Any], own: dict[str, Any]) -> str:
-    return (
-        f"The saved state was computed with {_structural(theirs)}, under which blocks have "
-        f"another structure than under this operator's {_structural(own)}."
-    )
-
-
-def _structural(found: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={found.get(name)!r}" for name in STRUCTURAL)
-
-
-def fingerprint(space: ParameterSpace, options: Options, loss: Loss) -> dict[str, Any]:
-    """Return what must be equal for sums to have the same meaning."""
+def fingerprint(operator: Any, options: Options) -> dict[str, Any]:
+    """Return plain values that are equal for operators whose sums have the same meaning."""
+    space = operator.space
     return {
+        "class": type(operator).__name__,
         "parameters": [[name, list(shape)] for name, shape in space.shapes.items()],
         "dtype": str(space.dtype),
-        "loss": _identity(loss),
+        "loss": _identity(operator.risk.loss),
         "fisher_type": str(options.fisher_type),
         "exact": options.exact,
         "reduced": sorted(options.reduced),
@@ -156,12 +103,12 @@ def fingerprint(space: ParameterSpace, options: Options, loss: Loss) -> dict[str
 
 
 def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
-    """Check that sums of others have the same meaning as one's own.
+    """Compare the fingerprints of two operators.
 
     Args:
-        what: What the others are, in messages.
-        found: Their fingerprint.
-        own: One's own.
+        what: The source of the first one, for messages.
+        found: The fingerprint.
+        own: The fingerprint of this operator.
 
     Raises:
         ValueError: If they differ, naming the first difference.
@@ -189,7 +136,7 @@ def check_kind(own: Any, other: Any) -> None:
 
 
 def _identity(loss: Loss) -> dict[str, Any]:
-    """Return what is equal for equal losses only: plain values, which JSON can hold."""
+    """Return plain values that are equal for equal losses only."""
     found: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}
     module = loss.module
     if not type(module).__module__.startswith("torch.nn."):
@@ -206,7 +153,7 @@ def _identity(loss: Loss) -> dict[str, Any]:
 
 
 def _definition(function: Any) -> Any:
-    """Return what tells a function from others, also in another process if it has a name."""
+    """Return plain values that identify a function, in all processes if it has a name."""
     if isinstance(function, partial):
         values = [repr(function.args), repr(sorted(function.keywords.items()))]
         return [_definition(function.func), *values]

@@ -1,17 +1,16 @@
-"""What the blocks of an approximation are, and their factors by module."""
+"""Reports of the blocks of an approximation, and factors by module."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
 
-from curvlinops.operators.kfac.blocks import BlockFactors, Product, factors_of
+from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.kfac.layout import BlockFactors, Product
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
-from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes
-
-HOW_TO_DAMP = "Damp with inverse(damping=...), or with damped(delta)."
 
 
 class BlockReport(NamedTuple):
@@ -33,22 +32,21 @@ class BlockReport(NamedTuple):
 
 def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[BlockReport]:
     """Return what all blocks are."""
-    return [
-        BlockReport(
-            each.block.names,
-            each.block.structure,
-            tuple(tuple(f.tensor.shape) for p in each.products for f in factors_of(p))
-            + (() if each.matrix is None else (tuple(each.matrix.shape),)),
-            each.block.reason or _reason(each, fisher_type),
-        )
-        for each in factors
-    ]
+    reports = []
+    for block, products, matrix in factors:
+        matrices = [factor.tensor for product in products for factor in product.factors]
+        if block.is_exact:
+            matrices.append(matrix)
+        shapes = tuple(tuple(x.shape) for x in matrices)
+        reason = block.reason or _reason(products, fisher_type)
+        reports.append(BlockReport(block.names, block.structure, shapes, reason))
+    return reports
 
 
-def _reason(factors: BlockFactors, fisher_type: FisherType) -> str:
+def _reason(products: Iterable[Product], fisher_type: FisherType) -> str:
     """Say which matrices of a Kronecker product are diagonal, and why."""
     reasons = []
-    for product in factors.products:
+    for product in products:
         if product.inputs is not None and product.inputs.is_diagonal:
             why = "inputs are looked up" if product.kind.lookup else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
@@ -84,25 +82,26 @@ class ModuleFactors(NamedTuple):
         return _single(self.product.gradients)
 
 
-def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str, ModuleFactors]:
+def by_module(factors: Iterable[BlockFactors], space: ParameterSpace) -> dict[str, ModuleFactors]:
     """Return the factors of the modules whose weights are Kronecker products.
 
     Args:
-        factors: What the blocks consist of.
-        names: The names of all parameters.
+        factors: The matrices of all blocks.
+        space: All parameters.
 
     Returns:
         Factors by the name of the module; by the name of the parameter where a module has several
         weights, or where there is no module.
     """
     single = {
-        each.block.names[0]: each.products[0]
+        view.name: each.products[0]
         for each in factors
-        if len(each.products) == 1 and each.block.places[0] is None
+        if (view := each.block.slices[0]).size == prod(space.shapes[view.name])
+        and len(each.products) == 1
     }
     weights = {name: product for name, product in single.items() if product.inputs is not None}
     owners = [name.rpartition(".")[0] for name in weights]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: place for place, name in enumerate(space.names)}
     found = {}
     for name, product in weights.items():
         module, _, own = name.rpartition(".")
@@ -122,7 +121,8 @@ def by_module(factors: Sequence[BlockFactors], names: Sequence[str]) -> dict[str
 
 def check_pairs(
     modules: Mapping[str, ModuleFactors],
-    factors: Sequence[BlockFactors],
+    factors: Iterable[BlockFactors],
+    space: ParameterSpace,
     fisher_type: FisherType,
 ) -> None:
     """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
@@ -131,7 +131,8 @@ def check_pairs(
 
     Args:
         modules: The factors by module.
-        factors: What the blocks consist of.
+        factors: The matrices of all blocks.
+        space: All parameters.
         fisher_type: Says whether B is the identity, which is kept as its diagonal.
 
     Raises:
@@ -141,9 +142,8 @@ def check_pairs(
     for block, products, _ in factors:
         module, _, own = block.names[0].rpartition(".")
         known = modules.get(module)
-        is_plain = block.places[0] is None and not any(
-            not kind.view.is_all(kind.view.size) or kind.groups > 1 for kind in block.kinds
-        )
+        size = prod(space.shapes[block.names[0]])
+        is_plain = all(kind.view.is_all(size) and kind.groups == 1 for kind in block.kinds)
         if known is not None and len(products) == 1 and is_plain:
             A, B = known.inputs, known.gradients
             is_bias = own == "bias" and (A is None or products[0].gradients is known[0].gradients)
@@ -158,61 +158,36 @@ def check_pairs(
 
 
 class FactorsByModule(Mapping):
-    """Matrices by module, read one at a time. They cannot be replaced.
+    """Matrices by module. A copy is made when one is read; they cannot be replaced.
 
     Args:
         matrices: The matrices, or their diagonals.
-        read: Returns what is read of one, given the module's name and the matrix.
+        dense: Whether diagonals are read as matrices.
     """
 
-    def __init__(self, matrices: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]):
-        self._matrices, self._read = matrices, read
+    def __init__(self, matrices: Mapping[str, Tensor], dense: bool):
+        self._matrices, self._dense = matrices, dense
 
+    @in_default_modes
     def __getitem__(self, name: str) -> Tensor:
-        """Return the matrix of a module."""
-        return self._read(name, self._matrices[name])
+        """Return a copy of the matrix of a module."""
+        matrix = self._matrices[name]
+        return matrix.diag_embed() if self._dense and matrix.ndim == 1 else matrix.clone()
 
     def __setitem__(self, name: str, matrix: Tensor) -> None:
         """Refuse to replace a matrix."""
-        raise TypeError(f"Factors are read-only. {HOW_TO_DAMP}")
+        raise TypeError(
+            "Factors are read-only. Damp with inverse(damping=...), or with damped(delta)."
+        )
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names."""
         return iter(self._matrices)
 
     def __len__(self) -> int:
-        """Return the number of matrices."""
         return len(self._matrices)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self)})"
-
-
-@in_default_modes
-def copied(name: str, matrix: Tensor) -> Tensor:
-    """Return a copy of a matrix."""
-    return matrix.clone()
-
-
-class Watched:
-    """Factors that were read by programs which may write to them in place."""
-
-    def __init__(self):
-        self._known: dict[tuple[str, str], tuple[Tensor, int, int | None]] = {}
-
-    def read(self, kind: str, name: str, matrix: Tensor) -> Tensor:
-        """Return a dense matrix, the same tensor each time."""
-        key = (kind, name)
-        if key not in self._known:
-            matrix = matrix.diag_embed() if matrix.ndim == 1 else matrix
-            self._known[key] = matrix, id(matrix), version_of(matrix)
-        return self._known[key][0]
-
-    @property
-    def written(self) -> bool:
-        """Whether a matrix was changed in place since it was read."""
-        # copies of an operator have other tensors, which nobody has read, with other versions
-        return any(id(x) == i and version_of(x) != v for x, i, v in self._known.values())
 
 
 def _single(factor: Factor) -> Tensor:
