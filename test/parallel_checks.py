@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvlinops
-from curvlinops import EKFACLinearOperator, HessianLinearOperator, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.operators.kfac.sums import ChangedError
 
 #: By the number of processes: what they check together.
@@ -485,14 +485,6 @@ def running_statistics() -> None:
     changed(lambda _: model[-1].running_mean.add_(1.0), p)
     with fails(ValueError, r"\(frozen parameter or buffer\)"):
         together @ vector(together)
-    model.train()  # where they do not matter
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "BatchNorm in train mode")
-        shard = replace(p, data=[(torch.randn(4, 3).double(), torch.randint(3, (4,)))])
-        found = HessianLinearOperator(
-            model, p.loss, p.params, shard.data, process_group=group()
-        ).gradient_and_loss()[1]
-    assert_same_everywhere(found)
 
 
 @check()

@@ -423,49 +423,6 @@ def test_inputs_that_require_gradients_change_nothing():
         torch.testing.assert_close(A @ v, B @ v)
 
 
-@pytest.mark.parametrize("where", ["X", "y"])
-def test_tensors_of_a_batch_that_were_computed_from_each_other(where: str):
-    """The derivative of one with respect to the other counts, in all products."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    t, x = torch.rand(5, 1).double().requires_grad_(), torch.rand(5, 1).double()
-    both = torch.cat([t, x], 1)
-
-    class Flow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, X: dict) -> Tensor:
-            u = self.net(X["tx"])
-            return u + torch.autograd.grad(u.sum(), X["t"], create_graph=True)[0]
-
-    def residual(u: Tensor, y: Tensor) -> Tensor:
-        slope = torch.autograd.grad(u.sum(), y, create_graph=True)[0]
-        return (u + slope).square().sum()
-
-    params = list(net.parameters())
-    slope = torch.autograd.grad(net(both).sum(), t, create_graph=True)[0]
-    total = (net(both) + slope).square().sum()
-    grads = torch.autograd.grad(total, params, create_graph=True, materialize_grads=True)
-    grad = torch.cat([g.flatten() for g in grads])
-    rows = [
-        torch.autograd.grad(entry, params, retain_graph=True, materialize_grads=True)
-        for entry in grad
-    ]
-    expected = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
-    if where == "X":
-        X = {"t": t, "tx": both}
-        data, loss, model = [(X, torch.zeros(5, 1).double())], nn.MSELoss(reduction="sum"), Flow()
-    else:
-        data, loss, model = [(both, t)], residual, net
-    for cache in ("auto", "graph"):
-        operator = HessianLinearOperator(model, loss, params, data, cache=cache, reduction="sum")
-        for _ in range(3):
-            found = operator @ torch.eye(len(expected)).double()
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-
-
 class ByNumber(nn.Module):
     """Has a penalty while a number in a tensor is positive."""
 

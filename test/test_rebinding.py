@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
 
 from curvlinops import (
-    EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
@@ -81,7 +80,6 @@ REFERENCES = {
     PerSampleGradientLinearOperator: dense_rows,
     JacobianLinearOperator: dense_jacobian,
 }
-WITH_LOSS = [kind for kind in REFERENCES if kind is not JacobianLinearOperator]
 
 
 def build(kind: type, model: Callable, params: dict | list, **options: object):
@@ -234,57 +232,6 @@ def test_tied_entries_stay_equal():
     params["second"] = params["W"] + 1.0
     with pytest.raises(ValueError, match="one tied parameter"):
         operator @ torch.ones(8)
-
-
-class Weights:
-    """An object that is called, with tensors as attributes."""
-
-    def __init__(self):
-        self.W = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-        self.b = torch.randn(2, dtype=torch.float64, requires_grad=True)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return net(vars(self), x)
-
-
-def _closure(kind: str) -> tuple[Callable, Callable[[], list[Tensor]], Callable]:
-    """Return a closure, its tensors at any time, and what puts another one in W's place."""
-    m = Weights()
-    if kind == "object":
-        return m, lambda: [m.W, m.b], lambda new: setattr(m, "W", new)
-    tensors = [m.W, m.b]
-    function = lambda x: net({"W": tensors[0], "b": tensors[1]}, x)  # noqa: E731
-    return function, lambda: list(tensors), lambda new: tensors.__setitem__(0, new)
-
-
-LOST = r"no longer uses entries \[0\] of params"
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
-@pytest.mark.parametrize("closure", ["object", "list"])
-@pytest.mark.parametrize("kind", [*REFERENCES, EFLinearOperator, KFACLinearOperator])
-def test_tensors_of_closures(kind: type, closure: str, cache: str, trained: bool):
-    function, tensors, replace = _closure(closure)
-    options = {"fisher_type": "empirical"} if kind is KFACLinearOperator else {"cache": cache}
-    operator = build(kind, function, tensors(), **options)
-    V = torch.ones(operator.shape[1], 2, dtype=torch.float64)
-    multiply = lambda: operator @ V  # noqa: E731
-    if kind is KFACLinearOperator:
-        multiply = operator.compute_kronecker_factors
-    for _ in range(2):
-        multiply()
-    before = tensors()[0]
-    replace((before.detach() + 1.0).requires_grad_(trained))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=LOST):
-            multiply()
-    if kind in WITH_LOSS:
-        with pytest.raises(ValueError, match=LOST):
-            operator.gradient_and_loss()
-    build(kind, function, tensors(), **options)
-    replace(before)
-    multiply()
 
 
 def test_tensors_that_only_some_batches_use():

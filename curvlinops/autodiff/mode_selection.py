@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Head, Problem, Seed, transposed_jacobian
-from curvlinops.autodiff.graph_checks import GraphError
+from curvlinops.autodiff.evaluation import GraphError
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.modes import Forward, Reverse
 from curvlinops.linear_operator.space import Columns, dot, norm
@@ -21,24 +21,13 @@ Mode = Reverse | Forward
 #: Models may compute in less than that: Llama's norms in float32, under autocast in bfloat16.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
 
-#: Tests a mode on a batch with random vectors, and returns its discrepancy.
-DotTest = Callable[[Mode, Problem, Head], float]
+#: Tests a mode on a batch with random vectors, and returns its discrepancy; ``None`` if all
+#: derivatives vanish, so that there is nothing to compare.
+DotTest = Callable[[Mode, Problem, Head], float | None]
 
 
 class NoDerivativeError(RuntimeError):
     """PyTorch lacks a derivative of the model, in all modes."""
-
-
-class NothingToTest(Exception):
-    """A dot-test says nothing of a batch: all derivatives vanish, or do not exist.
-
-    Attributes:
-        mode: The first mode that runs.
-    """
-
-    def __init__(self, mode: Mode):
-        super().__init__()
-        self.mode = mode
 
 
 def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
@@ -53,18 +42,21 @@ def allowed_modes(model: Model, autodiff: str, reverse: Reverse) -> list[Mode]:
     return [Forward()] if autodiff == "forward" else [reverse, Forward()]
 
 
-def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -> Mode:
-    """Return the first mode that runs and passes the test.
+def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -> tuple[Mode, bool]:
+    """Choose the first mode that runs and passes the test.
 
     Args:
-        modes: What to choose from.
+        modes: The modes to choose from.
         dot_test: The test.
         problem: The model on a batch.
         head: A function of the output, for the test.
 
+    Returns:
+        The mode, and whether the test was possible: it is not if all derivatives vanish, or if none
+        is a number. The mode is then the first one that runs.
+
     Raises:
         NoDerivativeError: If there is none, with the reasons and what to do.
-        NothingToTest: If one runs, but all derivatives vanish, or do not exist.
     """
     dtypes = {leaf.dtype for leaf in problem.leaves().values()}
     if problem.facts.dtypes - {torch.float64}:  # float64 for parts of the model only
@@ -73,9 +65,12 @@ def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -
     failures, undefined, cause = [], [], None
     for mode in modes:
         name = type(mode).__name__.lower()
+        if isinstance(mode, Forward) and problem.facts.stops_gradients:
+            failures.append("forward mode: differentiates what the model computes under no_grad")
+            continue
         try:
             discrepancy = dot_test(mode, problem, head)
-        except (NothingToTest, GraphError):
+        except GraphError:
             raise
         except Exception as error:  # also of models that look at what a mode does
             if lacks_memory(error) or (mode is modes[-1] and not isinstance(error, RuntimeError)):
@@ -83,17 +78,19 @@ def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -
             failures.append(f"{name} mode: {first_line(error)}")
             cause = cause or error
             continue
+        if discrepancy is None:
+            return mode, False
         if discrepancy <= tolerance:
-            return mode
+            return mode, True
         if math.isnan(discrepancy):
             undefined.append(mode)
         failures.append(f"{name} mode: fails its dot-test, off by {discrepancy:.1e}")
-    if len(undefined) == len(modes):
-        raise NothingToTest(undefined[0])  # the product's own check says where
+    if undefined:  # the check of the product names the parameter
+        return undefined[0], False
     raise NoDerivativeError(_explain(failures, modes)) from cause
 
 
-def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float:
+def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float | None:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
 
     Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
@@ -116,7 +113,7 @@ def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float:
     return abs(dot(u, Hv) - dot(v, Hu)) / (found + _noise(seeds[0]))
 
 
-def adjoint_of_jacobian(mode: Mode, problem: Problem, head: Head) -> float:
+def adjoint_of_jacobian(mode: Mode, problem: Problem, head: Head) -> float | None:
     """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
 
     Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
@@ -143,9 +140,7 @@ def adjoint_of_jacobian(mode: Mode, problem: Problem, head: Head) -> float:
     if found == 0.0:
         apply, _ = transposed_jacobian(problem)
         apply(noted[0].unsqueeze(0), Jw)
-        if norm(Jw) == 0.0:
-            raise NothingToTest(mode)
-        return norm(Jw) / (norm(Jw) + noise)
+        return norm(Jw) / (norm(Jw) + noise) if norm(Jw) else None
     scale = found + noise
     discrepancy = abs(float((w * Jv).sum()) - dot(Jw, v)) / scale
     if not isinstance(mode, Forward):

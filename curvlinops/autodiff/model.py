@@ -1,5 +1,6 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.autodiff.module_checks import check_modules
+from curvlinops.autodiff.overrides.embedding import check_options
 from curvlinops.autodiff.parameters import (
-    UserDictionary,
+    Kind,
     check_complete,
     check_distinct,
     check_params,
+    check_ties,
+    find_ties,
     is_named,
     named_parameters,
     read_params,
+    spread_error,
     with_attributes,
     without_history,
-    without_ties,
 )
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.support.torch_internals import modules_of, tensor_tables, without_hooks
@@ -28,6 +31,12 @@ from curvlinops.support.torch_internals import modules_of, tensor_tables, withou
 class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
 
+    Args:
+        source: The user's module or function.
+        params: The parameters by name, in the user's order.
+        given: The user's dictionary, whose entries may be other tensors later; ``None`` for a list.
+        ties: For further names of a tied parameter in this dictionary, the name in ``params``.
+
     Attributes:
         source: The user's module or function.
         params: The user's parameters by name, in the user's order.
@@ -35,28 +44,33 @@ class Model(ABC):
         module: The user's module, if the model is one.
         roots: All modules that the model is known to use.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
-        registered: All parameters of the module, by every name, when the operator was built.
-        differentiates: Whether it is known to differentiate with respect to parameters itself, as
-            meta-learning does, so that these have to require gradients in each evaluation.
     """
 
     module: nn.Module | None = None
     substitutable = True
-    differentiates = False
-    registered: Mapping[str, Tensor] = {}
 
     def __init__(
-        self, source: Any, params: dict[str, Tensor], dictionary: UserDictionary | None = None
+        self,
+        source: Any,
+        params: dict[str, Tensor],
+        given: Mapping[str, Tensor] | None = None,
+        ties: Mapping[str, str] | None = None,
     ):
         check_params(params)
-        self.source, self.params, self._dictionary = source, params, dictionary
+        self.source, self.params, self.as_list = source, params, given is None
+        self._given, self._ties = ({}, {}) if given is None else (given, ties or {})
+        self._seen = dict(self._given)
+        self._kinds = {name: Kind.of(param) for name, param in params.items()}
         self.roots = find_modules(source)
-        self._shapes = {name: param.shape for name, param in params.items()}
-        self.as_list = dictionary is None
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the model on ``X``; inside an ``Evaluation`` at these values only."""
+
+    @property
+    def replaced(self) -> dict[int, str]:
+        """The names of the user's own tensors that are replaced in an evaluation, by id."""
+        return {id(param): name for name, param in self.params.items()}
 
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return what replaces parameters of modules in an evaluation, by the parameters' ids."""
@@ -74,31 +88,44 @@ class Model(ABC):
             leaf.replaces = name  # to know it if it turns up in a later evaluation
         return leaves
 
-    def follow(self, moves: bool = False) -> None:
-        """Use what the user's dictionary has now, and refuse other kinds and shapes."""
-        if self._dictionary is not None:
-            self._dictionary.update(self.params, moves)
-        for name, shape in self._shapes.items():
-            if self.params[name].shape != shape:
-                raise ValueError(
-                    f"Parameter '{name}' has shape {list(self.params[name].shape)}; it had "
-                    f"{list(shape)} when the operator was built. Build a new operator."
-                )
+    def follow(self, check_device: bool = True) -> None:
+        """Use the tensors that the user's dictionary has now.
 
-    def constants(self) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, for a pass that nobody differentiates."""
-        leaves = self.leaves()
-        if self.differentiates:
-            return leaves
-        return {name: leaf.detach() for name, leaf in leaves.items()}
+        Raises:
+            TypeError: If one is no tensor.
+            ValueError: If a parameter has another shape, dtype or device than before.
+        """
+        given = {name: self._given.get(name, param) for name, param in self._seen.items()}
+        changed = {name: param for name, param in given.items() if param is not self._seen[name]}
+        for name, param in changed.items():
+            if not isinstance(param, Tensor):
+                raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
+        for name, before in self._kinds.items():
+            param = changed.get(name, self.params[name])
+            now = param.shape, param.dtype, param.device if check_device else before.device
+            if now != before:
+                raise ValueError(
+                    f"Parameter '{name}' is now {Kind(*now)}; it was {before} when the operator "
+                    "was built. Build a new operator."
+                )
+        if changed:
+            check_ties(given, self._ties)
+            self.params.update({n: param for n, param in changed.items() if n in self.params})
+            self._seen = given
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the parameters, and the user's module, to another device."""
+        self.follow(check_device=False)
+        self._move(device)
+        self._kinds = {name: Kind.of(param) for name, param in self.params.items()}
 
     def dependencies(self) -> list:
         """Return everything that the output depends on, apart from the input."""
         return [self.params, self.source]
 
     @abstractmethod
-    def to(self, device: torch.device | str) -> None:
-        """Move the parameters, and the user's module, to another device."""
+    def _move(self, device: torch.device | str) -> None:
+        """Move what ``to`` moves."""
 
     def pack(self, values: Mapping[str, Tensor]) -> list[Tensor] | dict[str, Tensor]:
         """Return tensors in the structure in which the user gave the parameters."""
@@ -108,14 +135,21 @@ class Model(ABC):
 class ModuleModel(Model):
     """A ``torch.nn.Module``, possibly wrapped for data parallelism or compiled."""
 
-    def __init__(self, module: nn.Module, params: Iterable[Tensor] | Mapping[str, Tensor]):
+    def __init__(self, module: nn.Module, params: list[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
-        registered, self.module = named_parameters(module)
-        check_complete({**registered, **dict(module.named_buffers())})
-        user = params
-        if not is_named(params):
+        self._registered, self.module = named_parameters(module)
+        buffers = dict(module.named_buffers())
+        check_complete({**self._registered, **buffers})
+        registered, given = self._registered, None
+        if is_named(params):
+            named, given = dict(params), params
+            for name in named.keys() - registered.keys():
+                kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
+                raise ValueError(
+                    f"'{name}' in params is {kind}. The model's parameters are {list(registered)}."
+                )
+        else:
             names = {id(param): name for name, param in reversed(registered.items())}
-            params = list(params)
             for i, param in enumerate(params):
                 if id(param) not in names:
                     raise ValueError(
@@ -123,20 +157,12 @@ class ModuleModel(Model):
                         f"the model. Its parameters are {list(registered)}."
                     )
             check_distinct(params, names)
-            params = {names[id(param)]: param for param in params}
-        params = dict(params)
-        for name in params:
-            if name not in registered:
-                buffers = dict(module.named_buffers())
-                kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
-                raise ValueError(
-                    f"'{name}' in params is {kind}. The model's parameters are {list(registered)}."
-                )
-        identities = {name: registered[name] for name in params}
-        dictionary = UserDictionary(user, identities) if is_named(user) else None
-        super().__init__(self.module, without_ties(params, registered), dictionary)
+            named = {names[id(param)]: param for param in params}
+        ties = find_ties({name: registered[name] for name in named})
+        check_ties(named, ties)
+        untied = {name: param for name, param in named.items() if name not in ties}
+        super().__init__(self.module, untied, given, ties)
         # name in `params` -> the module's own parameter
-        self.registered = registered
         self._targets = {name: registered[name] for name in self.params}
         for name, param in self.params.items():
             if param.shape != registered[name].shape:
@@ -149,14 +175,18 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the module, whose parameters stay the same objects, and values of its own."""
-        self.follow(moves=True)
+    def _move(self, device: torch.device | str) -> None:
+        # the module's parameters stay the same objects
         self.module.to(device)
         self.params = {
             name: param if param is self._targets[name] else param.to(device)
             for name, param in self.params.items()
         }
+
+    @property
+    def replaced(self) -> dict[int, str]:
+        """The user's parameters, and all of the module's."""
+        return super().replaced | {id(param): name for name, param in self._registered.items()}
 
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
@@ -178,8 +208,7 @@ class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
-        dictionary = UserDictionary(params, {name: name for name in params})
-        super().__init__(function, dict(params), dictionary)
+        super().__init__(function, dict(params), params)
         check_distinct(list(self.params.values()), {id(p): n for n, p in self.params.items()})
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -187,9 +216,7 @@ class FunctionalModel(Model):
         params = self.params
         return self.source({n: with_attributes(x, params[n]) for n, x in values.items()}, X)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the parameters."""
-        self.follow(moves=True)
+    def _move(self, device: torch.device | str) -> None:
         self.params = {name: param.to(device) for name, param in self.params.items()}
 
 
@@ -198,8 +225,7 @@ class ClosureModel(Model):
 
     substitutable = False
 
-    def __init__(self, function: Callable, params: Iterable[Tensor]):
-        params = list(params)
+    def __init__(self, function: Callable, params: list[Tensor]):
         super().__init__(function, {str(i): param for i, param in enumerate(params)})
         check_distinct(params, {id(param): str(i) for i, param in enumerate(params)})
         if computed := [i for i, param in enumerate(params) if not param.is_leaf]:
@@ -208,20 +234,23 @@ class ClosureModel(Model):
                 "are. Pass the tensors that they are computed from, and let the function compute "
                 "them."
             )
-        self.held: set[str] = set()  # those that the function was seen to refer to
 
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the closure."""
         return self.source(X)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the values of the user's tensors."""
+    def _move(self, device: torch.device | str) -> None:
         for param in self.params.values():
             param.data = param.data.to(device)
 
     def __deepcopy__(self, memo: dict) -> "ClosureModel":
         """Share the tensors: the function, which is not copied, uses these."""
-        return ClosureModel(self.source, self.params.values())
+        return ClosureModel(self.source, list(self.params.values()))
+
+    @property
+    def replaced(self) -> dict[int, str]:
+        """Nothing: the function uses the user's tensors."""
+        return {}
 
     def leaves(self) -> dict[str, Tensor]:
         """Return the user's tensors, see ``requiring_gradients``."""
@@ -262,3 +291,26 @@ def wrap_model(model_func: Any, params: Any) -> Model:
 def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
     """Return which modules, children included, are in train mode."""
     return tuple(module.training for module in modules_of(roots))
+
+
+def check_modules(module: nn.Module) -> None:
+    """Refuse a model with a module that cannot be differentiated, by the module's name.
+
+    Raises:
+        TypeError: If the model contains TorchScript, or is spread over processes.
+        ValueError: If the gradient of a module is not one, or its forward changes parameters.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")  # imported by whoever spreads a module
+    spread = () if library is None else library.FullyShardedDataParallel
+    for name, child in module.named_modules():
+        where = f"The model's module '{name}'" if name else "The model"
+        if isinstance(child, spread):
+            raise spread_error(f"{where} is FullyShardedDataParallel")
+        if isinstance(child, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{where} is TorchScript, whose parameters cannot be replaced. "
+                "Pass the original module."
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            kind = f"'{name}' ({type(child).__name__})"
+            check_options(kind, child.max_norm, child.scale_grad_by_freq)

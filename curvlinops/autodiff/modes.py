@@ -14,7 +14,8 @@ test suite:
   layers (PyTorch 2.13).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,6 @@ from curvlinops.autodiff.backward import (
     vjp_columns,
 )
 from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import check_memory
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.support.rng import preserved_rng
 
@@ -140,15 +140,11 @@ class Forward:
         """Prepare products with the Hessian of a scalar function of the output; see ``Reverse``."""
 
         def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor]:
-            with forward_ad.dual_level():
-                evaluation, duals, leaves = _dual_evaluation(problem, v)
-                with evaluation.active():
-                    output = problem.output(evaluation)
-                    check_memory(output, leaves)
-                    (start, cotangent), terms = head(output)
-                    inputs = {name: duals[name] for name in names}
-                    grads = vjp({"": start}, {"": cotangent}, inputs, retain=False)
-                    return {name: _tangent(grad) for name, grad in grads.items()}, terms
+            with _dual_evaluation(problem, v) as (_, duals, output):
+                (start, cotangent), terms = head(output)
+                inputs = {name: duals[name] for name in names}
+                grads = vjp({"": start}, {"": cotangent}, inputs, retain=False)
+                return {name: _tangent(grad) for name, grad in grads.items()}, terms
 
         return _apply_each(problem, product)
 
@@ -192,13 +188,9 @@ _Recorded = tuple[Evaluation, Tensors, Tensor, Tensor]
 
 def _record_with_tangent(problem: Problem, v: Tensors) -> _Recorded:
     """Compute output and tangent in one pass."""
-    with forward_ad.dual_level():
-        evaluation, duals, leaves = _dual_evaluation(problem, v)
-        with evaluation.active():
-            dual = problem.output(evaluation)
-            check_memory(dual, leaves)
-            tangent = _tangent(dual, like=dual).detach()
-            output = forward_ad.unpack_dual(dual).primal
+    with _dual_evaluation(problem, v) as (evaluation, duals, dual):
+        tangent = _tangent(dual, like=dual).detach()
+        output = forward_ad.unpack_dual(dual).primal
     # the exit of the level clears tangents: they would be carried backward
     return evaluation, duals, output, tangent
 
@@ -213,13 +205,9 @@ def _record_after_tangent(problem: Problem, v: Tensors) -> _Recorded:
 
 def _push_forward(problem: Problem, v: Tensors, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a function of the output and of its tangent ``J v``; nothing is recorded."""
-    with forward_ad.dual_level():
-        evaluation, _, leaves = _dual_evaluation(problem, v, requires_grad=False)
-        with evaluation.active():
-            dual = problem.output(evaluation)
-            check_memory(dual, leaves)
-            tangent = _tangent(dual, like=dual).detach()
-            return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
+    with _dual_evaluation(problem, v, requires_grad=False) as (_, _, dual):
+        tangent = _tangent(dual, like=dual).detach()
+        return use(forward_ad.unpack_dual(dual).primal.detach(), tangent)
 
 
 def _apply_each(problem: Problem, product: Callable) -> Apply:
@@ -238,16 +226,26 @@ def _dtypes(problem: Problem) -> dict[str, torch.dtype]:
     return {name: leaf.dtype for name, leaf in problem.leaves().items()}
 
 
+@contextmanager
 def _dual_evaluation(
     problem: Problem, v: Tensors, requires_grad: bool = True
-) -> tuple[Evaluation, dict[str, Tensor], dict[str, Tensor]]:
-    """Return an evaluation whose parameters carry the tangents ``v``, these, and the primals."""
+) -> Iterator[tuple[Evaluation, dict[str, Tensor], Tensor]]:
+    """Evaluate the model with parameters that carry the tangents ``v``.
+
+    Yields:
+        The evaluation, which is active, these parameters, and the output with its tangent.
+    """
     leaves = problem.leaves() if requires_grad else problem.constants()
-    duals = {
-        name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
-        for name, leaf in leaves.items()
-    }
-    return problem.evaluation(duals, "forward"), duals, leaves
+    with forward_ad.dual_level():
+        duals = {
+            name: forward_ad.make_dual(leaf, v[name]) if name in v else leaf
+            for name, leaf in leaves.items()
+        }
+        evaluation = problem.evaluation(duals, "forward")
+        with evaluation.active():
+            output = problem.output(evaluation)
+            problem.check_memory(output, leaves)
+            yield evaluation, duals, output
 
 
 def _tangent(dual: Tensor | None, like: Tensor | None = None) -> Tensor | None:

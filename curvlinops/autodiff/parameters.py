@@ -1,9 +1,8 @@
 """The user's parameters: their names, and what they must be."""
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Set
-from operator import is_
-from typing import Any
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,68 +61,37 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
     return names, module
 
 
-class UserDictionary:
-    """The user's dictionary of parameters, whose entries may be other tensors later.
+class Kind(NamedTuple):
+    """What must not change of a parameter."""
 
-    Args:
-        params: The dictionary.
-        identities: What each name stands for, such as a parameter of the module.
-    """
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
-    def __init__(self, params: Mapping[str, Tensor], identities: Mapping[str, Hashable]):
-        self._params, self._identities = params, identities
-        self._met = dict(params)
+    @classmethod
+    def of(cls, param: Tensor) -> "Kind":
+        """Return the kind of a parameter."""
+        return cls(param.shape, param.dtype, param.device)
 
-    def update(self, params: dict[str, Tensor], moves: bool = False) -> None:
-        """Replace entries of ``params``, which are without ties, by those that are new.
-
-        Args:
-            params: The parameters in use.
-            moves: Whether they may be on another device.
-
-        Raises:
-            ValueError: If a new one is of another kind than the one in use.
-        """
-        now = {n: self._params.get(n, p) for n, p in self._met.items()}
-        if all(map(is_, now.values(), self._met.values())):
-            return
-        for name, param in now.items():
-            if not isinstance(param, Tensor):
-                raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
-        new = {
-            n: p for n, p in without_ties(now, self._identities).items() if p is not self._met[n]
-        }
-        for name, param in new.items():
-            if (new_kind := _kind(param, moves)) != (old_kind := _kind(params[name], moves)):
-                raise ValueError(
-                    f"Parameter '{name}' is now {' '.join(new_kind)}; it was {' '.join(old_kind)} "
-                    "before. Build a new operator."
-                )
-        params |= new
-        self._met = now
+    def __str__(self) -> str:
+        return f"of shape {list(self.shape)}, {self.dtype} on {self.device}"
 
 
-def _kind(param: Tensor, moves: bool) -> list[str]:
-    kind = [f"of shape {list(param.shape)},", str(param.dtype)]
-    return kind if moves else [*kind, f"on {param.device}"]
-
-
-def without_ties(
-    params: Mapping[str, Tensor], identities: Mapping[str, Hashable]
-) -> dict[str, Tensor]:
-    """Drop further names of one tied parameter, as in ``state_dict()`` of a tied model."""
+def find_ties(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return further names of one tied parameter, as in ``state_dict()``, with its first name."""
     first: dict[int, str] = {}
-    kept = {}
-    for name, param in params.items():
-        other = first.setdefault(id(identities[name]), name)
-        if other == name:
-            kept[name] = param
-        elif not torch.equal(param, params[other]):
+    pairs = ((name, first.setdefault(id(param), name)) for name, param in parameters.items())
+    return {name: other for name, other in pairs if other != name}
+
+
+def check_ties(params: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
+    """Refuse different values of one tied parameter."""
+    for name, other in ties.items():
+        if params[name] is not params[other] and not torch.equal(params[name], params[other]):
             raise ValueError(
                 f"'{other}' and '{name}' in params are one tied parameter of the model, but have "
                 "different values."
             )
-    return kept
 
 
 def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:

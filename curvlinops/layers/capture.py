@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.autodiff.graph_checks import DIFFERENTIATING
 from curvlinops.layers.batch_axis import candidates
 from curvlinops.layers.decompositions import COMPOSED, WRITING
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.rules import RULES, Rule, Use
 from curvlinops.structured.layout import ParameterView
+from curvlinops.support.autograd_graph import DIFFERENTIATING
 from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import base_of, in_transform, version_of
 

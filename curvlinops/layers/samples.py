@@ -12,7 +12,7 @@ from curvlinops.layers.check import autograd_sums, reason_of
 from curvlinops.layers.fallback import OneByOne
 from curvlinops.layers.gradients import BYTES, Piece
 from curvlinops.layers.recorded import Part, RecordedBatch, evident_samples
-from curvlinops.risk.sample_coupling import check_first_sample
+from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.warnings import first_line
@@ -222,8 +222,8 @@ class SampleBackward:
                 self._axes.clear()
                 self._group(problem, batch)
                 batch.examine({})
-        if batch.unsorted() and self._independent:
-            check_first_sample(problem, batch.output)
+        if batch.unsorted() and self._independent and couples_samples(problem, batch.output, 1):
+            raise ValueError(COUPLED)
         if not self._sums_rows:
             self._refuse(batch.unsorted(), "its gradients could not be assigned to samples")
         sure = {key: axis for key, axis in batch.axes.items() if key not in batch.open}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from curvlinops.autodiff.backward import Apply
 from curvlinops.autodiff.mode_selection import (
     Mode,
-    NothingToTest,
     adjoint_of_jacobian,
     allowed_modes,
     choose,
@@ -26,9 +25,9 @@ from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.empirical_risk import BatchProblem, EmpiricalRisk
+from curvlinops.risk.empirical_risk import OVERFLOW, BatchProblem, EmpiricalRisk
 from curvlinops.risk.graph_cache import GraphCache, check_cache
-from curvlinops.risk.output_checks import OVERFLOW, report_batch_statistics
+from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_choice, check_count
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, in_default_modes
@@ -138,8 +137,8 @@ class DataLinearOperator(TorchLinearOperator):
         """Return domain, codomain, and whether the operator is self-adjoint."""
         return self.risk.space, self.risk.space, True
 
-    def _choose(self, problem: BatchProblem, many: bool) -> Mode:
-        """Choose the mode, for one or for many products with the same graph.
+    def _choose(self, problem: BatchProblem, many: bool) -> tuple[Mode, bool]:
+        """Choose the mode for one or for many products with the same graph, see ``choose``.
 
         A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
         """
@@ -242,13 +241,13 @@ class DataLinearOperator(TorchLinearOperator):
         """Return the mode for one or for many products with one batch's graph."""
         key = ("mode", type(self), self.autodiff, self.chunk_size, many)
         known = self.risk.shared(problem)
-        if key not in known:
-            try:
-                with preserved_rng():  # the product draws as if there was no test
-                    known[key] = self._choose(problem, many)
-            except NothingToTest as found:  # another batch may tell
-                return found.mode
-        return known[key]
+        if key in known:
+            return known[key]
+        with preserved_rng():  # the product draws as if there was no test
+            mode, was_tested = self._choose(problem, many)
+        if was_tested:  # else another batch may tell
+            known[key] = mode
+        return mode
 
     def _dependencies(self) -> list:
         """Return all that products depend on, except for the data."""

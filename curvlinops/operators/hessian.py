@@ -1,7 +1,7 @@
 """The Hessian of the empirical risk."""
 
 from curvlinops.autodiff.backward import Apply
-from curvlinops.autodiff.mode_selection import Mode, NothingToTest, choose, symmetry_of_hessian
+from curvlinops.autodiff.mode_selection import Mode, choose, symmetry_of_hessian
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.custom_functions import check_custom_functions
 from curvlinops.risk.empirical_risk import BatchProblem
@@ -19,18 +19,11 @@ class HessianLinearOperator(DataLinearOperator):
     def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
         return mode.hessian(problem, problem.loss_seed)
 
-    def _choose(self, problem: BatchProblem, many: bool) -> Mode:
-        try:
-            mode = choose(self._modes, symmetry_of_hessian, problem, problem.loss_seed)
-        except NothingToTest as found:  # differences may still tell more
-            self._compare(problem, found.mode)
-            raise
-        self._compare(problem, mode)
-        return mode
-
-    def _compare(self, problem: BatchProblem, mode: Mode) -> None:
-        if self.autodiff != "reverse":
+    def _choose(self, problem: BatchProblem, many: bool) -> tuple[Mode, bool]:
+        mode, was_tested = choose(self._modes, symmetry_of_hessian, problem, problem.loss_seed)
+        if self.autodiff != "reverse" and problem.facts.custom_functions:
             check_custom_functions(problem, mode)
+        return mode, was_tested
 
     def _are_many(self, num_products: int) -> bool:
         return True  # on our benchmarks reverse mode is the faster one already for a single product

@@ -7,10 +7,10 @@ gradient, as in deep equilibrium models.
 """
 
 import torch
+from torch import Tensor
 
-from curvlinops.autodiff.backward import Tensors, vjp
+from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.mode_selection import Mode
-from curvlinops.linear_operator.space import Columns, norm
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
 
@@ -20,37 +20,37 @@ _TWICE = "the custom autograd functions, or hooks, of the model ({}) can be diff
 def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
     """Compare a Hessian product with central differences of the gradient, at two step sizes.
 
-    Only for models with custom autograd functions, or hooks on tensors (hooks on nodes of the
-    graph, ``grad_fn.register_hook``, cannot be seen).
+    For models with custom autograd functions, or hooks on tensors (hooks on nodes of the graph,
+    ``grad_fn.register_hook``, cannot be seen).
 
     Raises:
         RuntimeError: If they differ by more than 10 % at both step sizes.
     """
-    if not (functions := problem.facts.custom_functions):
-        return
-    names = ", ".join(sorted(functions))
-    theta = {name: leaf.detach() for name, leaf in problem.leaves().items()}
-    dtypes = {x.dtype for x in theta.values()} | problem.facts.dtypes
+    names = ", ".join(sorted(problem.facts.custom_functions))
+    leaves, space = problem.leaves(), problem.space
+    dtypes = {leaf.dtype for leaf in leaves.values()} | problem.facts.dtypes
     if not problem.can_substitute or not dtypes <= {torch.float32, torch.float64}:
         warn(
             f"Whether {_TWICE.format(names)} cannot be checked: the model is a closure, or has "
             "dtypes of less than 32 bits. If they cannot, the Hessian is wrong."
         )
         return
-    v = problem.space.randn(1, torch.Generator(problem.space.device).manual_seed(0))
+    theta = space.join({name: leaf.detach().unsqueeze(0) for name, leaf in leaves.items()})
+    v = space.join(space.randn(1, torch.Generator(space.device).manual_seed(0)))
     # not along parameters whose gradient is zero by definition, such as rows of padding
-    v = {n: torch.where(g == 0, 0.0, v[n][0]) for n, g in _gradient(problem, theta).items()}
-    product = problem.space.zeros(1)
-    columns = {name: x.unsqueeze(0) for name, x in v.items()}
-    mode.hessian(problem, problem.loss_seed)(columns, product)
-    scale = max(norm(theta), 1e-3) / max(norm(v), 1e-3)
+    v = torch.where(_gradient(problem, theta) == 0, 0.0, v)
+    product = space.zeros(1)
+    mode.hessian(problem, problem.loss_seed)(space.split(v), product)
+    Hv, slopes = space.join(product).double(), []
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    slopes = [_slope(problem, theta, v, step * scale) for step in (2 * eps**0.4, eps**0.4)]
-    Hv = {name: x[0] for name, x in product.items()}
-    error = min(_distance(Hv, slope) / max(norm(slope), 1e-30) for slope in slopes)
+    for step in (2 * eps**0.4, eps**0.4):
+        h = step * max(_norm(theta), 1e-3) / max(_norm(v), 1e-3)
+        difference = _gradient(problem, theta + h * v) - _gradient(problem, theta - h * v)
+        slopes.append(difference / (2 * h))
+    error = min(_norm(Hv - slope) / max(_norm(slope), 1e-30) for slope in slopes)
     if error <= 0.1:
         return
-    if error <= 3 * _distance(*slopes) / max(norm(slopes[1]), 1e-30):
+    if error <= 3 * _norm(slopes[0] - slopes[1]) / max(_norm(slopes[1]), 1e-30):
         warn(
             f"Whether {_TWICE.format(names)} could not be checked: differences of the gradient are "
             "too inaccurate. If they cannot, the Hessian is wrong."
@@ -64,25 +64,18 @@ def check_custom_functions(problem: BatchProblem, mode: Mode) -> None:
     )
 
 
-def _slope(problem: BatchProblem, theta: Tensors, v: Tensors, step: float) -> Columns:
-    """Return the central difference of the gradient along ``v``."""
-    moved = ({n: x + h * v[n].to(x.dtype) for n, x in theta.items()} for h in (step, -step))
-    ahead, behind = (_gradient(problem, values) for values in moved)
-    return {name: (ahead[name] - behind[name]) / (2 * step) for name in theta}
-
-
-def _gradient(problem: BatchProblem, values: Tensors) -> Columns:
-    """Return the gradient of the loss's sum at other values of the parameters, in float64."""
-    leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
+def _gradient(problem: BatchProblem, theta: Tensor) -> Tensor:
+    """Return the gradient of the loss's sum at flat parameters, ``[1, D]`` both, in float64."""
+    columns, space = problem.space.split(theta), problem.space
+    leaves = {n: columns[n][0].to(x.dtype).requires_grad_() for n, x in problem.leaves().items()}
     evaluation = problem.evaluation(leaves, "once")
     with evaluation.active():
         loss, _ = problem.loss_sum(problem.output(evaluation))
         grads = vjp({"": loss}, {"": None}, leaves, retain=False)
-    return {
-        n: (torch.zeros_like(x) if (g := grads[n]) is None else g).double()
-        for n, x in leaves.items()
-    }
+    zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    given = {name: grad for name, grad in grads.items() if grad is not None}
+    return space.join({n: x.unsqueeze(0) for n, x in (zeros | given).items()}).double()
 
 
-def _distance(one: Columns, two: Columns) -> float:
-    return norm({name: one[name].double() - two[name] for name in one})
+def _norm(x: Tensor) -> float:
+    return float(x.double().norm())

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from curvlinops.autodiff.model import Model
 from curvlinops.support.arguments import check_count
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
 from curvlinops.support.pytree import leaves, map_leaves, move
 
 
@@ -80,8 +78,8 @@ class Batches:
         self._had_batches = False
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
-    def iterate(self, items: Iterable, device: torch.device, model: Model) -> Iterator[Batch]:
-        """Yield the items of the data as batches on a device, constant with respect to the model.
+    def iterate(self, items: Iterable, device: torch.device) -> Iterator[Batch]:
+        """Yield the items of the data as batches on a device, whose tensors have no history.
 
         Raises:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
@@ -98,7 +96,7 @@ class Batches:
                     "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
                     "y may be None."
                 )
-            batch = Batch(index, *_without_history(move(tuple(pair), device), model))
+            batch = Batch(index, *map_leaves(move(tuple(pair), device), _without_history))
             try:
                 num_data += self.size(batch)
             except ValueError:  # it is not evident
@@ -170,31 +168,11 @@ class Batches:
         )
 
 
-def _without_history(tree: Any, model: Model) -> Any:
-    """Detach tensors that were computed from others, unless these are in the same batch.
-
-    In that case the model or the loss may differentiate one with respect to the other. Tensors that
-    were computed from the model's own parameters are detached in any case.
-    """
-    tensors = leaves(tree)
-    computed = [leaf for leaf in tensors if leaf.grad_fn is not None]
-    if not computed:
-        return tree
-    connected, sources = False, set()
-    for leaf in computed:
-        nodes = set(graph_nodes(leaf))
-        sources |= {id(variable) for variable in leaf_variables(nodes)}
-        connected |= any(x.grad_fn in nodes for x in computed if x is not leaf)
-    connected |= not sources.isdisjoint(map(id, tensors))
-    parameters = (*model.params.values(), *model.registered.values())
-    if connected and sources.isdisjoint(map(id, parameters)):
-        return tree
-
-    def detached(leaf: Any) -> Any:
-        has_graph = isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        return leaf.detach().requires_grad_() if has_graph else leaf
-
-    return map_leaves(tree, detached)
+def _without_history(leaf: Any) -> Any:
+    """Detach a tensor that was computed; a model or a loss may still differentiate with it."""
+    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+        return leaf.detach().requires_grad_()
+    return leaf
 
 
 def _first_axes(tree: Any) -> set[int]:

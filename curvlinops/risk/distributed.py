@@ -8,7 +8,6 @@ An error waits there until all have met, so that no rank waits for one that does
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from hashlib import sha256
 from math import fsum
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
-from curvlinops.support.norms import double_norm
 
 
 class Ranks:
@@ -83,11 +81,14 @@ class Ranks:
         if self.size == 1:
             yield columns
             return
-        self._compare(_description(risk, task, columns) | details)
-        shared = None if columns is None else self._first_columns(columns)
+        self._compare(_description(risk, task, columns) | details, _checksums(risk))
+        shared, agrees = (None, True) if columns is None else self._first_columns(columns)
         with self.raise_on_all_ranks(risk):
-            if columns is not None:
-                _check_same(columns, shared)
+            if not agrees:
+                raise ValueError(
+                    "The vectors are not those of the first rank, which all multiply. Give solvers "
+                    "and estimators the same start on all ranks, by v0, seed or rng."
+                )
             yield shared
 
     @contextmanager
@@ -119,25 +120,20 @@ class Ranks:
                 f"Use reduction='sum', or data that agree. {self._listed(sizes)}"
             )
 
-    def _compare(self, description: Mapping[str, Any]) -> None:
-        """Refuse to begin unless all ranks have the same description, see ``_description``."""
+    def _compare(self, description: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
+        """Refuse to begin unless all ranks do the same, with the same tensors."""
         texts = {key: repr(value) for key, value in description.items()}
-        if len({*self.gather_objects(sha256(repr(sorted(texts.items())).encode()).digest())}) == 1:
-            return
-        all_texts = self.gather_objects(texts)
-        keys = dict.fromkeys(key for each in all_texts for key in each)
-        different = [key for key in keys if len({each.get(key) for each in all_texts}) > 1]
-        for key in different:
-            if not key.startswith(_VALUES):
-                raise ValueError(
-                    f"All ranks must do the same, but they differ in {key}. "
-                    f"{self._listed(each.get(key) for each in all_texts)}"
-                )
-        names = ", ".join(key.removeprefix(_VALUES) for key in different)
-        raise ValueError(
-            f"Ranks have different values of {names}. Give all the same, e.g. with "
-            "torch.distributed.broadcast, or as DistributedDataParallel does."
-        )
+        all_texts, all_checksums = zip(*self.gather_objects((texts, checksums)), strict=True)
+        for key in _different(all_texts):
+            raise ValueError(
+                f"All ranks must do the same, but they differ in {key}. "
+                f"{self._listed(each.get(key) for each in all_texts)}"
+            )
+        if names := _different(all_checksums):
+            raise ValueError(
+                f"Ranks have different values of {', '.join(names)}. Give all the same, e.g. with "
+                "torch.distributed.broadcast, or as DistributedDataParallel does."
+            )
 
     def _listed(self, values: Iterable[Any]) -> str:
         """Return what ranks say for themselves, by the numbers that users know."""
@@ -194,64 +190,53 @@ class Ranks:
         distributed.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
-    def _first_columns(self, columns: Columns) -> Columns:
-        """Return the first rank's columns, which it sends in one tensor."""
-        parts = self.first(torch.cat([column.flatten() for column in columns.values()])).split(
-            [column.numel() for column in columns.values()]
+    def _first_columns(self, columns: Columns) -> tuple[Columns, bool]:
+        """Return the first rank's columns, and whether these are the same but for rounding."""
+        own = torch.cat([flat(column) for column in columns.values()], 1)
+        first = self.first(own)
+        difference, size = (
+            torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
         )
-        return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
-
-
-def _check_same(columns: Columns, first: Columns) -> None:
-    """Refuse vectors that are others than those of the first rank, but for rounding."""
-
-    def squares(tensors: Iterable[Tensor]) -> Tensor:
-        return sum(double_norm(flat(x), dim=1).square() for x in tensors)
-
-    eps = torch.finfo(next(iter(columns.values())).dtype).eps
-    difference = squares(columns[n] - first[n] for n in columns)
-    if bool((difference > eps * squares(first.values())).any()):
-        raise ValueError(
-            "The vectors are not those of the first rank, which all multiply. Give solvers and "
-            "estimators the same start on all ranks, by v0, seed or rng."
-        )
+        agrees = bool((difference <= torch.finfo(own.dtype).eps ** 0.5 * size).all())
+        parts = first.split([flat(column).shape[1] for column in columns.values()], 1)
+        shared = {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
+        return shared, agrees
 
 
 # --- what must be the same on all ranks
 
-_VALUES = "values of "
+
+def _different(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys under which ranks have different values."""
+    reports = list(reports)
+    keys = dict.fromkeys(key for report in reports for key in report)
+    return [key for key in keys if len({report.get(key) for report in reports}) > 1]
 
 
 def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any]:
-    """Return what must be the same on all ranks: what they do, and with which tensors."""
+    """Return what ranks do, and the kinds of the tensors with which they do it."""
     params, vectors = risk.model.params, columns or {}
-    tensors = params | _frozen_tensors(risk)
-    checksums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
     return {
         "operation": f"{risk.name}.{task}",
         "loss": None if risk.loss is None else risk.loss.description,
         **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in params.items()},
         **{f"vectors for '{n}'": tuple(x.shape) for n, x in vectors.items()},
         "the order of parameters": list(params),
-        **{f"{_VALUES}{n}": x for n, x in zip(tensors, checksums.tolist(), strict=True)},
     }
 
 
-def _frozen_tensors(risk: Any) -> dict[str, Tensor]:
-    """Return frozen parameters and buffers of modules, but not those that ``params`` replace."""
-    excluded, frozen = set(map(id, risk.model.params.values())), {}
-    statistics = ("running_mean", "running_var")
-    roots = [*risk.model.roots, getattr(risk.loss, "module", None)]
-    for number, root in enumerate(root for root in roots if isinstance(root, nn.Module)):
-        # these do not matter while batches are normalized by their own
-        training = (module for module in root.modules() if module.training)
-        excluded |= {id(getattr(module, name, root)) for module in training for name in statistics}
-        for name, x in root.state_dict(keep_vars=True).items():
-            if isinstance(x, Tensor) and x.is_floating_point() and not x.is_sparse:
-                if id(x) not in excluded and name not in risk.model.params:
-                    frozen[f"{name} of module {number} (frozen parameter or buffer)"] = x
-                excluded.add(id(x))
-    return frozen
+def _checksums(risk: Any) -> dict[str, int]:
+    """Return checksums of the parameters, and of all else that modules hold."""
+    params = risk.model.params
+    tensors, replaced = dict(params), set(map(id, params.values()))
+    modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
+    for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
+        for name, x in module.state_dict(keep_vars=True).items():
+            is_dense = isinstance(x, Tensor) and x.is_floating_point() and not x.is_sparse
+            if is_dense and id(x) not in replaced and name not in params:
+                tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
+    sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
+    return dict(zip(tensors, sums.tolist(), strict=True))
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -9,30 +9,57 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff import backward
-from curvlinops.autodiff.backward import LossLike, Recording, Seed
-from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.autodiff.graph_checks import Watch, check_graph, needs_graph
+from curvlinops.autodiff.backward import Recording, Seed
+from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, not_finite
+from curvlinops.losses.base import Loss
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.first_batch import BatchFacts, facts_of, learned
-from curvlinops.risk.output_checks import check_finite, check_kind, check_numbers
+from curvlinops.risk.first_batch import BatchFacts, Watch, facts_of, learned, needs_graph
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, fetched
 
+#: What makes derivatives infinite where they exist, for messages.
+OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
+
+_BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
+
+
+class Pass:
+    """One pass over the data.
+
+    Attributes:
+        batch: The batch that is in use, ``None`` while one is fetched.
+    """
+
+    def __init__(self, stack: ExitStack):
+        self._stack, self._preserves_rng = stack, False
+        self.batch: Batch | None = None
+
+    def preserve_rng(self) -> None:
+        """Restore the random number generators at the end of the pass.
+
+        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
+        """
+        if not self._preserves_rng:
+            self._stack.enter_context(preserved_rng())
+            self._preserves_rng = True
+
 
 class BatchProblem:
     """The risk's share on one batch, which the modes in ``autodiff/modes.py`` differentiate."""
 
-    def __init__(self, risk: "EmpiricalRisk", batch: Batch):
-        self._risk = risk
-        self.batch = batch
-        self.space = risk.space
-        self.model, self.loss = risk.model, risk.loss
-        self.leaves, self.constants = risk.model.leaves, risk.model.constants
+    def __init__(self, risk: "EmpiricalRisk", batch: Batch, current: Pass):
+        self._risk, self.batch, self._pass = risk, batch, current
+        self.space, self.model, self.loss = risk.space, risk.model, risk.loss
+        self.leaves = risk.model.leaves
+
+    def on(self, batch: Batch) -> "BatchProblem":
+        """Return the same on another batch."""
+        return self if batch is self.batch else BatchProblem(self._risk, batch, self._pass)
 
     @property
     def number(self) -> int:
@@ -40,12 +67,16 @@ class BatchProblem:
         return self._risk.ranks.number(self.batch.index)
 
     @property
-    def facts(self) -> BatchFacts:
-        """What the graph of the first batch has shown of the model."""
-        if self.is_first:
-            with preserved_rng(), self.recording("once"):
-                pass
-        return self._risk.facts
+    def num_samples(self) -> int:
+        """The number of samples in the batch."""
+        return self._risk.data.size(self.batch)
+
+    @property
+    def can_substitute(self) -> bool:
+        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
+        return self.model.substitutable
+
+    # --- what is known of the model
 
     @property
     def is_first(self) -> bool:
@@ -53,21 +84,17 @@ class BatchProblem:
         return self._risk.facts is None
 
     @property
-    def can_substitute(self) -> bool:
-        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
-        return self.model.substitutable
+    def facts(self) -> BatchFacts:
+        """What the first evaluation has shown."""
+        if self.is_first:
+            with preserved_rng(), self.recording("once"):
+                pass
+        return self._risk.facts
 
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
-        if self.loss is None or self.loss.is_function_of_values:
-            return False
-        return self.facts.loss_needs_graph
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples in the batch."""
-        return self._risk.data.size(self.batch)
+        return self.loss is not None and self.facts.loss_needs_graph
 
     def known(self, make: Callable, *args: Hashable) -> Any:
         """Return ``make(*args)``, an object that learns about the model, made for all batches.
@@ -80,20 +107,41 @@ class BatchProblem:
             learners[key] = shared if shared.is_complete else make(*args)
         return learners[key]
 
+    # --- evaluations
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return tensors with the parameters' values, for a pass that nobody differentiates."""
+        leaves = self.leaves()
+        if self.facts.model_differentiates:
+            return leaves
+        return {name: leaf.detach() for name, leaf in leaves.items()}
+
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        self._risk.current_pass.preserve_rng()
+        self._pass.preserve_rng()
         return Evaluation(self.model, values, differentiation)
 
-    def on(self, batch: Batch) -> "BatchProblem":
-        """Return the same on another batch."""
-        return self if batch is self.batch else BatchProblem(self._risk, batch)
-
     def output(self, evaluation: Evaluation) -> Tensor:
-        """Evaluate the model in an active evaluation."""
+        """Evaluate the model in an active evaluation.
+
+        Raises:
+            TypeError: If the output is not one real tensor with axes.
+        """
         output = evaluation.output(self.batch.X)
-        check_kind(self.batch, output)
-        return output
+        kind = type(output).__name__
+        if isinstance(output, Tensor):
+            if output.is_floating_point() and output.ndim > 0:
+                return output
+            kind = f"a tensor of shape {list(output.shape)} and {output.dtype}"
+        raise TypeError(
+            f"The model returned {kind} on batch {self.batch.index}, expected one real tensor with "
+            "the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
+            "self.inner(**X).logits."
+        )
+
+    def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Check that an output was not computed from something that an earlier pass has left."""
+        check_graph(output, self.model, leaves, must_depend=False)
 
     @contextmanager
     def recording(self, differentiation: str) -> Iterator[Recording]:
@@ -115,14 +163,14 @@ class BatchProblem:
             yield Recording(evaluation, leaves, output)
 
     def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
-        """Evaluate the model for the first time, and look at its graph."""
-        with Watch(self.model, leaves) as watch:
+        """Evaluate the model for the first time, and learn from its graph."""
+        with Watch(self.model.replaced) as watch:
             output = self.output(evaluation)
-            facts = facts_of(self, output, leaves, watch)
-            value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
+            facts = facts_of(output, self.loss, self.batch.y, self._parameters(leaves), watch)
+        self._risk.learn(facts)
+        self.check_target(output, with_values=True)
+        value = self.loss_sum(output)[0] if facts.loss_needs_graph else output
         check_graph(value, self.model, leaves)
-        self._risk.facts = facts
-        self.model.differentiates |= facts.model_differentiates
         return output
 
     def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
@@ -130,12 +178,32 @@ class BatchProblem:
 
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
-        loss, risk = self.loss, self._risk
-        if loss is None or loss.is_function_of_values or loss.needs_graph:
+        if self.loss is None or self.loss_needs_graph:
             return
-        if needs_graph(loss, output, self.batch.y, leaves, self.model.params):
-            loss.needs_graph = True
-            risk.facts = replace(risk.facts, loss_needs_graph=True)
+        if needs_graph(self.loss, output, self.batch.y, self._parameters(leaves)):
+            self._risk.learn(replace(self.facts, loss_needs_graph=True))
+
+    def _parameters(self, leaves: dict[str, Tensor]) -> set[int]:
+        """Return the ids of the parameters, and of the tensors that replace them."""
+        return {id(x) for x in (*leaves.values(), *self.model.params.values())}
+
+    # --- the loss
+
+    def check_target(self, output: Tensor, with_values: bool = False) -> None:
+        """Check that output and target fit, and perhaps that the loss adds up (costly).
+
+        Raises:
+            ValueError: If they do not, with the number of the batch.
+        """
+        if self.loss is None:
+            return
+        try:
+            self.loss.check(output, self.batch.y)
+            self._risk.data.check_rows(self.batch, len(output))
+            if with_values:
+                self.loss.check_values(output, self.batch.y)
+        except ValueError as error:
+            raise ValueError(f"Batch {self.batch.index}: {error}") from error
 
     def terms(self, output: Tensor) -> Tensor:
         """Return the batch's share of the normalization.
@@ -143,26 +211,19 @@ class BatchProblem:
         Raises:
             ValueError: If output and target do not fit, or not to those of other batches.
         """
-        loss, risk, index, y = self.loss, self._risk, self.batch.index, self.batch.y
+        loss, risk = self.loss, self._risk
         if loss is None:
             return torch.zeros((), device=output.device)
-        try:
-            loss.check(output, y)
-            risk.data.check_rows(self.batch, len(output))
-            if not risk.values_checked:
-                loss.check_values(output, y)
-                risk.values_checked = True
-        except ValueError as error:
-            raise ValueError(f"Batch {index}: {error}") from error
+        self.check_target(output)
         size = loss.term_size(output)
         risk.term_size = size if risk.term_size is None else risk.term_size
         if size != risk.term_size:
             raise ValueError(
-                f"Batch {index} has outputs with a last axis of length {size}, others "
+                f"Batch {self.batch.index} has outputs with a last axis of length {size}, others "
                 f"{risk.term_size}; their mean is not defined. Use reduction='sum', or batches "
                 "that agree."
             )
-        return loss.denominator(output, y)
+        return loss.denominator(output, self.batch.y)
 
     def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum over the batch's terms, and its share of the normalization."""
@@ -171,53 +232,38 @@ class BatchProblem:
 
     def loss_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
         """Return where the backward pass of ``loss_sum`` starts, differentiable, and the terms."""
+        if self.loss_needs_graph:
+            value, terms = self.loss_sum(output)
+            return (value, None), terms
         terms = self.terms(output)
-        if self.loss.needs_graph:
-            return (self.loss.sum(output, self.batch.y), None), terms
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), terms
 
     def check(self, output: Tensor) -> None:
         """Raise an error that names the batch if it does not fit, or has no finite loss."""
         self.terms(output)
-        with_graph = self.loss is not None and self.loss.needs_graph
-        if self.loss is None or (with_graph and not output.requires_grad):
-            check_numbers(self.batch, output)
+        if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
+            self.check_numbers(output)
         else:
-            value = self.loss.sum(output if with_graph else output.detach(), self.batch.y)
-            check_finite(self.batch, value.detach(), {})
+            seen = output if self.loss_needs_graph else output.detach()
+            self.check_finite(self.loss.sum(seen, self.batch.y).detach())
 
+    def check_numbers(self, output: Tensor) -> None:
+        """Refuse an output with NaN; masked entries are infinite."""
+        if bool(output.isnan().any()):
+            index = self.batch.index
+            raise ValueError(f"The model's output on batch {index} has NaN. {_BAD_NUMBERS}")
 
-class Pass:
-    """One pass over the data, an iterator over its batches; ``stack`` is closed at its end.
-
-    Attributes:
-        batch: The batch that is in use, ``None`` while one is fetched.
-    """
-
-    def __init__(self, risk: "EmpiricalRisk", batches: Iterator[Batch], stack: ExitStack):
-        self._risk, self._batches, self._stack = risk, batches, stack
-        self._preserves_rng = False
-        self.batch: Batch | None = None
-
-    def __iter__(self) -> "Pass":
-        """Return itself."""
-        return self
-
-    def __next__(self) -> BatchProblem:
-        """Return the risk on the next batch."""
-        self.batch = None
-        self.batch = next(self._batches)
-        self._risk.current_pass = self  # another thread may have begun one meanwhile
-        return BatchProblem(self._risk, self.batch)
-
-    def preserve_rng(self) -> None:
-        """Restore the random number generators at the end of the pass.
-
-        Called before each evaluation of the model. Passes that only use kept graphs draw nothing.
-        """
-        if not self._preserves_rng:
-            self._stack.enter_context(preserved_rng())
-            self._preserves_rng = True
+    def check_finite(self, loss: Tensor, gradient: Columns | None = None) -> None:
+        """Refuse a loss or a gradient that is not finite, by the name of the parameter."""
+        index = self.batch.index
+        if not bool(loss.isfinite()):
+            raise ValueError(f"The loss on batch {index} is {float(loss)}. {_BAD_NUMBERS}")
+        if gradient and (name := not_finite(gradient)) is not None:
+            raise ValueError(
+                f"The gradient on batch {index} is not finite in parameter '{name}', though the "
+                "loss is: its derivative does not exist there (sqrt or norm at zero?), or "
+                f"{OVERFLOW}."
+            )
 
 
 class EmpiricalRisk:
@@ -234,19 +280,15 @@ class EmpiricalRisk:
         ranks: The processes that have other data of the same risk.
 
     Attributes:
-        values_checked: Whether what the loss assumes of its values is known to hold.
-        facts: What the graph of the first batch has shown, ``None`` before the first evaluation.
+        facts: What the first evaluation has shown, ``None`` before it.
         term_size: The length of the outputs' last axis, where it must be equal in all batches.
         learners: What learns about the model, see ``BatchProblem.known``.
-        current_pass: The pass whose batch is in use, if there is one.
     """
-
-    current_pass: Pass | None = None
 
     def __init__(
         self,
         model: Model,
-        loss: LossLike | None,
+        loss: Loss | None,
         batches: Batches,
         progressbar: bool = False,
         name: str = "",
@@ -257,15 +299,23 @@ class EmpiricalRisk:
         self.space = ParameterSpace.of(model.params)
         self.reconsider(loss)
 
-    def reconsider(self, loss: LossLike | None) -> None:
+    def reconsider(self, loss: Loss | None) -> None:
         """Use a loss from now on, and forget all that is known of loss and model."""
-        self.loss, self.values_checked, self.term_size = loss, loss is None, None
+        self.loss, self.term_size = loss, None
         self.facts: BatchFacts | None = None
         self.learners: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
 
+    def learn(self, facts: BatchFacts) -> None:
+        """Take over what an evaluation has shown."""
+        self.facts = facts
+        if self.loss is not None:
+            self.loss.needs_graph = facts.loss_needs_graph
+
     @contextmanager
-    def batches(self, description: str, data: Batches | None = None) -> Iterator[Pass]:
+    def batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchProblem]]:
         """Pass over the data, in a loop inside of a context. There are no other passes over data.
 
         Inside the context, no other thread evaluates models, PyTorch has its default modes, and
@@ -285,21 +335,25 @@ class EmpiricalRisk:
         is_loader = type(data.data) not in (list, tuple)
         items = fetched(items) if is_loader else items
         with exclusive(), ExitStack() as stack:
-            iterator = Pass(self, data.iterate(items, device, self.model), stack)
+            current = Pass(stack)
             if is_loader:  # they draw random numbers, too
-                iterator.preserve_rng()
+                current.preserve_rng()
+
+            def problems() -> Iterator[BatchProblem]:
+                for current.batch in data.iterate(items, device):
+                    yield BatchProblem(self, current.batch, current)
+                    current.batch = None
+
             try:
-                yield iterator
+                yield problems()
             except Exception as error:
                 # what was learned from numbers that are not finite, say, may be wrong
                 for key in self.learners:
                     self._shared.pop(key, None)
                 self.learners = {}
-                if iterator.batch is not None:
-                    iterator.batch.name_in(error)
+                if current.batch is not None:
+                    current.batch.name_in(error)
                 raise
-            finally:
-                self.current_pass = None
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.
@@ -342,7 +396,7 @@ class EmpiricalRisk:
         with self.ranks.synchronized(self, task), self.batches(task) as batches:
             for problem in batches:
                 value, columns, terms = backward.gradient(problem, problem.loss_sum)
-                check_finite(problem.batch, value, columns)
+                problem.check_finite(value, columns)
                 loss, total = loss + value, total + terms
                 add(gradient, slice(None), columns)
         self.ranks.add(self.space.join(gradient))

@@ -1,18 +1,21 @@
-"""Does the output for a sample depend on the other samples of its batch?"""
+"""Finds models whose output for a sample depends on the other samples of its batch."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import evaluate
 from curvlinops.risk.data import Batch
 from curvlinops.risk.empirical_risk import BatchProblem
-from curvlinops.support.memory import lacks_memory, suppressed
+from curvlinops.support.memory import lacks_memory
 from curvlinops.support.pytree import select_samples, tile_samples
+from curvlinops.support.warnings import warn
 
 _LOGGER = logging.getLogger("curvlinops")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 #: Relative difference of outputs that rounding may explain.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
 
@@ -26,52 +29,65 @@ COUPLED = (
 )
 
 
-def couples_samples(problem: BatchProblem, output: Tensor) -> bool | None:
-    """Return whether the first few samples of a batch alone have other outputs.
+def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) -> None:
+    """Warn that BatchNorm couples samples; refuse it for an operator made of single ones."""
+    coupling = {
+        name or type(module).__name__: module.running_mean is not None
+        for root in roots
+        for name, module in root.named_modules()
+        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None)
+    }
+    if not coupling:
+        return
+    names = ", ".join(map(repr, coupling))
+    if all(coupling.values()):
+        what, remedy = "BatchNorm in train mode", "Call model.eval() to use running statistics."
+    else:
+        what = "BatchNorm without running statistics"
+        remedy = "Keep them with track_running_stats=True, and call model.eval()."
+    if operator is not None:
+        raise ValueError(
+            f"{what} couples the samples of a batch (module {names}), but {operator} needs "
+            f"gradients of single samples. {remedy}"
+        )
+    warn(
+        f"{what} (module {names}): the result depends on how the data is split into batches. "
+        f"{remedy}"
+    )
 
-    Nothing is said, ``None``, of batches of one sample or that cannot be cut, and of models that
-    refuse a part of a batch.
-    """
-    with suppressed():
-        # models may treat one sample alone differently, so that two are better
-        num_samples = problem.num_samples
-        few = 2 if num_samples > 3 else 1
-        if few < num_samples == len(output):
-            return _differs_alone(problem, few, output)
-    return None
 
+def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
+    """Return whether the first samples of a batch have other outputs without the others.
 
-def check_first_sample(problem: BatchProblem, output: Tensor) -> None:
-    """Refuse a model whose output for a sample depends on the other samples of the batch.
+    Args:
+        problem: The model on the batch.
+        output: Its output for the whole batch, with a row for each sample.
+        num_first: How many samples are taken.
 
-    Raises:
-        ValueError: If the first sample alone has another output. Nothing is said of inputs that
-            cannot be cut.
+    Returns:
+        ``False``, too, where the batch cannot be cut, or the model refuses a part of it.
     """
     try:
-        coupled = _differs_alone(problem, 1, output)
-    except Exception as error:
+        rows = _first_rows(problem, output, num_first)
+    except Exception as error:  # users' code may raise anything
         if lacks_memory(error):
             raise
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
-        return
-    if coupled:
-        raise ValueError(COUPLED)
+        return False
+    # with as many outputs as before, samples are not what was cut
+    return len(rows) < len(output) and differs(rows, output[: len(rows)], output)
 
 
-def _differs_alone(problem: BatchProblem, num_first: int, output: Tensor) -> bool:
-    """Return whether the first samples of a batch have other outputs without the others."""
+def _first_rows(problem: BatchProblem, output: Tensor, num_first: int) -> Tensor:
+    """Return the outputs for the first samples of a batch, evaluated without the others."""
     X, index, num_samples = problem.batch.X, problem.batch.index, len(output)
     first = select_samples(X, slice(num_first), num_samples)
-    output_alone = evaluate(problem.on(Batch(index, first, None)))
-    num_rows = len(output_alone)
-    if num_rows >= num_samples:  # as many outputs as before: what was cut are not the samples
-        return False
-    if output_alone.shape[1:] != output.shape[1:]:
-        # perhaps it has a number for each pair of samples: there are as many with copies instead
-        copies = tile_samples(X, num_rows, num_samples)
-        output_alone = evaluate(problem.on(Batch(index, copies, None)))[:num_rows]
-    return differs(output_alone, output[:num_rows], output)
+    rows = evaluate(problem.on(Batch(index, first, None)))
+    if len(rows) >= num_samples or rows.shape[1:] == output.shape[1:]:
+        return rows
+    # perhaps it has a number for each pair of samples: there are as many with copies instead
+    copies = tile_samples(X, len(rows), num_samples)
+    return evaluate(problem.on(Batch(index, copies, None)))[: len(rows)]
 
 
 def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:

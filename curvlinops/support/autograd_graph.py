@@ -17,6 +17,9 @@ from curvlinops.support.torch_internals import (
     strided_tensors,
 )
 
+#: What models and losses call to differentiate.
+DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
     """Yield all nodes of the graph that computed some tensors."""

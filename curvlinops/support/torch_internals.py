@@ -190,20 +190,10 @@ with warnings.catch_warnings(), suppress(ImportError):
 
 #: ``torch.compiler.disable`` without the import of the compiler, which takes a second.
 disable_compiler = internal("torch", "_disable_dynamo")
-# What replaces calls of a model needs these.
-set_grad_enabled = internal("torch._C", "_set_grad_enabled")
-set_tangents_enabled = internal("torch._C", "_set_fwd_grad_enabled")
-are_tangents_enabled = internal("torch._C", "_is_fwd_grad_enabled")
 #: What ``torch.nn.utils.parametrizations.weight_norm`` calls.
 weight_norm = getattr(torch, "_weight_norm", None)
-_graph_task = internal("torch._C", "_current_graph_task_id")
 _will_run = internal("torch._C", "_will_engine_execute_node")
 _transforms = internal("torch._C._functorch", "peek_interpreter_stack")
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs a backward pass."""
-    return _graph_task() != -1
 
 
 def in_transform() -> bool:

@@ -19,7 +19,6 @@ from curvlinops.autodiff.overrides.distance import cdist
 from curvlinops.autodiff.overrides.elementwise import ELEMENTWISE, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
-from curvlinops.autodiff.overrides.tangents import TangentSwitch
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.support import torch_internals
 
@@ -73,14 +72,9 @@ def active(differentiation: Differentiation) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
     table = TWICE if differentiation == "twice" else OVERRIDES
-    switch = TangentSwitch() if differentiation == "forward" else None
-    if switch is not None:
-        table = table | switch.table
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
         with kernels, Overrides(table):
             yield
     finally:
-        if switch is not None:
-            switch.restore()
         torch.backends.mha.set_fastpath_enabled(fast)
