@@ -68,8 +68,8 @@ class Options:
             NotImplementedError: If the loss has no likelihood to sample from.
         """
         fisher = self.fisher_type
-        if fisher is FisherType.MC and not loss.can_sample:
-            loss.refuse_sampling()
+        if fisher is FisherType.MC:
+            loss.check_can_sample()
         if self.mc_samples != 1 and fisher not in (FisherType.MC, FisherType.TYPE2):
             raise ValueError(
                 f"mc_samples has no meaning for fisher_type='{fisher}': leave it at 1, got "
