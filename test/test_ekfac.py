@@ -13,7 +13,6 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
-from curvlinops.layers.recorded import RecordedBatch
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [
@@ -225,53 +224,6 @@ def test_merges_are_refused():
     one, two = build(p, "type-2"), build(p, "type-2")
     with pytest.raises(ValueError, match="Merge KFACLinearOperators, or build one operator on all"):
         one.merge(two)
-
-
-class Opaque(torch.autograd.Function):
-    """Returns its input; nobody knows that from the graph."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> Tensor:
-        return g
-
-
-class Tanh(nn.Module):
-    """Hides which rows belong to which sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Opaque.apply(x.tanh())
-
-
-@pytest.mark.parametrize(
-    "norm, middle, asked",
-    [
-        (nn.Identity(), Tanh(), 1 + 3),
-        (nn.LayerNorm(4), Tanh(), 3 + 3),
-        (nn.LayerNorm(4), nn.Tanh(), 1),
-    ],
-)
-def test_batches_are_asked_where_it_matters(
-    norm: nn.Module, middle: nn.Module, asked: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Factors sum over all rows; eigenvalues and exact blocks are made of samples' gradients."""
-    count, examine = 0, RecordedBatch.examine
-
-    def counted(self: RecordedBatch, axes: dict | None) -> dict:
-        nonlocal count
-        count += 1
-        return examine(self, axes)
-
-    monkeypatch.setattr(RecordedBatch, "examine", counted)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), norm, middle, nn.Linear(4, 2)).double()
-    data = [(torch.randn(5, 3).double(), torch.randn(5, 2).double()) for _ in range(3)]
-    E = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
-    E.compute_kronecker_factors()
-    assert count == asked
 
 
 def test_both_passes_see_the_same_uses():

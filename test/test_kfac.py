@@ -14,8 +14,7 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops.operators.kfac.estimate as estimate
-from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.layers.covariance import second_moment
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
@@ -103,19 +102,6 @@ def test_forward_only(name: str, joint: bool):
         p = replace(p, params=named)
     expected = kfac_reference.kfac(p, "forward-only", joint=joint)
     assert error(matrix(build(p, "forward-only", False, joint)), expected) <= p.tolerance
-
-
-@pytest.mark.parametrize("reduce", [False, True])
-@pytest.mark.parametrize("name", ["classes-ce-all-mean", "transformer", "cnn"])
-def test_given_would_be_gradients(monkeypatch, name: str, reduce: bool):
-    """What is sampled enters as it should, whatever it is."""
-    p = kfac_models.make(name)
-    draws = [torch.randn(2, *p.model(X).shape).double() for X, _ in p.data]
-    monkeypatch.setattr(estimate, "would_be_gradients", lambda bound, *_: draws[bound.batch.index])
-    single = [draw[:, [n]] for draw in draws for n in range(draw.shape[1])]
-    expected = kfac_reference.kfac(p, lambda p, n, *_: single[n] / 2**0.5, reduce=reduce)
-    found = build(p, "mc", reduce, mc_samples=2)
-    assert error(matrix(found), expected) <= p.tolerance
 
 
 def _conv(kind: type, *sizes: int, **options: Any) -> nn.Module:
@@ -632,10 +618,6 @@ def test_settings_by_parameter(double, approx: dict[str, str], reduced: list[str
         joint.trace()
 
 
-def test_enumerations_are_strings():
-    assert FisherType.MC == "mc" and str(FisherType("type-2")) == "type-2"
-
-
 class _Attention(nn.Module):
     """Positions interact; the output's rows are those of all samples."""
 
@@ -645,17 +627,6 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.attend(x, x, x)[0]).flatten(0, 1)
-
-
-class _Perceptron(nn.Module):
-    """Positions do not interact."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).flatten(0, 1)
 
 
 class _Unflattened(nn.Module):
@@ -694,16 +665,6 @@ def test_rows_of_the_output_in_odd_batches(operator: type):
         odd.diagonal()
 
 
-@pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
-def test_rows_of_the_output_may_be_independent_tokens(operator: type):
-    model, loss = _Perceptron(), nn.MSELoss()
-    data = [(torch.randn(40, 6, 8), torch.randn(240, 3))]
-    params, options = list(model.parameters()), {"fisher_type": "type-2"}
-    tokens = [(data[0][0].flatten(0, 1).unsqueeze(1), data[0][1])]
-    flat, expected = (operator(model, loss, params, d, **options) for d in (data, tokens))
-    assert error(flat.diagonal(), expected.diagonal()) <= 1e-5
-
-
 def test_bias_without_a_joint_block_says_why():
     model = nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 3)).double()
     data = [(torch.randn(4, 2, 2).double(), torch.tensor([0, 1, 2, 0]))]
@@ -714,19 +675,6 @@ def test_bias_without_a_joint_block_says_why():
     assert "transposed convolutions" in reasons["0.bias",] and not reasons["0.weight",]
     separate = KFACLinearOperator(*arguments).report()
     assert [block.reason for block in separate] == [""] * 4
-
-
-def test_narrow_layers_with_many_rows():
-    """A product of narrow matrices adds one number after the other, which float32 cannot."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    X, y = torch.rand(16, 2**17, 4), torch.rand(16, 2**17, 4)
-    options = {"fisher_type": "empirical", "check_deterministic": False}
-    loss, params = nn.MSELoss(reduction="sum"), list(model.parameters())
-    K = KFACLinearOperator(model, loss, params, [(X, y)], **options)
-    rows, gradients = (x.detach().double().flatten(0, 1) for x in (X, 2 * (model(X) - y)))
-    assert error(K.input_covariances["0"], rows.T @ rows / len(rows)) <= 1e-5
-    assert error(K.gradient_covariances["0"], gradients.T @ gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", [(2**21, 3), (2, 2**21, 3), (600, 301), (2**15 + 600, 256)])

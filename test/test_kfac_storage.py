@@ -127,21 +127,6 @@ def test_saving(cls: type, name: str, tmp_path):
     assert error(matrix(restored), matrix(operator)) <= 1e-12
 
 
-@both
-@pytest.mark.parametrize(
-    "leave_out, options, message",
-    [
-        ("loss", {}, "missing 1 required positional argument: 'data'"),
-        (None, {"sed": 1}, "unexpected keyword argument 'sed'"),
-    ],
-)
-def test_arguments_of_from_state_dict(cls: type, leave_out: str, options: dict, message: str):
-    p = problems.make("mlp-ce-mean")
-    arguments = {n: getattr(p, n) for n in ("model", "loss", "params", "data") if n != leave_out}
-    with pytest.raises(TypeError, match=message):
-        cls.from_state_dict({}, *arguments.values(), **options)
-
-
 GROWING = {
     "update": lambda operator, batch: operator.update(batch),
     "decay": lambda operator, batch: operator.update(batch, decay=0.5),
@@ -316,33 +301,6 @@ def test_failed_updates_change_nothing(cls: type, fisher: str, approx: str):
     assert error(matrix(operator), before) <= 1e-12
 
 
-class Solved(nn.Module):
-    """No rule knows how it uses its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(3).double() + 0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve(self.weight, x.unsqueeze(-1)).squeeze(-1)
-
-
-@both
-@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
-@pytest.mark.parametrize("fallback", ["dense", "diagonal"])
-def test_failed_updates_without_rules(cls: type, fisher: str, fallback: str):
-    model, X = Solved(), torch.linspace(-1, 2, 12).sin().reshape(4, 3).double()
-    arguments = model, nn.MSELoss(), list(model.parameters()), [(X, X.cos())]
-    operator = cls(*arguments, fisher_type=fisher, fallback=fallback)
-    before = matrix(operator)
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="The loss on batch 1 is"):
-            operator.update((X, bad * X.cos()), decay=0.5)
-        with pytest.raises(ValueError, match="Batch 1: MSELoss needs a target"):
-            operator.update((X, X[:2]))
-        assert torch.equal(matrix(operator), before)
-
-
 @pytest.mark.parametrize("name", ["dense", "norms"])
 def test_rows_after_a_divergence(name: str):
     p = problems.make("mlp-ce-mean")
@@ -430,16 +388,6 @@ class Subclass(Squares):
 Subclass.__name__ = Subclass.__qualname__ = "Squares"
 
 
-class Callable:
-    """No module."""
-
-    def __init__(self, factor: float):
-        self.factor = factor
-
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.factor * squares(output, target)
-
-
 def weighted(output: torch.Tensor, target: torch.Tensor, k: float) -> torch.Tensor:
     return k * squares(output, target)
 
@@ -453,7 +401,6 @@ LOSSES = {
     "partial": (partial(weighted, k=2), partial(weighted, k=2), [partial(weighted, k=3)]),
     "module": (Squares(), Squares(), [Squares(2.0), Squares(weight=2.0), Squares(beta=2.0)]),
     "class": (Squares(), Squares(), [Subclass()]),
-    "object": (called := Callable(1.0), called, [Callable(2.0)]),
 }
 
 
@@ -513,19 +460,6 @@ def test_losses_of_the_user_in_another_process(tmp_path):
         environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "script.py", method]
         subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-
-
-@both
-@pytest.mark.parametrize("sizes", [(3, 16384), (16384, 3)])
-def test_diagonals_and_matrices_are_not_added(cls: type, sizes: tuple[int, int]):
-    p = problems.make("mlp-ce-mean")
-    operator, other = (build(cls, p, max_factor_size=size) for size in sizes)
-    expected = matrix(operator)
-    with pytest.raises(ValueError, match="differs in max_factor_size|cannot be merged"):
-        operator.merge(other)
-    with pytest.raises(ValueError, match="max_factor_size"):
-        operator.load_state_dict(other.state_dict())
-    assert error(matrix(operator), expected) <= 1e-12
 
 
 class Conditional(nn.Module):
@@ -691,10 +625,3 @@ def test_factors_anew_with_other_data(cls: type):
     data.pop()
     operator.compute_kronecker_factors()
     assert error(matrix(operator), matrix(cls(*arguments, data, **options))) <= 1e-12
-
-
-@both
-def test_progress(cls: type, capsys):
-    p = problems.make("mlp-ce-mean")
-    build(cls, p, progressbar=True, check_deterministic=False).trace()
-    assert cls.__name__ in capsys.readouterr().err

@@ -336,31 +336,6 @@ def test_scipy(name: str):
 # --- algebra
 
 
-def two(name: str) -> tuple[StructuredLinearOperator, Tensor, StructuredLinearOperator, Tensor]:
-    operator, matrix = ALL[name]()
-    return operator, matrix, 3 * operator, 3 * matrix
-
-
-SUMS_OF_KRONECKERS = {n for n in ALL if "sum" in n or "tied" in n or "axis" in n}
-
-
-@pytest.mark.parametrize("name", sorted(set(ALL) - SUMS_OF_KRONECKERS))
-def test_products_of_equal_structure(name: str):
-    first, M, second, N = two(name)
-    assert isinstance(first @ second, StructuredLinearOperator)
-    torch.testing.assert_close((first @ second).to_dense(), M @ N)
-
-
-SUMS = ["matrix", "diagonal", "identity", "sum", "tied", "second axis diagonal, groups"]
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_of_equal_structure(name: str):
-    first, M, second, N = two(name)
-    assert isinstance(first - second, StructuredLinearOperator)
-    torch.testing.assert_close((first - second).to_dense(), M - N)
-
-
 NAMED = ParameterSpace({"weight": (2, 4), "bias": (4,)}, DOUBLE)
 
 
@@ -614,20 +589,6 @@ def test_decompositions_are_computed_once(monkeypatch):
     assert len(sizes) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
-def test_batched_eigendecompositions(dtype: torch.dtype):
-    matrices = [A, B, A2, GA, torch.zeros(3, 3), definite(1), A[:0, :0], 1e-30 * B, 1e30 * B]
-    matrices = [matrix.to(dtype) for matrix in matrices]
-    found = eigh_batched(matrices, [str(i) for i in range(len(matrices))])
-    for matrix, (values, vectors) in zip(matrices, found, strict=True):
-        assert values.dtype == vectors.dtype == dtype and vectors.shape == matrix.shape
-        rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
-        scale = float(matrix.abs().max()) if matrix.numel() else 1.0
-        torch.testing.assert_close(
-            rebuilt, matrix, rtol=0, atol=1e2 * torch.finfo(dtype).eps * scale
-        )
-
-
 def test_eigendecompositions_are_rescued(monkeypatch):
     original = torch.linalg.eigh
 
@@ -684,85 +645,8 @@ def test_singular():
     assert operator.sample().isfinite().all()
 
 
-def gram(n: int, rank: int, seed: int = 0) -> Tensor:
-    """Return a singular positive semidefinite float32 matrix whose entries are exact."""
-    x = (3 * randn(n, rank, seed=seed)).round()
-    return (x @ x.T).float()
-
-
 def plain_layout(size: int) -> Layout:
     return Layout((ParameterView("weight", (size,), (1,)),))
-
-
-NEARLY_SINGULAR = {
-    "matrix": lambda: (Kron(gram(20, 6)), gram(20, 6).double()),
-    "two factors": lambda: (
-        Kron(gram(4, 4), gram(20, 6)),
-        kron(gram(4, 4).double(), gram(20, 6).double()),
-    ),
-    "layout": lambda: (
-        one_block(Kron(gram(4, 4), gram(20, 6)), {"weight": (4, 20)}, plain_layout(80)),
-        kron(gram(4, 4).double(), gram(20, 6).double()),
-    ),
-    "blocks": lambda: (
-        Blocks([Kron(gram(4, 2), gram(6, 4)), Kron(gram(20, 6)), Diag(a.float())]),
-        torch.block_diag(
-            kron(gram(4, 2).double(), gram(6, 4).double()),
-            gram(20, 6).double(),
-            a.float().double().diag(),
-        ),
-    ),
-}
-LITTLE_DAMPING = {
-    "inverse": lambda op, c: op.inverse(c),
-    "sum": lambda op, c: (op + c * IdentityLinearOperator(op.space)).inverse(),
-    "power": lambda op, c: (op + c * IdentityLinearOperator(op.space)) ** -1,
-    "decomposition": lambda op, c: op.eigh().inverse(c),
-    "scaled": lambda op, c: 4 * (4 * op.eigh()).inverse(4 * c),
-}
-
-
-@pytest.mark.parametrize("damping", [1e-3, 1e-6, 1e-9])
-@pytest.mark.parametrize("name", NEARLY_SINGULAR)
-def test_little_damping_in_float32(name: str, damping: float):
-    """Eigenvalues that are rounding errors in float32 are computed in float64."""
-    operator, dense = NEARLY_SINGULAR[name]()
-    top = float(torch.linalg.eigvalsh(dense)[-1])
-    damped = dense + damping * top * eye(len(dense))
-    expected = torch.linalg.inv(damped)
-    for label, invert in LITTLE_DAMPING.items():
-        found = invert(operator, damping * top)
-        assert found.torch_dtype == torch.float32
-        error = (found.to_dense() - expected).norm() / expected.norm()
-        assert error < 2e-3, (label, error)
-    for one in (operator, operator.eigh()):
-        logdet = (one + damping * top * IdentityLinearOperator(one.space)).logdet()
-        torch.testing.assert_close(logdet.double(), torch.logdet(damped), rtol=1e-5, atol=0.02)
-
-
-def singular_product() -> Kron:
-    x = randn(20, 6)
-    return Kron(B, x @ x.T)
-
-
-@pytest.mark.parametrize(
-    "invert",
-    [
-        lambda op: op.inverse(),
-        lambda op: op**-1,
-        lambda op: op.eigh().inverse(),
-        lambda op: op.eigh() ** -0.5,
-        lambda op: op.inverse(1e-18),
-        lambda op: (op + IdentityLinearOperator(op.space) - IdentityLinearOperator(op.space)) ** -1,
-        lambda op: Blocks({"first": op}).eigh().inverse(),
-        lambda op: (Blocks({"first": op}) + 1e-18 * IdentityLinearOperator(op.space)).inverse(),
-        lambda op: op.inverse(1e-18, retry_double_precision=False),
-        lambda op: Kron(*(f.float() for f in op.factors)).inverse(1e-8, False),
-    ],
-)
-def test_singular_to_working_precision(invert):
-    with pytest.raises(ValueError, match="singular to working precision"):
-        invert(singular_product())
 
 
 #: Singular operators, made of rank-deficient matrices ``[*, n, n]``.
@@ -1045,18 +929,3 @@ def test_diagonal_sums_need_no_matrix():
     torch.testing.assert_close(operator.inverse(0.1).to_dense(), torch.diag(1 / (diagonal + 0.1)))
     torch.testing.assert_close(operator.logdet(), diagonal.log().sum())
     torch.testing.assert_close((operator**0.5).to_dense(), torch.diag(diagonal.sqrt()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([(-1,), (3,)],), ValueError, "list of lists of lengths"),
-        (([3, 4],), ValueError, "list of lists of lengths"),
-        (([(3, 0.5)],), ValueError, "list of lists of lengths"),
-        ((3, 1.0, torch.int32), TypeError, "real floating-point"),
-        ((3, 1.0, "float64"), TypeError, "real floating-point"),
-    ],
-)
-def test_wrong_arguments_of_the_identity(arguments: tuple, error: type, message: str):
-    with pytest.raises(error, match=message):
-        IdentityLinearOperator(*arguments)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.layers.groups import split
+from curvlinops.layers.gradients import PerSampleGradient, add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.operators.base import DataLinearOperator
@@ -85,8 +85,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
                 gradients = self._capture(problem)
                 total = total + problem.terms(gradients.output)
                 for u, last in mark_last(self._vectors(problem, gradients)):
-                    for _, form in gradients.backward(u, last):
-                        trace = trace + form.squared_norms().sum()
+                    for _, own in gradients.backward(u, last):
+                        trace = trace + sum(x.squared_norms().sum() for x in own.values())
         scale = self.risk.scale(ranks.total(total))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         self._check_finite({"": trace.reshape(1, 1)})
@@ -113,9 +113,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         gradients, out = self._capture(problem), self.space.zeros(1)
         terms = problem.terms(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
-            for names, form in gradients.backward(u, last):
-                squares = form.sum_of_squares().unsqueeze(0)
-                add(out, slice(None), split(names, squares, self.space))
+            add_sums(out, gradients.backward(u, last), PerSampleGradient.sum_of_squares)
         return out, terms
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """Block-diagonal matrices."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -45,13 +45,14 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
         if space is not None:
             dtype = torch.promote_types(dtype, space.dtype)
-        self._blocks = {name: block._cast(dtype) for name, block in named.items()}
-        self._layouts = None if layouts is None else tuple(layouts)
+        self._blocks = tuple(block._cast(dtype) for block in named.values())
+        self.layouts = None if layouts is None else tuple(layouts)
+        self._keys = tuple(named) if layouts is None else _keys_of(layouts)
         names = [] if layouts else [name for block in self for name in block.domain.shapes]
         self._is_named = not layouts and "" not in names and len(set(names)) == len(names)
         domain = self._concatenated() if space is None else space
         self._check_space(domain)
-        domain = domain.to(next(iter(self)).device, dtype)
+        domain = domain.to(self._blocks[0].device, dtype)
         super().__init__(domain, all(block.self_adjoint for block in self))
 
     def _concatenated(self) -> ParameterSpace:
@@ -73,14 +74,14 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
                 f"the parameters {space.shapes}."
             )
-        if self._layouts is None:
+        if self.layouts is None:
             return
         if not all(block.domain.is_flat for block in self):
             raise ValueError("Only blocks on plain vectors can have a layout.")
-        if [layout.size for layout in self._layouts] != sizes:
+        if [layout.size for layout in self.layouts] != sizes:
             raise ValueError(
                 f"The blocks have vectors of {sizes} entries, their layouts "
-                f"{[layout.size for layout in self._layouts]}."
+                f"{[layout.size for layout in self.layouts]}."
             )
 
     # --- blocks
@@ -89,33 +90,49 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def blocks(self) -> dict[Any, StructuredLinearOperator]:
         """The blocks by the keys that they were given with, or else by number.
 
-        Those of Kronecker-factored approximations have the names of their parameters, a tuple.
+        Blocks with layouts have the names of their parameters as key, a tuple, as those of
+        Kronecker-factored approximations; blocks on the same parameters are put together.
         """
-        return dict(self._blocks)
+        if self.layouts is None:
+            return dict(zip(self._keys, self._blocks, strict=True))
+        groups: dict[tuple[str, ...], list[tuple]] = {}
+        for key, *pair in zip(self._keys, self._blocks, self.layouts, strict=True):
+            groups.setdefault(key, []).append(pair)
+        return {
+            names: BlockDiagonalLinearOperator(blocks, self.domain.restricted(names), layouts)
+            for names, pairs in groups.items()
+            for blocks, layouts in [zip(*pairs, strict=True)]
+        }
 
     def _description(self) -> list[str]:
         return [f"{len(self)} blocks"]
 
     def __iter__(self) -> Iterator[StructuredLinearOperator]:
-        return iter(self._blocks.values())
+        return iter(self._blocks)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def _record(self) -> tuple:
-        return self._blocks, None if self.domain.is_flat else self.domain, self._layouts
+        blocks = self._blocks if self.layouts else dict(zip(self._keys, self._blocks, strict=True))
+        return blocks, None if self.domain.is_flat else self.domain, self.layouts
 
-    def _with(self, blocks: Mapping[Any, Any]) -> "BlockDiagonalLinearOperator":
-        space = None if self.domain.is_flat else self.domain
-        return BlockDiagonalLinearOperator(blocks, space, self._layouts)
+    def _with(
+        self, blocks: Iterable[Any], space: ParameterSpace | None = None
+    ) -> "BlockDiagonalLinearOperator":
+        """Return the operator with other blocks on the same parameters, perhaps elsewhere."""
+        if space is None and not self.domain.is_flat:
+            space = self.domain
+        named = blocks if self.layouts else dict(zip(self._keys, blocks, strict=True))
+        return BlockDiagonalLinearOperator(named, space, self.layouts)
 
-    def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> dict[Any, Any]:
-        """Return what a function makes of each block; errors name the block."""
-        out = {}
-        for name, block in self._blocks.items():
+    def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> list[Any]:
+        """Return the results of a function of each block; errors name the block."""
+        out = []
+        for key, block in zip(self._keys, self._blocks, strict=True):
             # a single block without a key is not worth mentioning
-            with about(None if len(self) == 1 and name == 0 else name):
-                out[name] = function(block)
+            with about(None if len(self) == 1 and key == 0 else key):
+                out.append(function(block))
         return out
 
     def _map(
@@ -130,8 +147,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Return the blocks' vectors."""
         if self._is_named:
             return [{name: columns[name] for name in block.domain.names} for block in self]
-        if self._layouts is not None:
-            return [{"": layout.gather(columns)} for layout in self._layouts]
+        if self.layouts is not None:
+            return [{"": layout.gather(columns)} for layout in self.layouts]
         flat = self.domain.join(columns)
         vectors = flat.split([block.domain.dim for block in self], dim=1)
         return [block.domain.split(own) for block, own in zip(self, vectors, strict=True)]
@@ -141,8 +158,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         if self._is_named:
             merged = {name: column for part in parts for name, column in part.items()}
             return {name: merged[name] for name in self.domain.names}
-        if self._layouts is not None:
-            return scatter(self._layouts, [part[""] for part in parts], self.domain.shapes)
+        if self.layouts is not None:
+            return scatter(self.layouts, [part[""] for part in parts], self.domain.shapes)
         vectors = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
         return self.domain.split(torch.cat(vectors, dim=1))
 
@@ -163,10 +180,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return self._join([block._apply_adjoint(part) for block, part in parts])
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        if not self._is_named:
+        blocks = self.blocks.values()
+        if len(blocks) == 1 or (self.layouts is None and not self._is_named):
             return super()._apply_restricted(columns, names)
         out = self.domain.restricted(names).zeros(next(iter(columns.values())).shape[0])
-        for block in self:
+        for block in blocks:
             some = {name: columns[name] for name in block.domain.names if name in columns}
             wanted = [name for name in block.domain.names if name in out]
             if some and wanted:
@@ -185,7 +203,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return self._join_vectors([block._diagonal() for block in self])
 
     def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        results = self._each(lambda block: block._slogdet(shift)).values()
+        results = self._each(lambda block: block._slogdet(shift))
         signs, logarithms = (torch.stack(parts) for parts in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
@@ -198,7 +216,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Compute the eigendecompositions that blocks need, those of equal sizes at once."""
         needed = [
             (factor, f"A factor of block {label(name)}", wide)
-            for name, block in self._blocks.items()
+            for name, block in zip(self._keys, self._blocks, strict=True)
             for factor, wide in block._to_decompose(shift, accurate)
         ]
         if needed:
@@ -207,9 +225,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
         self._decompose(shift, accurate)
         blocks = self._each(lambda block: block._eigh(shift, accurate))
-        values = self._join_vectors([block.eigenvalues for block in blocks.values()])
-        vectors = {name: block.eigenvectors for name, block in blocks.items()}
-        return EighDecomposedLinearOperator(values, self._with(vectors))
+        values = self._join_vectors([block.eigenvalues for block in blocks])
+        vectors = self._with([block.eigenvectors for block in blocks])
+        return EighDecomposedLinearOperator(values, vectors)
 
     def _has_eigh(self) -> bool:
         return all(block._has_eigh() for block in self)
@@ -239,9 +257,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return self._map(lambda block: block._squared_entries())
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
-        blocks = {name: block._to(device, dtype) for name, block in self._blocks.items()}
-        space = None if self.domain.is_flat else self.domain.to(device, dtype)
-        return BlockDiagonalLinearOperator(blocks, space, self._layouts)
+        blocks = [block._to(device, dtype) for block in self]
+        return self._with(blocks, None if self.domain.is_flat else self.domain.to(device, dtype))
 
     def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
         return self._combined(other, lambda one, two: one._plus(two))
@@ -255,16 +272,25 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Combine pairs of blocks, if these have equal spaces and each result has structure."""
         if not isinstance(other, BlockDiagonalLinearOperator) or not self._has_blocks_of(other):
             return None
-        pairs = zip(self._blocks, self, other, strict=True)
-        blocks = {name: function(one, two) for name, one, two in pairs}
-        return None if any(block is None for block in blocks.values()) else self._with(blocks)
+        blocks = [function(one, two) for one, two in zip(self, other, strict=True)]
+        return None if any(block is None for block in blocks) else self._with(blocks)
 
     def _has_blocks_of(self, other: "BlockDiagonalLinearOperator") -> bool:
         """Return whether two operators have blocks on the same entries of the same parameters."""
-        if self.domain.shapes != other.domain.shapes or self._layouts != other._layouts:
+        if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return False
         one, two = ([list(block.domain.shapes.items()) for block in op] for op in (self, other))
         return one == two
+
+
+def _keys_of(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
+    """Return for each layout its parameters, and all with which other layouts connect these."""
+    connected: dict[str, tuple[str, ...]] = {}
+    for layout in layouts:
+        known = [name for view in layout.views for name in connected.get(view.name, (view.name,))]
+        names = tuple(dict.fromkeys(known))
+        connected |= dict.fromkeys(names, names)
+    return tuple(connected[layout.views[0].name] for layout in layouts)
 
 
 @contextmanager

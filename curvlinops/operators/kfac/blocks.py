@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from curvlinops.layers.factors import Kind, relation
 from curvlinops.layers.gradients import PulledBackGradient
 from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
-from curvlinops.structured.layout import ParameterView, are_disjoint
+from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.records import recorded
 
 #: What is summed over data, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
@@ -177,15 +177,18 @@ class BlockSpec:
     weight: ParameterView | None = None
     reason: str = ""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The parameters."""
         return tuple(view.name for view in self.slices)
 
-    @property
-    def views(self) -> tuple[ParameterView, ...]:
-        """The entries in the order of the matrices ``[G, O, I]`` of the first Kronecker product."""
-        return (self.kinds[0].view, *self.slices[1:]) if self.kinds else self.slices
+    @cached_property
+    def layout(self) -> Layout:
+        """Where its entries are, in the order of the matrices of the first Kronecker product."""
+        if not self.kinds:
+            return Layout(self.slices)
+        kind = self.kinds[0]
+        return Layout((kind.view, *self.slices[1:]), kind.groups * kind.outputs)
 
     @property
     def is_exact(self) -> bool:

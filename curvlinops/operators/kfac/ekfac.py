@@ -6,22 +6,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops.layers.groups import split
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
-from curvlinops.operators.kfac.estimate import backpropagated, on_slice
+from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import BlockFactors, Blocks, assemble, normalize
+from curvlinops.operators.kfac.layout import BlockFactors, assemble, normalize
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.layout import ParameterView
+from curvlinops.structured.layout import Layout, ParameterView
 
 _OTHER_USES = (
     "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
@@ -94,8 +93,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:
-                    parts = [on_slice(part, self.torch_dtype) for part in parts]
-                    by_slice[use.slice].extend(parts)
+                    in_dtype = (p._replace(form=p.form.to(self.torch_dtype)) for p in parts)
+                    by_slice[use.slice].extend(in_dtype)
             for slices, basis in sums.bases.items():
                 # memory of gradients that were added is given back at once
                 parts = by_slice.pop(slices[0])
@@ -111,21 +110,20 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self, basis: Basis, slices: tuple[ParameterView, ...], samples: SampleGradients, u: Tensor
     ) -> Tensor:
         """Return the second moment of gradients that are computed sample by sample."""
-        [(names, form)] = samples.one_by_one(u, [view.name for view in slices])
         total: Tensor | float = 0.0
-        for some in form.parts():
-            of_names = split(names, form.rows(some).flatten(0, 1), self.space)
-            views = basis.kind.view, *slices[1:]
+        views = basis.kind.view, *slices[1:]
+        for _, gradients in samples.one_by_one(u, [view.name for view in slices]):
+            of_names = {name: x.rows(slice(None)).flatten(0, 1) for name, x in gradients.items()}
             rows = [view.gather(of_names).to(self.torch_dtype) for view in views]
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total
 
-    def _structured_blocks(self) -> Blocks:
+    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], list[Layout]]:
         return self._assembled(lambda block: block)
 
     def _assembled(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
-    ) -> Blocks:
+    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
         """Apply a function to the blocks' operators on their entries; return all blocks."""
         sums = self._factor_sums()
         scale = self.risk.scale(sums.terms)
@@ -144,7 +142,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 factors[i] = factors[i]._replace(block=block)
         return assemble(factors, self.space, build)
 
-    def _inverse_blocks(self, damping: Damping) -> Blocks:
+    def _inverse_blocks(
+        self, damping: Damping
+    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
         if damping.heuristic or damping.of_inputs != damping.of_gradients:
             raise ValueError(
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "

@@ -1,18 +1,16 @@
 """Adds a batch to the sums of which the blocks of an approximation are made."""
 
-from collections.abc import Iterable, Iterator
-from math import prod
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
-import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import PerSampleGradient, PulledBackGradient
-from curvlinops.layers.groups import Group, split
+from curvlinops.layers.gradients import PerSampleGradient, Piece
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import TERMS, Key, LayerUse, Uses, group_by_use
+from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
@@ -80,12 +78,14 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
                 new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
-        exact = _exact_forms(sums, groups, samples, u) + samples.rest(u)
+        exact = sums.exact_blocks
+        pieces = chain(_exact_forms(exact, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # memory of gradients that were added is given back at once
-            for key, tensor in _factors(sums, use, groups.pop(use), chunk == 0):
+            parts, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
+            for key, tensor in _factors(sums, use, parts, with_inputs):
                 sums.add(key, tensor)
-        _add_exact_blocks(sums, exact)
+        _add_exact_blocks(sums, exact, pieces)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
@@ -102,54 +102,51 @@ def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[st
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[Part], is_first_chunk: bool
+    sums: FactorSums, use: LayerUse, parts: list[Part], with_inputs: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
     kind, options = use.kind, sums.options
     if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    parts = [on_slice(part, sums.space.dtype) for part in parts]
+    parts = [part._replace(form=part.form.to(sums.space.dtype)) for part in parts]
     reduce, limit = use.name in options.reduced, options.max_factor_size
     is_weights = kind.shift and use.shares_gradients
     if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
         yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
-    if is_first_chunk and not kind.shift and use.name not in sums.exact_blocks:
+    if with_inputs and not kind.shift:
         bias = 1.0 if use.has_bias_input(options) else None
         total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
 
-def on_slice(part: Part, dtype: torch.dtype) -> Part:
-    """Return gradients with respect to the slice of a parameter that a layer uses."""
-    form = part.form
-    form = form.form if isinstance(form, PulledBackGradient) else form
-    return part._replace(form=form.to(dtype))
-
-
 def _exact_forms(
-    sums: FactorSums, groups: dict[LayerUse, list[Part]], samples: SampleGradients, u: Tensor
-) -> list[Group]:
+    names: Collection[str],
+    groups: dict[LayerUse, list[Part]],
+    samples: SampleGradients,
+    u: Tensor,
+) -> Iterable[Piece]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
-    names = sums.exact_blocks.keys()
     forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
             forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
             unsorted |= {use.name for part in parts if part.unsorted}
+    known = {name: sum_of(own) for name, own in forms.items() if own}
     one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
-    return [([name], sum_of(own)) for name, own in forms.items() if own] + one_by_one
+    return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
 
-def _add_exact_blocks(sums: FactorSums, groups: list[Group]) -> None:
+def _add_exact_blocks(
+    sums: FactorSums, blocks: dict[str, BlockSpec], pieces: Iterable[Piece]
+) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    blocks = sums.exact_blocks
-    for names, form in groups:
-        for some in form.parts():
-            rows = split(names, form.rows(some).flatten(0, 1), sums.space)
-            for name in names:
-                block, own = blocks[name], rows[name].to(sums.space.dtype)
-                own = own.reshape(len(own), block.groups, prod(own.shape[1:]) // block.groups)
-                sums.add((name, "matrix"), moment(own, diagonal=block.structure == "diagonal"))
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            block = blocks[name]
+            for some in gradient.parts():
+                rows = gradient.rows(some).to(sums.space.dtype)
+                rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
+                sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))

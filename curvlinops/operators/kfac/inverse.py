@@ -218,7 +218,8 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         self._damping = check_damping(
             damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
-        super().__init__(A._inverse_blocks(self._damping), A.space)
+        blocks, layouts = A._inverse_blocks(self._damping)
+        super().__init__(blocks, A.space, layouts)
 
     def _arguments(self) -> dict[str, Any]:
         used = self._damping

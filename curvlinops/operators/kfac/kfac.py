@@ -1,7 +1,7 @@
 """Kronecker-factored approximate curvature: what the approximations share, and KFAC."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
@@ -24,7 +24,7 @@ from curvlinops.operators.kfac.inverse import (
     inverse_block,
     inverse_factors,
 )
-from curvlinops.operators.kfac.layout import BlockFactors, Blocks, assemble, normalize
+from curvlinops.operators.kfac.layout import BlockFactors, assemble, normalize
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -45,6 +45,7 @@ from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.layout import Layout
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.records import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
@@ -256,7 +257,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     # --- what was computed
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> dict[tuple[str, ...], StructuredLinearOperator]:
         """The diagonal blocks by the names of their parameters."""
         return self.structure.blocks
 
@@ -369,15 +370,18 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            self._structure = BlockDiagonalLinearOperator(self._structured_blocks(), self.space)
+            blocks, layouts = self._structured_blocks()
+            self._structure = BlockDiagonalLinearOperator(blocks, self.space, layouts)
         return self._structure
 
     @abstractmethod
-    def _structured_blocks(self) -> Blocks:
-        """Return all blocks as structured operators."""
+    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
+        """Return operators on the entries of all blocks, and their layouts."""
 
     @abstractmethod
-    def _inverse_blocks(self, damping: Damping) -> Blocks:
+    def _inverse_blocks(
+        self, damping: Damping
+    ) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
         """Return the damped inverses of all blocks."""
 
     def _block_factors(self, keep: bool = False) -> list[BlockFactors]:
@@ -466,10 +470,12 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _structured_blocks(self) -> Blocks:
+    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
         return assemble(self._block_factors(keep=True), self.space, BlockFactors.operator)
 
-    def _inverse_blocks(self, damping: Damping) -> Blocks:
+    def _inverse_blocks(
+        self, damping: Damping
+    ) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
         factors = self._block_factors()
         if not damping.exact:
             inverses = inverse_factors(factors, damping)
@@ -485,5 +491,5 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                     "max_factor_size, above which factors are diagonal."
                 )
         # the structure keeps the eigendecompositions for other dampings
-        structure = self.structure
-        return structure.inverse(damping.of_gradients, damping.retry_double_precision).blocks
+        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        return list(inverse), inverse.layouts

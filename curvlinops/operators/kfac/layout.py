@@ -1,7 +1,6 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from curvlinops.layers.factors import Kind, relation, total
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse, Shapes
+from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
+from curvlinops.structured.block_diagonal import about
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
@@ -144,65 +143,42 @@ def _zeros(size: int, space: ParameterSpace) -> Tensor:
     return torch.zeros(1, size, dtype=space.dtype, device=space.device)
 
 
-#: Operators by the names of their parameters.
-Blocks = dict[tuple[str, ...], StructuredLinearOperator]
-
-
 def assemble(
     factors: Iterable[BlockFactors],
     space: ParameterSpace,
     build: Callable[[BlockFactors], StructuredLinearOperator],
-) -> Blocks:
-    """Return all blocks as operators on their parameters.
+) -> tuple[list[StructuredLinearOperator], list[Layout]]:
+    """Return operators on the entries of all blocks, and where these are in the parameters.
 
     Args:
         factors: The matrices of the blocks.
         space: All parameters.
-        build: Makes a structured operator on the entries of one block.
+        build: Makes a structured operator of one block.
     """
-    by_names: dict[tuple[str, ...], list[BlockFactors]] = {}
+    factors = list(factors)
+    layouts = [each.block.layout for each in factors]
+    if sum(layout.size for layout in layouts) < space.dim:
+        # entries that no layer uses have their share of damping
+        zero = list(_unused_blocks([view for each in layouts for view in each.views], space))
+        factors += [BlockFactors(each, matrix=_zeros(each.layout.size, space)) for each in zero]
+        layouts += [each.layout for each in zero]
+    operators = []
     for each in factors:
-        by_names.setdefault(each.block.names, []).append(each)
-    blocks: Blocks = {}
-    for names, own in by_names.items():
-        own_space = space.restricted(names)
-        specs = tuple(each.block for each in own)
-        layouts, unused = _layouts(specs, tuple(own_space.shapes.items()))
-        if unused.views:  # these entries have their share of damping
-            layouts = [*layouts, unused]
-            zero = BlockSpec(unused.views, "zero")
-            own = [*own, BlockFactors(zero, matrix=_zeros(unused.size, space))]
-        with about(names):
-            operators = [build(each) for each in own]
-        blocks[names] = BlockDiagonalLinearOperator(operators, own_space, layouts)
-    return blocks
+        with about(each.block.names):
+            operators.append(build(each))
+    return operators, layouts
 
 
-@lru_cache(maxsize=1024)  # the same blocks come again with each inverse
-def _layouts(blocks: tuple[BlockSpec, ...], shapes: Shapes) -> tuple[list[Layout], Layout]:
-    """Return where the entries of blocks are in their parameters, and the entries of no block."""
-    layouts = [
-        Layout(each.views, each.kinds[0].groups * each.kinds[0].outputs if each.kinds else 1)
-        for each in blocks
-    ]
-    if sum(layout.size for layout in layouts) == sum(prod(shape) for _, shape in shapes):
-        return layouts, Layout(())
-    views = [view for layout in layouts for view in layout.views]
-    unused: list[ParameterView] = []
-    for name, shape in shapes:
-        unused += _unused_views(name, shape, [view for view in views if view.name == name])
-    return layouts, Layout(tuple(unused))
-
-
-def _unused_views(
-    name: str, shape: Sequence[int], views: Iterable[ParameterView]
-) -> Iterator[ParameterView]:
-    """Yield views of all entries of a parameter that are in none of the given views."""
-    free = torch.ones(1, prod(shape), dtype=torch.bool, device="cpu")
-    for view in views:
-        view.of(free).fill_(False)
-    for box in _boxes(free.view(*shape)):
-        yield ParameterView(name, *box)
+def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[BlockSpec]:
+    """Yield blocks of the entries of parameters that are in none of the given views."""
+    for name, shape in space.shapes.items():
+        free = torch.ones(1, prod(shape), dtype=torch.bool, device="cpu")
+        for view in views:
+            if view.name == name:
+                view.of(free).fill_(False)
+        if bool(free.any()):
+            boxes = _boxes(free.view(*shape))
+            yield BlockSpec(tuple(ParameterView(name, *box) for box in boxes), "zero")
 
 
 def _boxes(free: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
