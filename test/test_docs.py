@@ -25,7 +25,9 @@ EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: The environment variable and its value with which pages of the gallery do less.
 FAST = ("CURVLINOPS_GALLERY", "fast")
 NOTEBOOKS = sorted((ROOT / "docs_src" / "notebooks").glob("*.ipynb"))
-REDUCED = [script for script in EXAMPLES if FAST[0] in script.read_text()]
+_WITH_NOTEBOOKS = {f"plot_{notebook.stem}" for notebook in NOTEBOOKS}
+#: Pages that no other test runs in full.
+REDUCED = [s for s in EXAMPLES if FAST[0] in s.read_text() and s.stem not in _WITH_NOTEBOOKS]
 
 
 def blocks(page: str) -> str:
@@ -81,7 +83,7 @@ def test_docstrings_run():
 
 
 def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a page of the gallery, which checks its own results, and look for its figures."""
+    """Run a page of the gallery, which checks its own results, and check that it has figures."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setattr(plt, "show", lambda: None)

@@ -102,7 +102,7 @@ class EmbeddingGradient(PerSampleGradient):
         self.entries = entries
         self.num_rows = entries.view.size // max(g.shape[-1], 1)
 
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
         g, indices = self.g[:, samples], self.indices[samples]
         rows = g.new_zeros(*g.shape[:2], self.num_rows, g.shape[-1])

@@ -6,13 +6,14 @@ where that is cheaper.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.structured.layout import ParameterView
 
 #: Temporary tensors are kept below this size, where a quantity can be computed in parts.
@@ -74,10 +75,10 @@ class PerSampleGradient(ABC):
         return prod(self.shape)
 
     @abstractmethod
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *]``, with the order of ``entries``."""
 
-    def rows(self, samples: slice | Tensor) -> Tensor:
+    def rows(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, ``[V, n, *shape]``."""
         return self.entries.spread(self.values(samples))
 
@@ -85,14 +86,9 @@ class PerSampleGradient(ABC):
         """Write the gradients of some samples to ``[V, n, *shape]``."""
         out.copy_(self.rows(samples).reshape(out.shape))
 
-    def is_surely_finite(self) -> bool:
-        """Return whether no gradient overflows, as far as that is cheaper than a look at all."""
-        return False
-
+    @abstractmethod
     def to(self, dtype: torch.dtype) -> "PerSampleGradient":
         """Return the same gradients in another dtype."""
-        shape = self.num_vectors, self.num_samples, self.entries
-        return DenseGradient(lambda samples: self.values(samples).to(dtype), *shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
@@ -123,40 +119,30 @@ class PerSampleGradient(ABC):
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
         """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""
-        size = self.num_vectors * prod(self.shape) * 4 if size is None else size * 4
-        step = max(BYTES // max(size, 1), 1)
-        for start in range(0, max(self.num_samples, 1), step):
-            yield slice(start, min(start + step, self.num_samples))
+        size = self.num_vectors * self.num_entries if size is None else size
+        return chunks(self.num_samples, size)
 
 
 class DenseGradient(PerSampleGradient):
-    """Gradients that are written down, or computed part by part.
+    """Gradients that are written down.
 
     Args:
-        compute: Returns the gradients of some samples, a slice or indices.
-        num_vectors: V.
-        num_samples: N.
-        entries: Of which entries of the parameter.
+        values: The gradients, ``[V, N, *]``.
+        entries: Of which entries of the parameter. Default: all.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[slice | Tensor], Tensor],
-        num_vectors: int,
-        num_samples: int,
-        entries: Entries,
-    ):
-        self._compute = compute
-        self.num_vectors, self.num_samples, self.entries = num_vectors, num_samples, entries
+    def __init__(self, values: Tensor, entries: Entries | None = None):
+        self._values = values
+        self.num_vectors, self.num_samples = values.shape[:2]
+        self.entries = Entries.all(values.shape[2:]) if entries is None else entries
 
-    @classmethod
-    def of(cls, values: Tensor, entries: Entries) -> "DenseGradient":
-        """Return gradients ``[V, N, *]`` that are there."""
-        return cls(lambda samples: values[:, samples], *values.shape[:2], entries)
-
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._compute(samples)
+        return self._values[:, samples]
+
+    def to(self, dtype: torch.dtype) -> "DenseGradient":
+        """Return the same gradients in another dtype."""
+        return DenseGradient(self._values.to(dtype), self.entries)
 
 
 class GradientSum(PerSampleGradient):
@@ -167,9 +153,13 @@ class GradientSum(PerSampleGradient):
         self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
         self.entries = Entries.all(forms[0].shape)
 
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         return sum(form.rows(samples) for form in self._forms)
+
+    def to(self, dtype: torch.dtype) -> "GradientSum":
+        """Return the same gradients in another dtype."""
+        return GradientSum([form.to(dtype) for form in self._forms])
 
 
 class PulledBackGradient(PerSampleGradient):
@@ -188,9 +178,66 @@ class PulledBackGradient(PerSampleGradient):
         self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
         self.entries = Entries.all(shape)
 
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         return self._pullback(self.form.rows(samples))
+
+    def to(self, dtype: torch.dtype) -> "PulledBackGradient":
+        """Return the same gradients in another dtype."""
+        return PulledBackGradient(self.form.to(dtype), self._pullback, self.shape)
+
+
+#: Some of a batch's samples, and their gradients by parameter.
+Piece = tuple[slice, dict[str, PerSampleGradient]]
+
+
+def chunks(num_samples: int, size: int) -> Iterator[slice]:
+    """Yield as many samples at a time as fit the memory, with ``size`` numbers each."""
+    step = max(BYTES // max(4 * size, 1), 1)
+    for start in range(0, max(num_samples, 1), step):
+        yield slice(start, min(start + step, num_samples))
+
+
+def write_rows(
+    pieces: Iterable[Piece],
+    out: Columns,
+    place: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
+) -> None:
+    """Write the gradients of all samples to ``{name: [M, *shape]}``.
+
+    Args:
+        pieces: The gradients. They leave their dictionaries, which gives memory back on the way.
+        out: Where they are written.
+        place: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that is written to. Default: all
+            rows, for the only vector.
+    """
+    for samples, gradients in pieces:
+        for name in list(gradients):
+            gradient, rows = gradients.pop(name), place(out[name])[:, samples]
+            for part in gradient.parts():
+                gradient.write(part, rows[:, part])
+
+
+def add_sums(
+    out: Columns, pieces: Iterable[Piece], of: Callable[[PerSampleGradient], Tensor]
+) -> None:
+    """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            add(out, slice(None), {name: of(gradient)})
+
+
+def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:
+    """Return the gradients of all samples; those of several pieces are written side by side."""
+    found: dict[str, list[PerSampleGradient]] = {}
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            found.setdefault(name, []).append(gradient)
+    return {name: own[0] if len(own) == 1 else _side_by_side(own) for name, own in found.items()}
+
+
+def _side_by_side(gradients: list[PerSampleGradient]) -> DenseGradient:
+    return DenseGradient(torch.cat([gradient.rows(slice(None)) for gradient in gradients], 1))
 
 
 def squared_sum(vectors: Tensor) -> Tensor:

@@ -7,40 +7,35 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.covariance import add_second_moment, mirror
-from curvlinops.layers.gradients import BYTES, DenseGradient, PerSampleGradient
-from curvlinops.layers.groups import Group, in_one_row
+from curvlinops.layers.gradients import BYTES, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.linear_operator.space import ParameterSpace
 
-#: How many bytes of gradients are written down at once, of parameters that can be divided.
-_PIECE = BYTES // 2
-#: And of those that may take backward passes, which come again for each pair of blocks.
-_DIRECT = 8 * BYTES
 #: Some samples of batches, and which rows their gradients are.
 Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
 
-def gram(batches: list[list[Group]], space: ParameterSpace) -> Tensor:
+def gram(batches: list[dict[str, PerSampleGradient]], like: Tensor) -> Tensor:
     """Return the inner products of all gradients, ``[R, R]``.
 
     Args:
-        batches: Gradients ``[V, N]`` of V vectors and N samples for each batch.
-        space: The parameters.
+        batches: Gradients ``[V, N]`` of V vectors and N samples, by parameter, for each batch.
+        like: Has the dtype and the device of the result.
 
     Returns:
         Rows and columns in the order of batches, then vectors, then samples.
     """
-    batches = [groups for groups in batches if groups[0][1].num_samples]
-    found = [{tuple(names): form for names, form in groups} for groups in batches]
-    if any(forms.keys() != found[0].keys() for forms in found):
-        found = [{(): in_one_row(groups, space)} for groups in batches]
-    size = sum(_num_rows(groups[0][1]) for groups in batches)
-    out = torch.zeros(size, size, dtype=space.dtype, device=space.device)
-    for names in found[0] if found else ():
-        _add([forms[names] for forms in found], out)
+    batches = [gradients for gradients in batches if _first(gradients).num_samples]
+    size = sum(_num_rows(_first(gradients)) for gradients in batches)
+    out = like.new_zeros(size, size)
+    for name in batches[0] if batches else ():
+        _add([gradients[name] for gradients in batches], out)
     if size:
         mirror(out.unsqueeze(0))
     return out
+
+
+def _first(gradients: dict[str, PerSampleGradient]) -> PerSampleGradient:
+    return next(iter(gradients.values()))
 
 
 def _num_rows(form: PerSampleGradient) -> int:
@@ -48,7 +43,7 @@ def _num_rows(form: PerSampleGradient) -> int:
 
 
 def _add(forms: list[PerSampleGradient], out: Tensor) -> None:
-    """Add the inner products on and above the diagonal, for some parameters."""
+    """Add the inner products on and above the diagonal, for one parameter."""
     pairs = list(combinations_with_replacement(range(len(forms)), 2))
     if all(forms[i].has_inner(forms[j]) for i, j in pairs):
         ends = list(accumulate(map(_num_rows, forms)))
@@ -61,7 +56,7 @@ def _add(forms: list[PerSampleGradient], out: Tensor) -> None:
 
 
 def _pieces(forms: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerSampleGradient]]:
-    """Yield the gradients with respect to parts of the parameters that fit the memory."""
+    """Yield the gradients with respect to parts of the parameter that fit the memory."""
     outer = all(isinstance(form, OuterProducts) for form in forms)
     if not outer or len({form.kind for form in forms}) > 1:
         yield forms
@@ -69,7 +64,7 @@ def _pieces(forms: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerS
     if sum(form.num_samples * form.num_inputs for form in forms) * 4 <= BYTES:
         forms = [form.made() for form in forms]
     outputs = forms[0].g.shape[-1]
-    step = max(_PIECE * outputs // max(4 * num_rows * forms[0].num_entries, 1), 1)
+    step = max(BYTES // 2 * outputs // max(4 * num_rows * forms[0].entries.view.size, 1), 1)
     for start in range(0, outputs, step):
         yield [form.narrowed(slice(start, start + step)) for form in forms]
 
@@ -97,7 +92,6 @@ def _add_products(forms: list[PerSampleGradient], out: Tensor) -> None:
 def _blocks(forms: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
     """Yield samples whose gradients fit the memory at once."""
     block, size, start = [], 0, 0
-    most = _DIRECT if any(isinstance(form, DenseGradient) for form in forms) else BYTES
     for form in forms:
         places = torch.arange(start, start + _num_rows(form), device=out.device)
         places = places.reshape(form.num_vectors, form.num_samples)
@@ -105,7 +99,7 @@ def _blocks(forms: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
         for part in form.parts():
             place = places[:, part].flatten()
             more = len(place) * form.num_entries * 4
-            if block and size + more > most:
+            if block and size + more > BYTES:
                 yield block
                 block, size = [], 0
             block.append((form, part, place))

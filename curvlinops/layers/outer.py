@@ -15,7 +15,7 @@ class Inputs(Protocol):
 
     shape: Sequence[int]
 
-    def __getitem__(self, samples: slice | Tensor) -> Tensor: ...
+    def __getitem__(self, samples: slice) -> Tensor: ...
 
 
 class OuterProducts(PerSampleGradient):
@@ -37,7 +37,7 @@ class OuterProducts(PerSampleGradient):
         """Equal for forms whose entries mean the same, in the same dtype."""
         return self.entries, self.g.dtype, *self.x.shape[2:]
 
-    def values(self, samples: slice | Tensor) -> Tensor:
+    def values(self, samples: slice) -> Tensor:
         """Return the matrices of some samples, ``[V, n, G, O, I]``."""
         g = self.g[:, samples]
         if self._by_convolution:
@@ -64,17 +64,6 @@ class OuterProducts(PerSampleGradient):
             torch.mul(g.transpose(1, 2), x, out=out)
         else:
             torch.bmm(g.transpose(1, 2), x, out=out)
-
-    def is_surely_finite(self) -> bool:
-        """Return whether norms of inputs and output gradients, which are fewer numbers, are small.
-
-        The product of both is a bound of all entries.
-        """
-        size = self.num_vectors * self.num_samples * self.entries.view.size
-        if not isinstance(self.x, Tensor) or 2 * (self.x.numel() + self.g.numel()) > size:
-            return False
-        bound = torch.linalg.vector_norm(self.x) * torch.linalg.vector_norm(self.g)
-        return float(bound) < torch.finfo(self.g.dtype).max / 2  # sums are rounded
 
     def to(self, dtype: torch.dtype) -> "OuterProducts":
         """Return the same gradients, made of inputs and output gradients of another dtype."""

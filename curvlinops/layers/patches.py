@@ -319,7 +319,7 @@ class Patches:
         positions = images.shape[1] * prod(window.size)
         self.shape = (len(images), positions, window.groups, width)
 
-    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+    def __getitem__(self, samples: slice) -> Tensor:
         """Make the patches of some samples."""
         images = self.images[samples]
         patches = make_patches(images.flatten(0, 1), self.window)
@@ -345,7 +345,7 @@ class Patches:
         overlap = size > prod(self.window.stride)
         return overlap and num_filters < positions and (channels >= _FEW_CHANNELS or depthwise)
 
-    def filter_gradients(self, samples: slice | Tensor, g: Tensor) -> Tensor:
+    def filter_gradients(self, samples: slice, g: Tensor) -> Tensor:
         """Return each sample's gradient of the filters, ``[n, G, O, channels * kernel]``.
 
         By PyTorch's own batching rule for convolutions, without patches.

@@ -288,7 +288,7 @@ class RecordedBatch:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [DenseGradient.of(zeros, Entries.all(leaf.shape))]
+                found[name] = [DenseGradient(zeros)]
         return {name: sum_of(found[name]) for name in self.names}
 
 

@@ -237,7 +237,7 @@ def broadcast(
         return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
 
     def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
-        return DenseGradient.of(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
+        return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
     return Use(tuple(output[axis] for axis in lead), split, form)
 

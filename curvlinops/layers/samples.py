@@ -9,10 +9,9 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch_axis import BatchAxis, Key
 from curvlinops.layers.check import autograd_sums, reason_of
-from curvlinops.layers.gradients import BYTES, PerSampleGradient
-from curvlinops.layers.groups import Group
+from curvlinops.layers.fallback import OneByOne
+from curvlinops.layers.gradients import BYTES, Piece
 from curvlinops.layers.recorded import Part, RecordedBatch, evident_samples
-from curvlinops.layers.shares import WAYS, Shares
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.rng import GeneratorStates
@@ -28,7 +27,7 @@ class SampleGradients:
         problem: The model on the batch.
         batch: What the rules know of it, ``None`` for nothing.
         fallbacks: Why parameters are treated sample by sample.
-        ways: How these are, see ``Shares``.
+        fallback: How these are.
 
     Attributes:
         output: The model's output.
@@ -41,9 +40,9 @@ class SampleGradients:
         problem: Problem,
         batch: RecordedBatch | None,
         fallbacks: dict[str, str],
-        ways: dict[str, bool],
+        fallback: OneByOne,
     ):
-        self._problem, self._batch, self._ways = problem, batch, ways
+        self._problem, self._batch, self._fallback = problem, batch, fallback
         self.fallbacks = dict(fallbacks)
         self._known = [] if batch is None else batch.names
         if len(self._known) < len(problem.space.names):
@@ -75,30 +74,31 @@ class SampleGradients:
             return iter(())
         return self._batch.parts(self._batch.gradients(u, last))
 
-    def backward(self, u: Tensor, last: bool = False) -> list[Group]:
-        """Backpropagate vectors; a sample's gradient is that of its own share.
+    def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
+        """Backpropagate vectors; a sample's gradient is that of its own share of the output.
 
         Args:
             u: See ``parts``.
             last: See ``parts``.
-        """
-        known: dict[str, PerSampleGradient] = {}
-        if self._batch is not None:
-            known = self._batch.forms(self._batch.gradients(u, last), len(u))
-        groups: list[Group] = [([name], form) for name, form in known.items()]
-        return groups + self.rest(u)
 
-    def rest(self, u: Tensor) -> list[Group]:
+        Yields:
+            Some samples, and their gradients by parameter: first those of all samples for the
+            parameters with rules, then the others.
+        """
+        if self._batch is not None:
+            gradients = self._batch.forms(self._batch.gradients(u, last), len(u))
+            yield slice(0, self.num_samples), gradients
+        yield from self.rest(u)
+
+    def rest(self, u: Tensor) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
         return self.one_by_one(u, {*self._problem.space.names}.difference(self._known))
 
-    def one_by_one(self, u: Tensor, names: Collection[str]) -> list[Group]:
+    def one_by_one(self, u: Tensor, names: Collection[str]) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
         names = [name for name in self._problem.space.names if name in names]
-        if not names:
-            return []
-        apply, output = self._whole
-        return [Shares(self._problem, apply, output, names, self._ways).group(u)]
+        if names:
+            yield from self._fallback.gradients(self._problem, *self._whole, u, names)
 
 
 class SampleBackward:
@@ -126,7 +126,7 @@ class SampleBackward:
         self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by wiring of the graph
         self._checked: set[Key] = set()
         self._grouped = False
-        self._ways = dict.fromkeys(WAYS, False)  # of those without rules
+        self._fallback = OneByOne()
 
     @property
     def is_complete(self) -> bool:
@@ -150,7 +150,7 @@ class SampleBackward:
             batch = self._record(problem, by_sample)
         if self.fallbacks:  # which evaluate the model again
             states.restore()
-        return SampleGradients(problem, batch, self.fallbacks, self._ways)
+        return SampleGradients(problem, batch, self.fallbacks, self._fallback)
 
     def _record(self, problem: Problem, by_sample: bool) -> RecordedBatch | None:
         """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""

@@ -1,5 +1,6 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,9 +8,8 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
-from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.gradients import PulledBackGradient
-from curvlinops.layers.groups import written
+from curvlinops.layers.fallback import LossesOneByOne
+from curvlinops.layers.gradients import Piece, PulledBackGradient, write_rows
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
@@ -28,18 +28,17 @@ class EFLinearOperator(DataLinearOperator):
     ``E = c * sum_t  g_t g_t^T``, of shape ``[D, D]``, with g_t the gradient of l_t (Kunstner et
     al., Limitations of the empirical Fisher approximation, NeurIPS 2019).
 
-    A term need not be a sample: each token or pixel has its own outer product, unless
-    ``terms="sample"``. For MSELoss and BCEWithLogitsLoss with outputs of more than two axes, what
-    a term is depends on which axis is last; there ``terms="sample"`` is recommended.
+    Each term has its own outer product. Terms may be tokens or pixels: ``terms="sample"`` adds up
+    those of a sample first. Use it for MSELoss and BCEWithLogitsLoss if outputs have more than two
+    axes, because there terms depend on which axis is last.
 
     Args:
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
-            product. With one gradient per sample, the gradients are kept (see ``cache``) instead of
-            a graph if weights are used at many positions and the gradients fit, which makes
-            products much faster. They also serve models that can be differentiated only once.
+            product. With one gradient per sample, gradients may be kept instead of a graph (see
+            ``cache``), if that makes products faster or the model can be differentiated only once.
 
     Raises:
-        ValueError: If ``terms`` is neither of both, or samples interact in the model.
+        ValueError: If ``terms`` is unknown, or samples interact in the model.
     """
 
     terms: str = "term"
@@ -57,7 +56,7 @@ class EFLinearOperator(DataLinearOperator):
         self._forget()
 
     def _forget(self) -> None:
-        self._alone = SamplesAlone(type(self).__name__)
+        self._alone = LossesOneByOne(type(self).__name__)
         self._lacks_derivative = False  # which products by the graph need
 
     def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
@@ -118,14 +117,30 @@ class EFLinearOperator(DataLinearOperator):
         if self._is_finer(problem, gradients.output):  # unlike on the first batch
             return self._linearize(problem, self._mode_for(problem, many=True))
         terms = problem.terms(gradients.output)
-        groups = gradients.backward(self._gradient(problem, gradients.output), last=True)
-        return _sum_of_outer_products(written(groups, self.space), terms)
+        pieces = gradients.backward(self._gradient(problem, gradients.output), last=True)
+        return self._sum_of_outer_products(pieces, gradients.num_samples, terms)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
         """Multiply if the loss is no function of the output; each sample is a term."""
-        rows = self._alone.rows(problem)
-        num_samples = len(next(iter(rows.values())))
-        return _sum_of_outer_products(rows, torch.tensor(num_samples, device=self.device))
+        num_samples, pieces = self._alone.gradients(problem)
+        terms = torch.tensor(num_samples, device=self.device)
+        return self._sum_of_outer_products(pieces, num_samples, terms)
+
+    def _sum_of_outer_products(
+        self, pieces: Iterable[Piece], num_samples: int, terms: Tensor
+    ) -> Apply:
+        """Return products with the sum of the outer products of samples' gradients."""
+        written = self.space.lazy_empty(num_samples)
+        write_rows(pieces, written)
+        rows = {name: flat(x) for name, x in written.items()}
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            inner = sum(flat(v) @ rows[name].T for name, v in V.items())
+            for name, product in out.items():
+                product += (inner @ rows[name]).reshape(product.shape)
+            return terms
+
+        return apply
 
     def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
@@ -134,18 +149,6 @@ class EFLinearOperator(DataLinearOperator):
             return by(self._gradient(problem, output), output), terms
 
         return mode.gauss_newton(problem, curvature)
-
-
-def _sum_of_outer_products(rows: Columns, terms: Tensor) -> Apply:
-    """Return products with the sum of the outer products of rows, ``{name: [N, entries]}``."""
-
-    def apply(V: Columns, out: Columns) -> Tensor:
-        inner = sum(flat(v) @ rows[name].T for name, v in V.items())
-        for name, product in out.items():
-            product += (inner @ rows[name]).reshape(product.shape)
-        return terms
-
-    return apply
 
 
 def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.layers.groups import split
+from curvlinops.layers.gradients import PerSampleGradient, add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.operators.base import DataLinearOperator
@@ -24,16 +24,15 @@ from curvlinops.support.torch_modes import in_default_modes
 class GGNDiagonalLinearOperator(DataLinearOperator):
     """The diagonal of the generalized Gauss-Newton matrix, as a matrix.
 
-    ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact one
-    (``mc_samples=0``) backpropagates the columns of the square root of each term's loss Hessian: C
-    vectors if a sample has one term, else C vectors for each position of a term in its sample
-    (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
-    expectation is the exact one. Implemented for the losses of ``FisherMCLinearOperator``; the
-    exact one also for HuberLoss and SmoothL1Loss.
+    ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact diagonal
+    (``mc_samples=0``) backpropagates C vectors if a sample has one term, else C vectors for each
+    term (token, pixel) of a sample. They are columns of square roots of the loss Hessians. The
+    sampled diagonal backpropagates ``mc_samples`` vectors, and its expectation is the exact one.
+    The losses are those of ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and
+    SmoothL1Loss.
 
-    The diagonal is kept like graphs are, see ``cache``. What does not follow the model any
-    more, but has inverses, powers and a determinant, is
-    ``DiagonalLinearOperator(G.diagonal(), G.space)``.
+    The diagonal is kept between products, see ``cache``. For inverses, powers and a determinant
+    build ``DiagonalLinearOperator(G.diagonal(), G.space)``, which does not follow the model.
 
     Args:
         mc_samples: Number of samples per term; 0 for the exact diagonal.
@@ -85,8 +84,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
                 gradients = self._capture(problem)
                 total = total + problem.terms(gradients.output)
                 for u, last in mark_last(self._vectors(problem, gradients)):
-                    for _, form in gradients.backward(u, last):
-                        trace = trace + form.squared_norms().sum()
+                    for _, own in gradients.backward(u, last):
+                        trace = trace + sum(x.squared_norms().sum() for x in own.values())
         scale = self.risk.scale(ranks.total(total))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         self._check_finite({"": trace.reshape(1, 1)})
@@ -113,9 +112,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         gradients, out = self._capture(problem), self.space.zeros(1)
         terms = problem.terms(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
-            for names, form in gradients.backward(u, last):
-                squares = form.sum_of_squares().unsqueeze(0)
-                add(out, slice(None), split(names, squares, self.space))
+            add_sums(out, gradients.backward(u, last), PerSampleGradient.sum_of_squares)
         return out, terms
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.layers.groups import Group
+from curvlinops.layers.gradients import PerSampleGradient, merged
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
@@ -65,7 +65,7 @@ class OutputsLinearOperator(RowsLinearOperator):
         (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
         gradients, without the Jacobian, where that is cheaper.
         """
-        batches: list[tuple[list[Group], Tensor]] = []
+        batches: list[tuple[dict[str, PerSampleGradient], Tensor]] = []
         with self._batches("gram") as passed:
             places = RowPlaces(sum(self._lengths))
             for problem in places.of(passed):
@@ -77,8 +77,8 @@ class OutputsLinearOperator(RowsLinearOperator):
                 u = eye.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
                 place = places.next(output.numel())
                 rows = torch.arange(place.start, place.stop, device=output.device)
-                groups = gradients.backward(u, last=True)
-                batches.append((groups, rows.reshape(-1, size).T))
+                own = merged(gradients.backward(u, last=True))
+                batches.append((own, rows.reshape(-1, size).T))
         return self._gram(batches)
 
 

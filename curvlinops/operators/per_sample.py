@@ -12,9 +12,8 @@ from torch import Tensor
 from curvlinops.autodiff.backward import evaluate
 from curvlinops.autodiff.mode_selection import NoDerivativeError
 from curvlinops.autodiff.modes import JVP
-from curvlinops.layers.alone import SamplesAlone
-from curvlinops.layers.gradients import PerSampleGradient
-from curvlinops.layers.groups import Group, add_sums, write_rows
+from curvlinops.layers.fallback import LossesOneByOne
+from curvlinops.layers.gradients import PerSampleGradient, Piece, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.operators.rows import (
@@ -36,6 +35,9 @@ from curvlinops.support.torch_modes import in_default_modes
 
 #: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that belongs to V vectors and N samples.
 Place = Callable[[Tensor], Tensor]
+
+#: The gradients of V vectors and N samples, and which of all rows they are.
+Placed = tuple[Iterable[Piece], Place]
 
 
 class Selection(NamedTuple):
@@ -63,20 +65,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    Norms, inner products and moments do not form the matrix where the layers are known; products
-    do for models that can be differentiated only once. A loss that differentiates the output, or
-    uses the parameters, is evaluated sample by sample. For other
-    arguments and errors see ``DataLinearOperator``; there are no blocks.
+    Norms, inner products and moments do not form the matrix if the layers have rules. Products form
+    it only if the model can be differentiated only once. A loss that differentiates the output, or
+    uses the parameters, is evaluated sample by sample. For other arguments and errors see
+    ``DataLinearOperator``; there are no blocks.
 
     Args:
-        subsampling: Indices of the rows to keep, in that order. Batches are cut to samples that
-            have such rows, if the model then computes the same outputs.
-        terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
-            ``EFLinearOperator``). Terms interact in most models, so that these rows take a
-            backward pass for each term of a sample.
+        subsampling: Indices of the rows to keep, in that order. Batches are cut to these samples,
+            if the model then computes the same outputs.
+        terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel. These
+            rows take a backward pass for each term of a sample.
 
     Raises:
-        ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or
+        ValueError: If ``terms`` is unknown, an index is out of range, blocks are wanted, or
             samples interact in the model.
     """
 
@@ -99,7 +100,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._forget()
 
     def _forget(self) -> None:
-        self._alone = SamplesAlone(type(self).__name__)
+        self._alone = LossesOneByOne(type(self).__name__)
         self._lacking: list[int] = []  # batches whose products lack a derivative
 
     @property
@@ -237,8 +238,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the rows of a batch, ``{name: [M, entries]}``."""
         num_rows, gradients = self._backward(problem)
         rows = self.domain.lazy_empty(num_rows)
-        for groups, place in gradients:
-            write_rows(groups, self.domain, rows, place)
+        for pieces, place in gradients:
+            write_rows(pieces, rows, place)
         return {name: flat(x) for name, x in rows.items()}
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
@@ -291,15 +292,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _write(self, out: Columns) -> Columns:
         """Write all rows to ``{name: [M, *shape]}``, and return these."""
-        doubtful: set[str] = set()
         with self._batches("gradients") as batches:
-            for groups, place in self._gradients(batches):
-                doubtful.update(*(names for names, form in groups if not form.is_surely_finite()))
-                write_rows(groups, self.domain, out, place)
+            for pieces, place in self._gradients(batches):
+                write_rows(pieces, out, place)
         out = {name: out[name] for name in self.domain.names}
-        if doubtful:
-            names = [name for name in out if name in doubtful]
-            self._check_finite({n: out[n] for n in names})
+        self._check_finite(out)
         return out
 
     @in_default_modes
@@ -307,8 +304,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the norm of each row, ``[N]``."""
         squares = self._all.zeros(1)[""][0]
         with self._batches("norms") as batches:
-            for groups, place in self._gradients(batches):
-                place(squares).copy_(sum(form.squared_norms() for _, form in groups))
+            for pieces, place in self._gradients(batches):
+                for samples, gradients in pieces:
+                    place(squares)[:, samples] += sum(
+                        gradient.squared_norms() for gradient in gradients.values()
+                    )
         squares = self._chosen(squares)
         self._check(squares)
         return squares.sqrt()
@@ -318,10 +318,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         numbers = torch.arange(self._all.dim, device=self.device)
         with self._batches("gram") as batches:
-            found = [(groups, place(numbers)) for groups, place in self._gradients(batches)]
-        if self._alone.fallbacks:  # pairs of batches would compute all rows anew
-            rows = self.dense()
-            return rows @ rows.T
+            gradients = self._gradients(batches)
+            found = [(merged(pieces), place(numbers)) for pieces, place in gradients]
         return self._chosen(self._chosen(self._gram(found)).T)
 
     @in_default_modes
@@ -350,26 +348,26 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return sums over samples, ``[num, *parameter]``, divided by N."""
         out = space.zeros(num)
         with self._batches(name) as batches:
-            for groups, _ in self._gradients(batches):
-                add_sums(out, groups, of, space)
+            for pieces, _ in self._gradients(batches):
+                add_sums(out, pieces, of)
         self._check_finite(out)
         return space.join(out) / self.shape[0]
 
-    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[tuple[list[Group], Place]]:
+    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[Placed]:
         """Yield gradients of V vectors and N samples, and which of all rows they are."""
         places = RowPlaces(self._all.dim)
         for problem in places.of(batches):
             num_rows, gradients = self._backward(problem)
             rows = places.next(num_rows)
-            for groups, place in gradients:
-                yield groups, lambda x, rows=rows, place=place: place(x[rows])
+            for pieces, place in gradients:
+                yield pieces, lambda x, rows=rows, place=place: place(x[rows])
 
-    def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[tuple[list[Group], Place]]]:
+    def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[Placed]]:
         """Return how many rows a batch has; their gradients, and which of the rows they are."""
         if problem.loss_needs_graph:
-            group = self._alone.group(problem)
+            num_samples, pieces = self._alone.gradients(problem)
             self._fallbacks = self._alone.fallbacks
-            return group[1].num_samples, iter([([group], lambda x: x.unsqueeze(0))])
+            return num_samples, iter([(pieces, lambda x: x.unsqueeze(0))])
         found = problem.known(SampleBackward, type(self).__name__)
         samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
@@ -382,7 +380,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _by_term(
         self, problem: BatchProblem, samples: SampleGradients, gradient: Tensor
-    ) -> Iterator[tuple[list[Group], Place]]:
+    ) -> Iterator[Placed]:
         """Yield gradients of one or several terms of each sample at a time."""
         loss, output = problem.loss, samples.output
         terms = loss.to_terms(gradient)[0]

@@ -10,13 +10,12 @@ from torch import Tensor
 from curvlinops.autodiff import backward
 from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.autodiff.modes import JVP
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
-from curvlinops.layers.groups import Group
 from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.empirical_risk import BatchProblem
-from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
@@ -115,7 +114,7 @@ class RowsLinearOperator(DataLinearOperator):
         self._check_finite(out)
         return out
 
-    def _gram(self, batches: list[tuple[list[Group], Tensor]]) -> Tensor:
+    def _gram(self, batches: list[tuple[dict[str, PerSampleGradient], Tensor]]) -> Tensor:
         """Return the inner products of all rows.
 
         Args:
@@ -125,8 +124,8 @@ class RowsLinearOperator(DataLinearOperator):
         if not batches:
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([places.flatten() for _, places in batches])
-        with exclusive(), preserved_rng():  # some gradients take backward passes
-            found = gram([groups for groups, _ in batches], self.risk.space)
+        with exclusive():  # some gradients take backward passes
+            found = gram([gradients for gradients, _ in batches], self.risk.space.empty(0))
         out = torch.empty_like(found)
         out[rows[:, None], rows] = found
         self._check(out)

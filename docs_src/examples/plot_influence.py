@@ -139,7 +139,7 @@ def predict(
     J_test = PerSampleGradientLinearOperator(
         model, loss_func, params, [(X_test[test], y_test[test])]
     )
-    solution = H_inv.solve(J_test.dense().T)
+    solution = H_inv.solve(J_test.to_dense().T)
     how = "plain" if preconditioner is None else "with KFAC"
     print(f"  iterations of conjugate gradients, {how}: {solution.iterations.tolist()}")
     return PerSampleGradientLinearOperator(model, loss_func, params, [(X, y)]) @ solution.x

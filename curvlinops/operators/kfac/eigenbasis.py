@@ -144,7 +144,7 @@ class Rotated:
         self._inputs, self._basis, self._has_bias = inputs, basis, has_bias
         self.shape = (*inputs.shape[:-1], inputs.shape[-1] + has_bias)
 
-    def __getitem__(self, samples: slice | Tensor) -> Tensor:
+    def __getitem__(self, samples: slice) -> Tensor:
         """Make those of some samples."""
         x = self._inputs[samples]
         if self._has_bias:

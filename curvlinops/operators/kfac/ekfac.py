@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops.layers.groups import split
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
@@ -111,11 +110,10 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self, basis: Basis, slices: tuple[ParameterView, ...], samples: SampleGradients, u: Tensor
     ) -> Tensor:
         """Return the second moment of gradients that are computed sample by sample."""
-        [(names, form)] = samples.one_by_one(u, [view.name for view in slices])
         total: Tensor | float = 0.0
-        for some in form.parts():
-            of_names = split(names, form.rows(some).flatten(0, 1), self.space)
-            views = basis.kind.view, *slices[1:]
+        views = basis.kind.view, *slices[1:]
+        for _, gradients in samples.one_by_one(u, [view.name for view in slices]):
+            of_names = {name: x.rows(slice(None)).flatten(0, 1) for name, x in gradients.items()}
             rows = [view.gather(of_names).to(self.torch_dtype) for view in views]
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total

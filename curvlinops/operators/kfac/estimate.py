@@ -1,13 +1,12 @@
 """Adds a batch to the sums of which the blocks of an approximation are made."""
 
 from collections.abc import Collection, Iterable, Iterator
-from math import prod
+from itertools import chain
 
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import PerSampleGradient
-from curvlinops.layers.groups import Group, split
+from curvlinops.layers.gradients import PerSampleGradient, Piece
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import Part
 from curvlinops.layers.samples import SampleGradients
@@ -80,13 +79,13 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
                 new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
         exact = sums.exact_blocks
-        forms = _exact_forms(exact, groups, samples, u) + samples.rest(u)
+        pieces = chain(_exact_forms(exact, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # memory of gradients that were added is given back at once
             parts, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
             for key, tensor in _factors(sums, use, parts, with_inputs):
                 sums.add(key, tensor)
-        _add_exact_blocks(sums, exact, forms)
+        _add_exact_blocks(sums, exact, pieces)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
@@ -127,7 +126,7 @@ def _exact_forms(
     groups: dict[LayerUse, list[Part]],
     samples: SampleGradients,
     u: Tensor,
-) -> list[Group]:
+) -> Iterable[Piece]:
     """Return the gradients of parameters with exact blocks that layers' rules know."""
     forms: dict[str, list[PerSampleGradient]] = {}
     unsorted = set()
@@ -135,16 +134,19 @@ def _exact_forms(
         if use.name in names:
             forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
             unsorted |= {use.name for part in parts if part.unsorted}
+    known = {name: sum_of(own) for name, own in forms.items() if own}
     one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
-    return [([name], sum_of(own)) for name, own in forms.items() if own] + one_by_one
+    return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
 
-def _add_exact_blocks(sums: FactorSums, blocks: dict[str, BlockSpec], groups: list[Group]) -> None:
+def _add_exact_blocks(
+    sums: FactorSums, blocks: dict[str, BlockSpec], pieces: Iterable[Piece]
+) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    for names, form in groups:
-        for some in form.parts():
-            rows = split(names, form.rows(some).flatten(0, 1), sums.space)
-            for name in names:
-                block, own = blocks[name], rows[name].to(sums.space.dtype)
-                own = own.reshape(len(own), block.groups, prod(own.shape[1:]) // block.groups)
-                sums.add((name, "matrix"), moment(own, diagonal=block.structure == "diagonal"))
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            block = blocks[name]
+            for some in gradient.parts():
+                rows = gradient.rows(some).to(sums.space.dtype)
+                rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
+                sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))

@@ -1,0 +1,295 @@
+"""Gradients of single samples, one sample at a time: without rules, and for losses with graphs.
+
+Each sample is a batch of its own, by ``vmap`` over the samples where the model allows that, else
+sample by sample. Where a batch cannot be cut, gradients pass the graph of the whole batch, which
+takes time quadratic in the number of samples.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.autodiff import backward
+from curvlinops.autodiff.backward import Problem, vjp_columns
+from curvlinops.layers.check import TOLERANCES, disagreeing, sample_weights
+from curvlinops.layers.gradients import DenseGradient, Piece, chunks
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.risk.data import Batch
+from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.sample_coupling import differs
+from curvlinops.support.memory import lacks_memory
+from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
+
+_LOGGER = logging.getLogger("curvlinops")
+
+
+class _Task(NamedTuple):
+    """What is backpropagated, and to which parameters.
+
+    Attributes:
+        problem: The model on the batch.
+        space: The parameters.
+        output: The model's output on the batch, samples first.
+        u: The vectors, ``[V, *output]``.
+        samples: The samples whose gradients are wanted.
+    """
+
+    problem: Problem
+    space: ParameterSpace
+    output: Tensor
+    u: Tensor
+    samples: slice
+
+    def check_output(self, found: Tensor, samples: slice) -> None:
+        """Raise an error if samples alone have other outputs than in the batch."""
+        expected = self.output[samples]
+        if found.shape != expected.shape or differs(found, expected, expected):
+            raise ValueError("samples alone have other outputs.")
+
+
+class OneByOne:
+    """Backpropagates vectors to parameters without rules, sample by sample.
+
+    It remembers which ways fail. A way is compared with the graph of a whole batch once.
+    """
+
+    def __init__(self):
+        #: The ways that have not failed, the fastest first, and whether they were compared.
+        self._ways = {_by_vmap: False, _in_a_loop: False}
+
+    def gradients(
+        self,
+        problem: Problem,
+        apply: Callable[[Tensor, Columns], None],
+        output: Tensor,
+        u: Tensor,
+        names: list[str],
+    ) -> Iterator[Piece]:
+        """Yield the gradients of some samples at a time.
+
+        Args:
+            problem: The model on the batch.
+            apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
+            output: The model's output, samples first.
+            u: What is backpropagated, ``[V, *output]``.
+            names: The parameters.
+        """
+        space = problem.space.restricted(names)
+        for samples in chunks(u.shape[1], len(u) * space.dim):
+            task = _Task(problem, space, output, u, samples)
+            columns = {name: x.to(space.dtype) for name, x in self._compute(task, apply).items()}
+            yield samples, {name: DenseGradient(columns[name]) for name in names}
+
+    def _compute(self, task: _Task, apply: Callable[[Tensor, Columns], None]) -> Columns:
+        """Return gradients ``[V, n, *parameter]``."""
+        for way in list(self._ways) if task.u.numel() else []:
+            try:
+                found = way(task)
+                if not self._ways[way]:
+                    _check_gradients(found, task, apply)
+                    self._ways[way] = True
+            except Exception as error:  # whatever the user's model raises on parts of a batch
+                if lacks_memory(error):
+                    raise
+                _LOGGER.info("Samples are not backpropagated by way of %s: %s", way, error)
+                del self._ways[way]
+            else:
+                return found
+        return _in_whole(task, apply)
+
+
+def _by_vmap(task: _Task) -> Columns:
+    """Return gradients ``[V, n, *parameter]``, of all samples in one pass."""
+    problem, X = task.problem, task.problem.batch.X
+    if not problem.can_substitute:
+        raise NotImplementedError("no closures.")
+    values = problem.constants()
+    own = {name: values[name] for name in task.space.names}
+    cut = {id(leaf): leaf for leaf in leaves(X) if has_length(leaf, task.u.shape[1])}
+
+    def of_one(parts: list[Tensor], u: Tensor) -> tuple[Tensor, Columns]:
+        part_of = dict(zip(cut, parts, strict=True))
+        one = map_leaves(
+            X, lambda leaf: part_of[id(leaf)].unsqueeze(0) if id(leaf) in part_of else leaf
+        )
+
+        def function(own: Columns) -> Tensor:
+            evaluation = problem.evaluation({**values, **own}, "once")
+            with evaluation.active():
+                return problem.on(Batch(problem.batch.index, one, None)).output(evaluation)
+
+        output, vjp = torch.func.vjp(function, own)
+        return output.squeeze(0), torch.func.vmap(lambda v: vjp(v.unsqueeze(0))[0])(u)
+
+    parts = [leaf.detach()[task.samples] for leaf in cut.values()]
+    found, rows = torch.func.vmap(of_one, (0, 1), (0, 1))(parts, task.u[:, task.samples])
+    task.check_output(found.detach(), task.samples)
+    return {name: x.detach() for name, x in rows.items()}
+
+
+def _in_a_loop(task: _Task) -> Columns:
+    """Return gradients ``[V, n, *parameter]``, with a forward pass for each sample."""
+    problem, rows = task.problem, []
+    for n in range(task.samples.start, task.samples.stop):
+        here = slice(n, n + 1)
+        with _alone(problem, n, task.u.shape[1]).recording("once") as (_, leaves, output):
+            task.check_output(output, here)
+            inputs = {name: leaves[name] for name in task.space.names}
+            rows.append(vjp_columns({"": output}, {"": task.u[:, here]}, inputs))
+    return {name: torch.stack([row[name] for row in rows], 1) for name in task.space.names}
+
+
+def _in_whole(task: _Task, apply: Callable[[Tensor, Columns], None]) -> Columns:
+    """Return gradients ``[V, n, *parameter]``, through the graph of the whole batch."""
+    u = task.u[:, task.samples]
+    sizes = u.shape[:2]
+    alone, place = (
+        task.u.new_zeros(*sizes, *task.u.shape[1:]),
+        torch.arange(sizes[1], device=u.device),
+    )
+    alone[:, place, place + task.samples.start] = u
+    out = task.space.zeros(sizes.numel())
+    apply(alone.flatten(0, 1), out)
+    return {name: x.unflatten(0, sizes) for name, x in out.items()}
+
+
+def _check_gradients(found: Columns, task: _Task, apply: Callable[[Tensor, Columns], None]) -> None:
+    """Compare with the graph of the whole batch, with another weight for each sample.
+
+    Raises:
+        ValueError: If both differ.
+    """
+    r = sample_weights(task.u.shape[1], task.u)
+    weighted = torch.zeros_like(task.u)
+    weights = r[task.samples].reshape(-1, *(1,) * (task.u.ndim - 2))
+    weighted[:, task.samples] = task.u[:, task.samples] * weights
+    truth = task.space.zeros(len(task.u))
+    apply(weighted, truth)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.einsum("vn...,n->v...", x, r[task.samples].to(x))
+
+    own = {name: total(x) for name, x in found.items()}
+    summands = {name: total(x.abs()) for name, x in found.items()}
+    dtype = task.output.dtype
+    eps = torch.finfo(dtype).eps
+    if disagreeing(task.space.names, own, summands, truth, dtype, eps):
+        raise ValueError("samples alone have other gradients.")
+
+
+def _alone(problem: Problem, n: int, num_samples: int) -> Problem:
+    """Return the problem on a batch that consists of one sample.
+
+    Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
+    which a loss differentiates) stays one.
+    """
+    X, y = select_samples((problem.batch.X, problem.batch.y), slice(n, n + 1), num_samples)
+    return problem.on(Batch(problem.batch.index, X, y))
+
+
+# --- losses that are no function of the output alone
+
+
+class LossesOneByOne:
+    """Computes gradients of losses that are no function of the output alone, sample by sample.
+
+    Such a loss differentiates the output with respect to the input (a PINN), or uses the
+    parameters itself (weight decay). A sample's loss is that of a batch that consists of this
+    sample alone. On the first batch with several samples, the gradients are compared with that of
+    the whole batch, to which they must add up.
+
+    Args:
+        name: Names the operator in messages.
+
+    Attributes:
+        fallbacks: Why parameters are treated sample by sample.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._checked = False
+        self.fallbacks: dict[str, str] = {}
+
+    def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece]]:
+        """Return the number of a batch's samples, and the gradients of some at a time."""
+        self._say(problem)
+        num_samples = len(backward.evaluate(problem))
+        if num_samples > 1 and not self._checked:
+            _check_sum(problem, num_samples)
+            self._checked = True
+        return num_samples, _loss_gradients(problem, num_samples)
+
+    def _say(self, problem: BatchProblem) -> None:
+        if self.fallbacks:
+            return
+        reason = _reason(problem)
+        self.fallbacks = dict.fromkeys(problem.space.names, reason)
+        _LOGGER.warning("%s: gradients are computed sample by sample: %s.", self._name, reason)
+
+
+def _reason(problem: BatchProblem) -> str:
+    return f"{problem.loss.name} differentiates the model's output, or uses the parameters itself"
+
+
+def _loss_gradients(problem: BatchProblem, num_samples: int) -> Iterator[Piece]:
+    for samples in chunks(num_samples, problem.space.dim):
+        out = problem.space.zeros(samples.stop - samples.start)
+        for place, n in enumerate(range(samples.start, samples.stop)):
+            add(out, slice(place, place + 1), _loss_gradient(problem, n, num_samples)[1])
+        yield samples, {name: DenseGradient(x.unsqueeze(0)) for name, x in out.items()}
+
+
+def _loss_gradient(problem: BatchProblem, n: int, num_samples: int) -> tuple[Tensor, Columns]:
+    """Return the loss of one sample, and its gradient (one column)."""
+    alone = _alone(problem, n, num_samples)
+
+    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
+        if len(output) != 1:
+            raise ValueError(
+                f"the batch cannot be cut. Its tensors with a first axis of length {num_samples} "
+                f"were, and the model still returned {len(output)} outputs. Let the data yield "
+                "such tensors, in dictionaries, lists or tuples, or batches of single samples."
+            )
+        return alone.loss_sum(output)
+
+    try:
+        value, gradient, _ = backward.gradient(alone, loss)
+    except Exception as error:  # whatever model and loss raise
+        if lacks_memory(error):
+            raise
+        raise ValueError(
+            f"{_reason(problem)}: its gradients are computed one sample at a time, which fails for "
+            f"sample {n} of batch {problem.batch.index}: {error}"
+        ) from error
+    return value, gradient
+
+
+def _check_sum(problem: BatchProblem, num_samples: int) -> None:
+    """Compare the samples' losses and their gradients with those of the batch.
+
+    Raises:
+        ValueError: If they do not add up.
+    """
+    space = problem.space
+    total, gradient, _ = backward.gradient(problem, problem.loss_sum)
+    rest, size = space.join(gradient).clone(), 0.0
+    value, largest = total.double(), 0.0
+    for n in range(num_samples):
+        loss, columns = _loss_gradient(problem, n, num_samples)
+        row = space.join(columns)
+        rest -= row
+        value, largest = value - loss.double(), largest + float(loss.double().abs())
+        size += float(row.double().norm())
+    tolerance = max(TOLERANCES[leaf.dtype] for leaf in problem.leaves().values())
+    off = float(rest.double().norm()) > tolerance * size + 1e-12
+    if off or float(value.abs()) > tolerance * largest + 1e-12:
+        raise ValueError(
+            f"The loss {problem.loss.name} of batch {problem.batch.index}, or its gradient, is not "
+            f"the {problem.loss.reduction} over the losses of its {num_samples} samples alone, so "
+            "that gradients of single samples are not defined: it couples the samples, or has a "
+            "part that belongs to none of them. (With reduction='mean', weight decay is a part of "
+            "each sample's loss; with reduction='sum', multiply it by the number of samples.)"
+        )
