@@ -12,6 +12,7 @@ _UNIFORM = _RNG.uniform(0, 2, DIM)
 EIGENVALUES = {
     "power": _INDEX**-1.5,
     "exponential": 0.8**_INDEX,
+    "vanishing": 0.5**_INDEX,
     "clustered": np.r_[5 + 1e-3 * _UNIFORM[:8], 1 + 0.1 * _UNIFORM[8:]],
     "multiple": np.r_[[5] * 4, [4] * 3, [3] * 2, _UNIFORM[9:]],
     "indefinite": np.r_[-4, -3, 5, _RNG.standard_normal(DIM - 3)],

@@ -6,7 +6,6 @@ import types
 import warnings
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from curvlinops import (
 from curvlinops.support.fingerprint import Fingerprint, is_installed
 
 SCALE = 1.0
-SETTINGS = types.ModuleType("settings")
 
 
 def _set(value: float) -> None:
@@ -35,20 +33,16 @@ def _set(value: float) -> None:
 
 
 class Inner:
-    """Attributes."""
-
-    def __init__(self):
-        self.scale = 1.0
-
-
-SETTINGS.inner = Inner()
+    scale = 1.0
 
 
 class Slotted:
-    __slots__ = ("__hidden", "scale")
+    """Has attributes in slots, and is equal to everything."""
+
+    __slots__ = ("scale",)
 
     def __init__(self):
-        self.scale = self.__hidden = 1.0
+        self.scale = 1.0
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -56,9 +50,12 @@ class Slotted:
     __hash__ = object.__hash__
 
 
-@dataclass(slots=True)
-class Config:
-    scale: float = 1.0
+class Numbers(list):
+    scale = 1.0
+
+
+class Number(float):
+    """Numbers of a user's class."""
 
 
 class Times:
@@ -66,24 +63,17 @@ class Times:
         return SCALE * x
 
 
-class Numbers(list):
-    scale = 1.0
-
-
 class Net(nn.Module):
     """Scales its hidden layer by whatever ``get`` returns."""
 
-    def __init__(self, get: Callable, **attributes: object):
+    def __init__(self, get: Callable, state: object = None):
         super().__init__()
         self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.get = get
-        vars(self).update(attributes)
+        self.get, self.state = get, state
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.inner(x) * self.get(self)))
 
-
-class WithProperties(Net):
     @property
     def by_property(self) -> float:
         return SCALE
@@ -97,148 +87,103 @@ class WithProperties(Net):
         return SCALE
 
 
-def _tensor_with_attribute() -> Tensor:
-    tensor = torch.ones(1)
-    tensor.scale = 1.0
-    return tensor
-
-
-def _wrapped() -> tuple[Callable, dict]:
-    state = {"scale": 1.0}
-
-    @functools.wraps(F.relu)
-    def relu(model: nn.Module) -> float:
-        return state["scale"]
-
-    return relu, state
-
-
-_RELU, _STATE = _wrapped()
-Change = Callable[[nn.Module], object]
-
-
-@torch.no_grad()
-def _without_gradients() -> float:
+def _global() -> float:
     return SCALE
 
 
-@torch.enable_grad()
-def _with_gradients() -> float:
-    return SCALE
+def _with_scale(owner: object) -> object:
+    owner.scale = 1.0
+    return owner
 
 
-@torch.compiler.disable
-def _not_compiled() -> float:
-    return SCALE
+def _default(scale: float = 1.0) -> float:
+    return scale
 
 
-@torch.autocast("cpu", enabled=False)
-def _autocast() -> float:
-    return SCALE
+def _closure() -> Callable:
+    scale = 1.0
+
+    def read(m: Net, new: float | None = None) -> float:
+        nonlocal scale
+        scale = scale if new is None else new
+        return scale
+
+    return read
 
 
-class Number(float):
-    """Numbers with attributes."""
+def _set_scale(m: Net) -> None:
+    m.state.scale = 2.0
 
 
-class Text(str):
-    """Texts with attributes."""
-
-
-#: How the model finds its scale, with which attributes, and how the scale is changed.
-CASES: dict[str, tuple[Callable, Callable[[], dict], Change]] = {
-    "property": (lambda m: m.by_property, dict, lambda m: _set(2.0)),
-    "static method": (lambda m: m.by_static(), dict, lambda m: _set(2.0)),
-    "class method": (lambda m: m.by_class(), dict, lambda m: _set(2.0)),
-    "operator": (
-        lambda m: m.times * torch.ones(()),
-        lambda: {"times": Times()},
-        lambda m: _set(2.0),
-    ),
-    "operator, replaced": (
-        lambda m: m.times * torch.ones(()),
-        lambda: {"times": Times()},
-        lambda m: setattr(Times, "__mul__", lambda self, x: 3.0 * x),
-    ),
+#: Functions and decorators by which a model reads a global.
+READERS: dict[str, Callable[[Net], object]] = {
+    "function": lambda m: _global(),
+    "property": lambda m: m.by_property,
+    "static method": lambda m: m.by_static(),
+    "class method": lambda m: m.by_class(),
+    "operator": lambda m: Times() * torch.ones(()),
+    "partial": lambda m: functools.partial(_global)(),
+    "torch.no_grad": torch.no_grad()(lambda m: SCALE),
+    "torch.enable_grad": torch.enable_grad()(lambda m: SCALE),
+    "torch.compiler.disable": torch.compiler.disable(lambda m: SCALE),
+    "torch.autocast": torch.autocast("cpu", enabled=False)(lambda m: SCALE),
+    "functools.wraps": functools.wraps(F.relu)(lambda m: SCALE),
+}
+#: A model's own state; how it is read, and changed.
+STATES: dict[str, tuple[Callable[[], object], Callable, Callable[[Net], object]]] = {
     "module": (
-        lambda m: m.cfg.inner.scale,
-        lambda: {"cfg": SETTINGS},
-        lambda m: setattr(SETTINGS.inner, "scale", 2.0),
+        lambda: _with_scale(types.ModuleType("settings")),
+        lambda m: m.state.scale,
+        _set_scale,
     ),
-    "slots": (
-        lambda m: m.cfg.scale,
-        lambda: {"cfg": Slotted()},
-        lambda m: setattr(m.cfg, "scale", 2.0),
-    ),
-    "dataclass with slots": (
-        lambda m: m.cfg.scale,
-        lambda: {"cfg": Config()},
-        lambda m: setattr(m.cfg, "scale", 2.0),
-    ),
-    "list with attributes": (
-        lambda m: m.numbers.scale,
-        lambda: {"numbers": Numbers()},
-        lambda m: setattr(m.numbers, "scale", 2.0),
-    ),
-    "dictionary of one's own": (
-        lambda m: m.numbers["scale"],
-        lambda: {"numbers": UserDict(scale=1.0)},
-        lambda m: m.numbers.update(scale=2.0),
-    ),
+    "class": (lambda: Inner, lambda m: m.state.scale, _set_scale),
+    "slots": (Slotted, lambda m: m.state.scale, _set_scale),
+    "list with attributes": (Numbers, lambda m: m.state.scale, _set_scale),
     "attribute of a tensor": (
-        lambda m: m.tensor.scale,
-        lambda: {"tensor": _tensor_with_attribute()},
-        lambda m: setattr(m.tensor, "scale", 2.0),
+        lambda: _with_scale(torch.ones(1)),
+        lambda m: m.state.scale,
+        _set_scale,
     ),
     "new attribute of a tensor": (
-        lambda m: getattr(m.tensor, "scale", 1.0),
-        lambda: {"tensor": torch.ones(1)},
-        lambda m: setattr(m.tensor, "scale", 2.0),
+        lambda: torch.ones(1),
+        lambda m: getattr(m.state, "scale", 1.0),
+        _set_scale,
     ),
-    "wrapped function": (_RELU, dict, lambda m: _STATE.update(scale=2.0)),
+    "dictionary of one's own": (
+        lambda: UserDict(scale=1.0),
+        lambda m: m.state["scale"],
+        lambda m: m.state.update(scale=2.0),
+    ),
     "cached function": (
-        lambda m: m.function(),
-        lambda: {"function": functools.cache(lambda: 1.0)},
-        lambda m: setattr(m, "function", functools.cache(lambda: 2.0)),
+        lambda: functools.cache(lambda: 1.0),
+        lambda m: m.state(),
+        lambda m: setattr(m, "state", functools.cache(lambda: 2.0)),
     ),
-    "decorated by installed code": (
-        lambda m: _without_gradients(),
-        dict,
-        lambda m: _set(2.0),
+    "default": (
+        lambda: None,
+        lambda m: _default(),
+        lambda m: setattr(_default, "__defaults__", (2.0,)),
     ),
-    "function behind another decorator": (
-        lambda m: _with_gradients(),
-        lambda: {},
-        lambda m: _set(2.0),
-    ),
-    "function that is not compiled": (
-        lambda m: _not_compiled(),
-        lambda: {},
-        lambda m: _set(2.0),
-    ),
-    "function under autocast": (
-        lambda m: _autocast(),
-        lambda: {},
-        lambda m: _set(2.0),
+    "closure": (_closure, lambda m: m.state(m), lambda m: m.state(m, 2.0)),
+    "operator": (
+        Times,
+        lambda m: m.state * torch.ones(()),
+        lambda m: setattr(Times, "__mul__", lambda self, x: 3.0 * x),
     ),
     "value of a subclass": (
-        lambda m: m.number,
-        lambda: {"number": Number(1.0)},
-        lambda m: setattr(m, "number", Number(2.0)),
-    ),
-    "text of a subclass": (
-        lambda m: float(m.text),
-        lambda: {"text": Text("1.0")},
-        lambda m: setattr(m, "text", Text("2.0")),
+        lambda: Number(1.0),
+        lambda m: m.state,
+        lambda m: setattr(m, "state", Number(2.0)),
     ),
 }
+STATES |= {name: (lambda: None, read, lambda m: _set(2.0)) for name, read in READERS.items()}
 
 
 @pytest.fixture(autouse=True)
 def _restore():
     before = Times.__mul__
     yield
-    Times.__mul__, SETTINGS.inner.scale, _STATE["scale"] = before, 1.0, 1.0
+    Times.__mul__, Inner.scale, _default.__defaults__ = before, 1.0, (1.0,)
     _set(1.0)
 
 
@@ -248,42 +193,36 @@ def _agree(operator, kind: type, arguments: tuple) -> bool:
     return torch.allclose(operator @ V, fresh @ V, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("cache", ["auto", "graph"])
-@pytest.mark.parametrize("case", CASES)
-def test_state_of_the_model(case: str, cache: str):
-    get, attributes, change = CASES[case]
+def _data() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    model = WithProperties(get, **attributes()).double()
-    data = [(torch.randn(4, 3).double(), torch.randint(2, (4,)))]
-    arguments = (model, nn.CrossEntropyLoss(), list(model.parameters()), data)
-    operator = GGNLinearOperator(*arguments, cache=cache)
+    return [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (4, 3)]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_the_model(name: str):
+    make, get, change = STATES[name]
+    data, model = _data(), Net(get, make()).double()
+    arguments = (model, nn.MSELoss(), list(model.parameters()), data)
+    operator = GGNLinearOperator(*arguments)
     v = torch.ones(operator.shape[1], dtype=torch.float64)
     before = [operator @ v for _ in range(3)][-1]
-    assert bool(operator._cache._entries) == (case in CASES or cache == "graph")
+    assert operator._cache._entries
     change(model)
     assert _agree(operator, GGNLinearOperator, arguments)
     assert not torch.allclose(operator @ v, before, rtol=1e-6)
 
 
 def test_global_hooks():
-    torch.manual_seed(0)
-    model, data = nn.Linear(3, 2), [(torch.randn(4, 3), torch.randn(4, 2))]
-    arguments = (
-        model.double(),
-        nn.MSELoss(),
-        list(model.parameters()),
-        [(data[0][0].double(),) * 2],
-    )
-    arguments = (*arguments[:3], [tuple(x.double() for x in data[0])])
-    operator = GGNLinearOperator(*arguments, cache="graph")
-    V = torch.ones(operator.shape[1], 2, dtype=torch.float64)
-    before = operator @ V
+    data, model = _data(), nn.Linear(3, 2).double()
+    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, cache="graph")
+    V = torch.ones(G.shape[1], 2, dtype=torch.float64)
+    before = G @ V
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, out: 2 * out)
     try:
-        torch.testing.assert_close(operator @ V, 4 * before)
+        torch.testing.assert_close(G @ V, 4 * before)
     finally:
         handle.remove()
-    torch.testing.assert_close(operator @ V, before)
+    torch.testing.assert_close(G @ V, before)
 
 
 class Switch(nn.Module):
@@ -305,9 +244,7 @@ class Switch(nn.Module):
 @pytest.mark.parametrize("cache", ["none", "auto", "graph"])
 def test_kind_of_loss(cache: str):
     """What is concluded of a loss once does not outlive a change."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
+    data, model = _data(), nn.Linear(3, 2).double()
     loss = Switch(model)
     arguments = (model, loss, list(model.parameters()), data)
     H, G = (kind(*arguments, cache=cache) for kind in (HessianLinearOperator, GGNLinearOperator))
@@ -332,9 +269,7 @@ def test_kind_of_loss(cache: str):
     ],
 )
 def test_options_of_a_loss(change: Callable, cache: str):
-    torch.manual_seed(0)
-    model, loss = nn.Linear(3, 2).double(), nn.MSELoss()
-    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (4, 3)]
+    data, model, loss = _data(), nn.Linear(3, 2).double(), nn.MSELoss()
     arguments = (model, loss, list(model.parameters()), data)
     H = HessianLinearOperator(*arguments, cache=cache)
     V = torch.ones(H.shape[1], 2, dtype=torch.float64)
@@ -361,15 +296,10 @@ class Hides(nn.Module):
 
 @pytest.mark.parametrize("cache", ["none", "auto", "graph"])
 def test_hidden_parameters_are_noticed_later(cache: str):
-    model = Hides()
-    H = HessianLinearOperator(
-        model,
-        nn.MSELoss(),
-        list(model.parameters()),
-        [(torch.randn(4, 3), torch.randn(4, 2))],
-        cache=cache,
-    )
-    v = torch.ones(H.shape[1])
+    data, model = _data(), Hides().double()
+    arguments = model, nn.MSELoss(), list(model.parameters()), data
+    H = HessianLinearOperator(*arguments, cache=cache)
+    v = torch.ones(H.shape[1]).double()
     H @ v
     model.flag = True
     with pytest.raises(ValueError, match="by a reference that is not registered"):
@@ -443,20 +373,6 @@ def test_third_derivatives(layer: nn.Module):
         assert (found - slope).norm() <= 1e-6 * slope.norm()
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [lambda X: X.split(10), lambda X: [X[i::10] for i in range(10)], lambda X: [X.mT[:50].mT]],
-    ids=["split", "strided", "columns"],
-)
-def test_views_are_copied_without_the_rest_of_their_memory(parts: Callable):
-    model = nn.Linear(50, 1)
-    data = [(x[:, :50], x[:, :1]) for x in parts(torch.randn(100, 60))]
-    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, cache="graph")
-    G @ torch.ones(G.shape[1])
-    copies = [x for e in G._cache._entries.values() for x in (e.batch.X, e.batch.y)]
-    assert sum(copy.untyped_storage().nbytes() for copy in copies) == 100 * 50 * 4 + 100 * 4
-
-
 def test_tensor_that_a_transform_has_left_behind():
     """A hook in the model stores a gradient, which is no tensor of its own under vmap."""
 
@@ -467,8 +383,7 @@ def test_tensor_that_a_transform_has_left_behind():
                 out.register_hook(lambda g: vars(self).update(stored=g))
             return out
 
-    model = Stores(3, 2).double()
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
+    data, model = _data(), Stores(3, 2).double()
     arguments = (model, nn.MSELoss(), list(model.parameters()), data)
     G = GGNLinearOperator(*arguments)
     V = torch.ones(G.shape[1], 3, dtype=torch.float64)
@@ -478,34 +393,13 @@ def test_tensor_that_a_transform_has_left_behind():
 
 
 def test_cached_parametrizations():
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
+    data, model = _data(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
     G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
     v = torch.ones(G.shape[1], dtype=torch.float64)
     expected = G @ v
     with nn.utils.parametrize.cached():
         model(data[0][0])
         torch.testing.assert_close(G @ v, expected)
-
-
-class Batch(dict):
-    scale = 1.0
-
-
-def test_batches_of_ones_own_kind():
-    class Model(nn.Linear):
-        def forward(self, batch: Batch) -> Tensor:
-            return batch.scale * super().forward(batch["x"])
-
-    model, batch = Model(3, 2), Batch(x=torch.randn(4, 3))
-    batch.scale = 2.0
-    y = torch.randn(4, 2)
-    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(batch, y)])
-    plain = nn.Linear(3, 2)
-    expected = GGNLinearOperator(plain, nn.MSELoss(), list(plain.parameters()), [(batch["x"], y)])
-    v = torch.ones(G.shape[1])
-    # the bias is scaled as well
-    torch.testing.assert_close(G @ v, 4 * (expected @ v))
 
 
 class Unready:
@@ -516,8 +410,7 @@ class Unready:
 
 
 def test_objects_that_have_no_answer():
-    model = Net(lambda self: 1.0, device=Unready())
-    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    data, model = _data(), Net(lambda m: 1.0, Unready()).double()
     arguments = (model, nn.MSELoss(), list(model.parameters()), data)
     assert _agree(GGNLinearOperator(*arguments), GGNLinearOperator, arguments)
 

@@ -13,7 +13,6 @@ from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from torch import Tensor
 
-import curvlinops
 from curvlinops import (
     ConvergenceWarning,
     hutchinson_diag,
@@ -24,6 +23,8 @@ from curvlinops import (
     xnystrace,
     xtrace,
 )
+from curvlinops.algorithms.matrix import Matrix
+from curvlinops.algorithms.probes import Sampler
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,14 @@ def test_unbiased_with_honest_errors(name: str, A: str, distribution: str):
         assert low <= ratio <= high
 
 
-@pytest.mark.parametrize("num", [30, 38])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("spectrum", [torch.linspace(1, 3, 40), 0.8 ** torch.arange(40)])
-def test_honest_errors_of_vectors_that_nearly_span_the_space(
-    spectrum: Tensor, distribution: str, num: int
-):
-    estimates, errors = repeat("xnystrace", matrices.with_spectrum(spectrum), distribution, num=num)
+def test_honest_errors_of_vectors_that_nearly_span_the_space(distribution: str):
+    A = matrices.with_spectrum(torch.linspace(1, 3, 40))
+    estimates, errors = repeat("xnystrace", A, distribution, num=38)
     assert 0.7 <= float(errors.square().mean().sqrt() / estimates.std()) <= 1.7
 
 
-@pytest.mark.parametrize("dim", [4, 5, 7, 12])
+@pytest.mark.parametrize("dim", [4, 7, 12])
 @pytest.mark.parametrize("kind", ["spd", "diagonal"])
 def test_signs_in_few_dimensions(dim: int, kind: str):
     """Of four vectors of signs in as many dimensions, more than half depend on each other."""
@@ -181,40 +179,40 @@ def test_definition(name: str, A: str, distribution: str):
     assert np.allclose(error, expected, rtol=1e-6)
 
 
+EXACT = {
+    "Hutch++, rank four": ("hutchpp", "singular", 12, DISTRIBUTIONS),
+    "XTrace, rank four": ("xtrace", "singular", 10, DISTRIBUTIONS),
+    "XDiag, rank four": ("xdiag", "singular", 10, ["rademacher"]),
+    "XNysTrace, rank four": ("xnystrace", "singular", 5, ["gaussian", "sphere"]),
+    "Hutch++, not symmetric": ("hutchpp", "rank-four", 12, DISTRIBUTIONS),
+    "XTrace, not symmetric": ("xtrace", "rank-four", 18, DISTRIBUTIONS),
+    "XDiag, not symmetric": ("xdiag", "rank-four", 18, ["rademacher"]),
+    "signs, trace of a diagonal": ("trace", "diagonal", 1, ["rademacher"]),
+    "signs, diagonal of a diagonal": ("diag", "diagonal", 1, ["rademacher"]),
+    "signs, norm of a diagonal": ("fro", "diagonal", 1, ["rademacher"]),
+    "sphere, trace of the identity": ("trace", "identity", 4, ["sphere"]),
+    "sphere, XTrace of the identity": ("xtrace", "identity", 4, ["sphere"]),
+    "sphere, XNysTrace of the identity": ("xnystrace", "identity", 4, ["sphere"]),
+}
+SPECIAL = {
+    "singular": MATRICES["singular"],
+    "rank-four": matrices.nonsymmetric(4),
+    "diagonal": torch.arange(40.0, dtype=torch.float64).diag(),
+    "identity": 3 * torch.eye(40, dtype=torch.float64),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", ["hutchpp", *X_FAMILY])
-def test_exact_for_low_rank(name: str, distribution: str, dtype: torch.dtype):
-    e, tolerance = ESTIMATORS[name], 1e3 * torch.finfo(dtype).eps
-    options = {} if e.signs else {"distribution": distribution}
-    rank = matrices.nonsymmetric(4).to(dtype)
-    for A in [MATRICES["singular"].to(dtype), *([] if e.semidefinite else [rank])]:
-        truth = e.truth(A.double())
-        found, error = e.call(A, 18, seed=0, return_error=True, **options)
+@pytest.mark.parametrize("row", EXACT)
+def test_exact(row: str, dtype: torch.dtype):
+    name, matrix, num, distributions = EXACT[row]
+    e, A = ESTIMATORS[name], SPECIAL[matrix].to(dtype)
+    truth, tolerance = e.truth(A.double()), 1e3 * torch.finfo(dtype).eps
+    for distribution in distributions:
+        options = {} if e.signs else {"distribution": distribution}
+        found = e.call(A, num, seed=1, **options)
         assert found.dtype == dtype
         assert (found.double() - truth).norm() <= tolerance * truth.norm()
-        assert error.norm() <= tolerance * truth.norm()
-
-
-@pytest.mark.parametrize("name, num", [("hutchpp", 12), ("xtrace", 10), ("xnystrace", 5)])
-def test_exact_with_fewest_products(name: str, num: int):
-    A = MATRICES["singular"]  # rank four
-    found = ESTIMATORS[name].call(A, num, "gaussian", seed=1)
-    assert abs(float(found) - 10) <= 1e-11
-
-
-@pytest.mark.parametrize("name", ["trace", "diag", "fro"])
-def test_signs_are_exact_for_diagonal_matrices(name: str):
-    A = torch.arange(10.0, dtype=torch.float64).diag()
-    truth = ESTIMATORS[name].truth(A)
-    found = ESTIMATORS[name].call(A, 1, seed=0)
-    assert torch.allclose(found, truth, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("name", ["trace", "xtrace", "xnystrace"])
-def test_sphere_is_exact_for_the_identity(name: str):
-    found = ESTIMATORS[name].call(3 * torch.eye(20, dtype=torch.float64), 4, "sphere", seed=0)
-    assert abs(float(found) - 60) <= 1e-12 * 60
 
 
 def test_low_rank_methods_win_on_decaying_spectra():
@@ -249,66 +247,40 @@ class Counting(LinearOperator):
         return self.matrix.T @ X
 
 
-@pytest.mark.parametrize("num", [40, 41, 1000])
+@pytest.mark.parametrize("dim, num", [(1, 1), (2, 2), (5, 5), (40, 40), (40, 1000)])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_exact_from_the_dimension_on(name: str, num: int):
-    e, A = ESTIMATORS[name], MATRICES["indefinite"]
-    for options in ({}, {"chunk_size": 7}, {"seed": 3}):
+def test_exact_from_the_dimension_on(name: str, dim: int, num: int):
+    e, A = ESTIMATORS[name], MATRICES["indefinite"][:dim, :dim]
+    for options in ({}, {"chunk_size": 7}, {"rtol": 0.2}):
         counting = Counting(A)
         found, error = e.call(counting, num, return_error=True, **options)
-        assert counting.products == 40
-        np.testing.assert_allclose(found, e.truth(A).numpy(), rtol=1e-12)
-        assert np.shape(error) == np.shape(found) and not np.any(error)
-    narrow = e.call(A.float(), num)
-    assert narrow.dtype == torch.float32
-    torch.testing.assert_close(narrow, e.truth(A).float(), rtol=1e-5, atol=1e-5)
+        assert counting.products == dim
+        torch.testing.assert_close(found, e.truth(A), rtol=1e-12, atol=1e-12)
+        assert error.shape == found.shape and not error.any()
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_exact_for_the_smallest_matrices(name: str, dim: int):
-    e, A = ESTIMATORS[name], MATRICES["indefinite"][:dim, :dim]
-    found, error = e.call(A, dim, return_error=True)
-    torch.testing.assert_close(found, e.truth(A), rtol=1e-12, atol=1e-12)
-    assert not error.any()
-
-
-@pytest.mark.parametrize(
-    "name, num", [("hutchpp", 14), ("hutchpp", 13), ("xtrace", 13), ("xdiag", 13)]
-)
+@pytest.mark.parametrize("num", [12, 13, 14])
+@pytest.mark.parametrize("name", ["hutchpp", "xtrace", "xdiag"])
 def test_numbers_of_products_are_rounded_down(name: str, num: int):
-    e, A = ESTIMATORS[name], MATRICES["indefinite"]
-    fewer = Counting(A)
-    found = e.call(fewer, num, seed=0)
-    assert fewer.products == num // e.parts * e.parts
-    assert np.array_equal(found, e.call(Counting(A), 12, seed=0))
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_wanted_errors_are_reached_by_unit_vectors_at_last(name: str):
-    e, A = ESTIMATORS[name], matrices.with_spectrum(torch.linspace(1, 2, 120))
-    few, all_ = Counting(A), Counting(A)
-    found, error = e.call(few, 1000, rtol=0.2, return_error=True, seed=0)
-    assert few.products < 120 and np.linalg.norm(error) <= 0.2 * np.linalg.norm(found)
-    found, error = e.call(all_, 200, rtol=1e-9, return_error=True, seed=0)
-    assert 120 < all_.products <= 200 and not np.any(error)
-    np.testing.assert_allclose(found, e.truth(A).numpy(), rtol=1e-12)
+    e, counting = ESTIMATORS[name], Counting(MATRICES["indefinite"])
+    found = e.call(counting, num, seed=0)
+    used = num // e.parts * e.parts
+    assert counting.products == used
+    assert torch.equal(found, e.call(Counting(MATRICES["indefinite"]), used, seed=0))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_stops_at_the_wanted_error(name: str):
-    e = ESTIMATORS[name]
-    A = matrices.with_spectrum(torch.linspace(1, 2, 120))
-    counted = Counting(A)
-    found, error = e.call(counted, 114, rtol=0.2, return_error=True, seed=0)
-    truth = e.truth(A).numpy()
-    assert counted.products < 114
-    assert np.linalg.norm(error) <= 0.2 * np.linalg.norm(found)
-    assert np.linalg.norm(found - truth) <= 0.6 * np.linalg.norm(truth)
-    counted = Counting(A)
+    e, A = ESTIMATORS[name], matrices.with_spectrum(torch.linspace(1, 2, 120))
+    counting, truth = Counting(A), e.truth(A)
+    found, error = e.call(counting, 114, rtol=0.2, return_error=True, seed=0)
+    assert counting.products < 114
+    assert error.norm() <= 0.2 * found.norm()
+    assert (found - truth).norm() <= 0.6 * truth.norm()
+    counting = Counting(A)
     with pytest.warns(ConvergenceWarning, match=r"of the estimate, more than rtol=1e-09"):
-        e.call(counted, 114, rtol=1e-9, seed=0)
-    assert counted.products == 114
+        e.call(counting, 114, rtol=1e-9, seed=0)
+    assert counting.products == 114
 
 
 @pytest.mark.parametrize("rank", [10, 13])
@@ -324,41 +296,24 @@ def test_growing_beyond_the_rank(name: str, num_rows: int, rank: int):
     assert (found - truth).norm() <= 1e-11 * truth.norm()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_seeds_kinds_and_chunks(name: str):
-    call, A = ESTIMATORS[name].call, MATRICES["clustered"]
-    expected = call(A, 12, seed=3)
-    assert isinstance(expected, Tensor) and expected.dtype == torch.float64
-    assert torch.equal(expected, call(A, 12, seed=3))
-    assert not torch.equal(expected, call(A, 12, seed=4)) or name == "fro"
-    assert torch.equal(
-        call(A, 12, generator=torch.Generator().manual_seed(1)),
-        call(A, 12, generator=torch.Generator().manual_seed(1)),
-    )
-    for other in [A.numpy(), csr_array(A.numpy()), aslinearoperator(A.numpy())]:
-        found = call(other, 12, seed=3)
-        assert isinstance(found, np.ndarray | np.floating)
-        assert np.allclose(found, expected.numpy(), rtol=1e-10, atol=1e-10)
-    torch.manual_seed(5)
-    first = call(A, 12, chunk_size=4)
-    torch.manual_seed(5)
-    assert torch.equal(first, call(A, 12, chunk_size=4))
-
-
 @pytest.mark.filterwarnings("ignore:The standard error is:curvlinops.ConvergenceWarning")
-@pytest.mark.parametrize("dim", [7, 30, 64])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_chunks_and_goals_draw_the_same_vectors(name: str, distribution: str, dim: int):
-    A = matrices.with_spectrum(torch.linspace(1, 2, dim))
-    for dtype in (torch.float64, torch.float32):
-        options = {} if ESTIMATORS[name].signs else {"distribution": distribution}
-        options["seed"] = 0
-        num = min(dim // 6 * 6, 24)
-        expected = ESTIMATORS[name].call(A.to(dtype), num, **options)
-        for change in [{"chunk_size": size} for size in (1, 2, 5)] + [{"rtol": 1e-9}]:
-            found = ESTIMATORS[name].call(A.to(dtype), num, **options, **change)
-            assert torch.allclose(found, expected, rtol=1e3 * torch.finfo(dtype).eps, atol=1e-5)
+def test_seeds_kinds_and_chunks(name: str, distribution: str):
+    e, A = ESTIMATORS[name], MATRICES["clustered"]
+    options = {} if e.signs else {"distribution": distribution}
+    expected = e.call(A, 24, seed=3, **options)
+    assert expected.dtype == torch.float64
+    assert not torch.equal(expected, e.call(A, 24, seed=4, **options))
+    for B in (A.numpy(), csr_array(A.numpy()), aslinearoperator(A.numpy())):
+        torch.testing.assert_close(e.call(B, 24, seed=3, **options), expected)
+    for change in [{"chunk_size": size} for size in (1, 2, 5)] + [{"rtol": 1e-9}]:
+        torch.testing.assert_close(e.call(A, 24, seed=3, **options, **change), expected)
+    for arguments in ({}, {"generator": torch.default_generator}):
+        torch.manual_seed(5)
+        first = e.call(A, 12, **options, **arguments)
+        torch.manual_seed(5)
+        assert torch.equal(first, e.call(A, 12, **options, **arguments))
 
 
 @pytest.mark.filterwarnings("ignore:The standard error is:curvlinops.ConvergenceWarning")
@@ -375,20 +330,15 @@ def test_scales_whose_squares_are_no_numbers(name: str, exponent: int):
             torch.testing.assert_close(value.double() / unit, other.double(), rtol=1e-3, atol=1e-5)
 
 
-def test_sizes_of_norms():
-    # not square
+def test_norm_of_a_matrix_that_is_not_square():
     A = MATRICES["clustered"][:7]
     found, error = hutchinson_squared_fro(A, 35, seed=0, return_error=True)
-    assert error > 0
-    assert abs(found - A.square().sum()) <= 4 * error
+    assert 0 < error and abs(found - A.square().sum()) <= 4 * error
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_moments_of_probes(distribution: str):
-    from curvlinops.algorithms.matrix import Matrix
-    from curvlinops.algorithms.probes import Probes
-
-    X = Probes(Matrix(torch.eye(5)), distribution, seed=0).draw(40_000)
+    X = Sampler(Matrix(torch.eye(5)), distribution, seed=0).draw(40_000)
     assert X.shape == (5, 40_000) and X.T.is_contiguous()
     assert torch.allclose(X @ X.T / 40_000, torch.eye(5), atol=0.05)
     if distribution == "rademacher":
@@ -397,21 +347,10 @@ def test_moments_of_probes(distribution: str):
         assert torch.allclose(X.norm(dim=0), torch.tensor(5**0.5))
 
 
-SQUARE = [name for name, case in CASES.items() if case.square]
-
-
-@pytest.mark.parametrize(
-    "case, name",
-    [
-        (c, n)
-        for c in SQUARE
-        for n in ESTIMATORS
-        if c != "hessian" or not ESTIMATORS[n].semidefinite
-    ],
-)
+@pytest.mark.parametrize("name", ["hutchpp", "xdiag"])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.square])
 def test_all_operators(case: str, name: str):
-    operator = CASES[case].build(problems.make("mlp-ce-mean"))
-    e = ESTIMATORS[name]
+    operator, e = CASES[case].build(problems.make("mlp-ce-mean")), ESTIMATORS[name]
     truth = e.truth(matrix(operator))
     found, error = e.call(operator, 18, seed=0, return_error=True)
     assert found.device == operator.device and found.dtype == operator.torch_dtype
@@ -422,8 +361,8 @@ def test_all_operators(case: str, name: str):
 
 _A = MATRICES["clustered"]
 _BAD: list[tuple[str, dict, type[Exception], str]] = [
-    *((name, {"num_matvecs": num}, ValueError, "num_matvecs must be an integer >= ")
-      for name in ESTIMATORS for num in (0, -3, 2.0, True, "3")),
+    *((name, {"num_matvecs": 0}, ValueError, "num_matvecs must be an integer >= ")
+      for name in ESTIMATORS),
     *((name, {"num_matvecs": num}, ValueError, f">= {num + 1}, got {num}")
       for name, num in [("hutchpp", 2), ("xtrace", 1), ("xdiag", 1)]),
     ("trace", {"num_matvecs": 1, "return_error": True}, ValueError, ">= 2, got 1"),
@@ -432,9 +371,9 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
       for name in ("xtrace", "xdiag")),
     ("xnystrace", {"num_matvecs": 2, "return_error": True}, ValueError, ">= 3, got 2"),
     ("trace", {"distribution": "cauchy"}, ValueError, "distribution must be one of"),
-    ("xnystrace", {"distribution": "uniform"}, ValueError, "distribution must be one of"),
-    *((name, {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")
-      for name in ("diag", "xdiag") for rtol in (0, -1.0, 1.0, 3)),
+    *(("xdiag", {"rtol": rtol}, ValueError, "rtol must lie between 0 and 1")
+      for rtol in (0, -1.0, 1.0)),
+    ("trace", {"sed": 1}, TypeError, "unexpected keyword argument 'sed'"),
     ("trace", {"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
     ("trace", {"seed": -1}, ValueError, "seed must be an integer >= 0"),
     ("trace", {"seed": 1, "generator": torch.Generator()}, ValueError, "either seed or generator"),
@@ -462,4 +401,4 @@ def test_not_finite_products_are_named():
     A = _A.clone()
     A[3, 3] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        curvlinops.xtrace(A, 4)
+        xtrace(A, 4)

@@ -14,7 +14,6 @@ from curvlinops import (
     CGInverseLinearOperator,
     ConvergenceError,
     ConvergenceWarning,
-    IdentityLinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NegativeCurvatureError,
@@ -24,11 +23,13 @@ from curvlinops import (
 )
 
 CG, MINRES = CGInverseLinearOperator, MINRESInverseLinearOperator
+LSMR, NEUMANN = LSMRInverseLinearOperator, NeumannInverseLinearOperator
 POSITIVE = ["clustered", "multiple", "identity", "positive"]
 SYSTEMS = [(CG, name) for name in [*POSITIVE, "power", "singular"]]
 SYSTEMS += [(MINRES, name) for name in [*POSITIVE, "power", "singular", "indefinite", "negative"]]
 RNG = np.random.default_rng(0)
-PARAMETRIZE = pytest.mark.parametrize("inverse, name", SYSTEMS)
+each_system = pytest.mark.parametrize("inverse, name", SYSTEMS)
+each_inverse = pytest.mark.parametrize("inverse", [CG, MINRES])
 
 
 def system(name: str, dtype: type = np.float64, columns: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -45,29 +46,23 @@ def true_residuals(A: np.ndarray, X: np.ndarray, B: np.ndarray) -> np.ndarray:
     return np.linalg.norm(B.astype(float) - A.astype(float) @ np.asarray(X, float), axis=0)
 
 
-@pytest.mark.parametrize("rtol", [1e-3, 1e-10])
-@PARAMETRIZE
-def test_true_residuals(inverse: type, name: str, rtol: float):
-    A, B = system(name)
+@pytest.mark.parametrize(
+    "dtype, rtol", [(np.float64, 1e-3), (np.float64, 1e-10), (np.float32, 1e-3)]
+)
+@each_system
+def test_true_residuals(inverse: type, name: str, dtype: type, rtol: float):
+    A, B = system(name, dtype)
     X, residuals, iterations, converged = inverse(A, rtol=rtol).solve(B)
     exact = true_residuals(A, X, B)
-    assert (exact <= 1.0001 * rtol * np.linalg.norm(B, axis=0)).all()
-    np.testing.assert_allclose(residuals, exact, rtol=1e-2, atol=1e-12)
+    assert X.dtype == dtype and (exact <= 1.01 * rtol * np.linalg.norm(B, axis=0)).all()
+    np.testing.assert_allclose(residuals, exact, rtol=1e-2, atol=1e3 * np.finfo(dtype).eps)
     assert bool(converged.all()) and iterations[1] == 0 and not X[:, 1].any()
     if name not in ("singular", "power"):
         np.testing.assert_allclose(X, np.linalg.solve(A, B), rtol=0, atol=1e5 * rtol)
 
 
-@PARAMETRIZE
-def test_single_precision(inverse: type, name: str):
-    A, B = system(name, np.float32)
-    X = inverse(A, rtol=1e-3) @ B
-    assert X.dtype == np.float32
-    assert (true_residuals(A, X, B) <= 1.01e-3 * np.linalg.norm(B, axis=0)).all()
-
-
 @pytest.mark.parametrize("scales", [(1e-18, 1.0), (1e18, 1.0), (1.0, 1e-25)])
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMR])
 def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: tuple):
     A, B = system("positive", np.float32)
     expected = np.linalg.solve(A.astype(float), B.astype(float)) * (scales[1] / scales[0])
@@ -75,7 +70,7 @@ def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: 
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
 
 
-@PARAMETRIZE
+@each_system
 def test_no_more_iterations_than_scipy(inverse: type, name: str):
     A, B = system(name)
     b, count = B[:, 0], 0
@@ -94,7 +89,7 @@ def test_no_more_iterations_than_scipy(inverse: type, name: str):
     assert bool(converged.all()) and iterations[0] <= 1.02 * count + 2
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_tolerances_and_start(inverse: type):
     A, B = system("positive")
     absolute = inverse(A, rtol=0.0, atol=1e-3).solve(B)
@@ -108,7 +103,7 @@ def test_tolerances_and_start(inverse: type):
     assert inverse(A, rtol=1e-8, x0=x0).solve(B).iterations[0] == 0
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 @pytest.mark.parametrize("name", ["positive", "singular"])
 def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
     A, B = system(name)
@@ -121,7 +116,7 @@ def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
     assert bool(solution.converged.all()) and int(solution.iterations[0]) > 0
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_rounding_does_not_hide_the_true_residual(inverse: type):
     """Recursions converge to zero, whatever the true residual does."""
     A, B = system("power", np.float32)
@@ -133,7 +128,7 @@ def test_rounding_does_not_hide_the_true_residual(inverse: type):
     assert not bool(converged.any()) and 1e-7 < residuals[0] / np.linalg.norm(B[:, 0]) < 1e-3
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_preconditioner(inverse: type):
     eigenvalues = np.logspace(0, 6, 200) * (1 if inverse is CG else np.sign(RNG.random(200) - 0.3))
     A = np.diag(eigenvalues) + 0.1 * spectra.matrix("multiple")
@@ -157,21 +152,19 @@ def test_preconditioner(inverse: type):
 FUNCTIONS = {
     "vectors": lambda P: lambda v: P.diagonal() * v,
     "columns": lambda P: lambda V: P.diagonal()[:, None] * V,
-    "both": lambda P: lambda x: P @ x,
     "columns-only": lambda P: lambda V: torch.cholesky_solve(V, P.inverse().sqrt()),
     "in-place": lambda P: lambda v: v.mul_(P.diagonal()),
 }
 
 
-@pytest.mark.parametrize("num_columns", [0, 1, 3, 5])
-@pytest.mark.parametrize("kind", [CG, MINRES, NeumannInverseLinearOperator])
+@pytest.mark.parametrize("num_columns", [0, 3, 5])
+@pytest.mark.parametrize("kind", [CG, NEUMANN])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_as_preconditioners(name: str, kind: type, num_columns: int):
     """Also with as many right-hand sides as entries, where vectors broadcast over columns."""
-    rng = torch.Generator().manual_seed(0)
     P = torch.linspace(1, 0.1, 5, dtype=torch.float64).diag()
     A = P.inverse() + 0.01 * torch.ones(5, 5, dtype=torch.float64)
-    B = torch.randn(5, num_columns, generator=rng, dtype=torch.float64)
+    B = torch.from_numpy(np.random.default_rng(0).standard_normal((5, num_columns)))
     expected = kind(A, preconditioner=P) @ B
     torch.testing.assert_close(kind(A, preconditioner=FUNCTIONS[name](P)) @ B, expected)
 
@@ -181,10 +174,10 @@ def test_functions_that_are_no_preconditioners():
     with pytest.raises(ValueError, match=r"shape \[4\], or \[4, 2\], .* it returned \[2, 4\]"):
         CG(A, preconditioner=lambda x: x.T if x.ndim == 2 else None) @ b
     with pytest.raises(NotImplementedError, match="adjoint of the preconditioner, a function,"):
-        NeumannInverseLinearOperator(A, preconditioner=lambda v: v).T @ b
+        NEUMANN(A, preconditioner=lambda v: v).T @ b
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_damping(inverse: type):
     A, B = system("singular")
     B = RNG.standard_normal(B.shape)
@@ -192,14 +185,14 @@ def test_damping(inverse: type):
     np.testing.assert_allclose(found, np.linalg.solve(A + 0.1 * np.eye(len(A)), B), atol=1e-10)
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_no_right_hand_sides(inverse: type):
     A, nothing = inverse(np.eye(3)), np.zeros((3, 0))
     for solution in (A.solve(nothing), A.solve(nothing, x0=np.ones(3))):
         assert solution.x.shape == (3, 0) and solution.converged.shape == (0,)
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_calls_do_not_disturb_each_other(inverse: type):
     # as if another thread used the inverse in the midst of every product
     A, b, between = spectra.matrix("positive"), RNG.standard_normal(spectra.DIM), []
@@ -219,13 +212,7 @@ def test_calls_do_not_disturb_each_other(inverse: type):
         np.testing.assert_allclose(x, expected, 1e-6)
 
 
-def test_indefinite_matrices_are_refused_by_name():
-    A, B = system("indefinite")
-    with pytest.raises(NegativeCurvatureError, match="MINRESInverseLinearOperator"):
-        CG(A) @ B
-
-
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 @pytest.mark.parametrize("name", ["singular", "zero"])
 def test_right_hand_side_out_of_range(inverse: type, name: str):
     A = spectra.matrix(name)
@@ -239,7 +226,7 @@ def test_right_hand_side_out_of_range(inverse: type, name: str):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_right_hand_side_in_the_null_space(seed: int, dtype: type):
     # products are rounding errors, which say neither that the matrix is indefinite nor asymmetric
     factor = np.random.default_rng(seed).standard_normal((6, 2))
@@ -250,14 +237,14 @@ def test_right_hand_side_in_the_null_space(seed: int, dtype: type):
     np.testing.assert_allclose(CG(A, damping=1.0) @ b, b, atol=1e3 * np.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("size", [1e-1, 1e-6, 1e-12])
+@pytest.mark.parametrize("size", [1e-1, 1e-12])
 def test_negative_curvature_beyond_rounding_is_found(size: float):
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((30, 30)))[0]
     A = (basis * np.r_[-size, np.linspace(1, 2, 29)]) @ basis.T
     for b in (basis[:, 0], basis.sum(1), basis[:, 0] + 1e-9 * basis[:, 1]):
         with pytest.raises(NegativeCurvatureError):
             CG((A + A.T) / 2, rtol=1e-10).solve(b)
-    with pytest.raises(NegativeCurvatureError, match="-1.0e-17"):
+    with pytest.raises(NegativeCurvatureError, match="-1.0e-17.*MINRESInverseLinearOperator"):
         CG(-1e-17 * np.eye(4)) @ np.ones(4)
 
 
@@ -279,27 +266,25 @@ def test_negative_curvature_has_its_direction_and_the_iterate(start: bool):
     x0[3] = 0.0
     expected = [steihaug(A, b, x0) for b in B[:, [0, 2]].T]
     inverse = CG(A, rtol=1e-12, x0=x0)
-    for solve in (inverse.dot, inverse.solve):
-        for i, b in ((0, B[:, 0]), (1, torch.from_numpy(B[:, 2]))):
-            with pytest.raises(NegativeCurvatureError) as caught:
-                solve(b)
-            error = caught.value
-            assert error.direction.shape == error.solution.shape == (6, 1)
-            np.testing.assert_allclose(error.direction[:, 0], expected[i][0], atol=1e-10)
-            np.testing.assert_allclose(error.solution[:, 0], expected[i][1], atol=1e-10)
+    for i, b in ((0, B[:, 0]), (1, torch.from_numpy(B[:, 2]))):
         with pytest.raises(NegativeCurvatureError) as caught:
-            solve(B)
-        error = caught.value  # as of the first that meets it
-        assert error.direction.shape == error.solution.shape == B.shape
-        lengths = np.linalg.norm(error.direction, axis=0)
-        assert set(lengths.round(10)) == {0.0, 1.0} and lengths[1] == 0
-        for i in np.flatnonzero(lengths):
-            direction, solution = expected[i // 2]
-            np.testing.assert_allclose(error.direction[:, i], direction, atol=1e-10)
-            np.testing.assert_allclose(error.solution[:, i], solution, atol=1e-10)
+            inverse.solve(b)
+        error = caught.value
+        np.testing.assert_allclose(error.direction[:, 0], expected[i][0], atol=1e-10)
+        np.testing.assert_allclose(error.solution[:, 0], expected[i][1], atol=1e-10)
+    with pytest.raises(NegativeCurvatureError) as caught:
+        inverse @ B
+    error = caught.value  # as of the first that meets it
+    assert error.direction.shape == error.solution.shape == B.shape
+    lengths = np.linalg.norm(error.direction, axis=0)
+    assert set(lengths.round(10)) == {0.0, 1.0} and lengths[1] == 0
+    for i in np.flatnonzero(lengths):
+        direction, solution = expected[i // 2]
+        np.testing.assert_allclose(error.direction[:, i], direction, atol=1e-10)
+        np.testing.assert_allclose(error.solution[:, i], solution, atol=1e-10)
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_too_few_iterations(inverse: type):
     A, B = system("multiple")
     with pytest.warns(ConvergenceWarning, match="3 of 4 systems are not solved after 5 iter"):
@@ -315,42 +300,30 @@ def test_too_few_iterations(inverse: type):
 # --- operators of the package
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMRInverseLinearOperator])
-@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].square])
+@pytest.mark.parametrize("inverse", [CG, MINRES, LSMR])
+@pytest.mark.parametrize("case", ["hessian", "ggn", "ggn-diagonal"])
 def test_operators_of_the_package(inverse: type, case: str):
     operator = CASES[case].build(problems.make("mlp-ce-all-mean"))
-    damping = 0.1
-    if case == "hessian" and inverse is CG:
-        damping = 10.0
-    A = operator + damping * IdentityLinearOperator(operator.space)
-    tolerance = {"rtol": 1e-11} if inverse in (CG, MINRES) else {"atol": 1e-12, "btol": 1e-12}
+    A = operator.damped(10.0 if case == "hessian" else 0.1)
+    tolerance = {"atol": 1e-12, "btol": 1e-12} if inverse is LSMR else {"rtol": 1e-11}
     A_inverse = inverse(A, **tolerance)
     assert isinstance(A_inverse, TorchLinearOperator) and A_inverse.self_adjoint
-    eye = torch.eye(A.shape[0], dtype=torch.float64)
-    B = torch.randn(A.shape[0], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.linalg.solve(A @ eye, B)
-    torch.testing.assert_close(A_inverse @ B, expected, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(A_inverse.T @ B, A_inverse @ B)
-    found = A_inverse @ B.numpy()
-    assert isinstance(found, np.ndarray)
-    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8)
-    as_dict = {n: c.movedim(0, -1) for n, c in operator.space.split(B.T).items()}
-    for structure in (as_dict, list(as_dict.values())):
-        out = A_inverse @ structure
-        assert type(out) is type(structure)
-        values = list(out.values() if isinstance(out, dict) else out)
-        flat = torch.cat([value.reshape(-1, 2) for value in values])
+    B = torch.from_numpy(np.random.default_rng(0).standard_normal((A.shape[0], 2)))
+    expected = torch.linalg.solve(A.to_dense(), B)
+    named = {n: c.movedim(0, -1) for n, c in operator.space.split(B.T).items()}
+    for found in (A_inverse @ B, A_inverse.T @ B, torch.from_numpy(A_inverse @ B.numpy())):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
+    for out in ((A_inverse @ named).values(), A_inverse @ list(named.values())):
+        flat = torch.cat([value.reshape(-1, 2) for value in out])
         torch.testing.assert_close(flat, expected, rtol=1e-7, atol=1e-8)
     # inverses are operators like others
     torch.testing.assert_close((A @ A_inverse) @ B, B, rtol=1e-7, atol=1e-8)
 
 
 def test_one_inverse_preconditions_the_other():
-    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
-    diagonal = CASES["ggn-diagonal"].build(problems.make("mlp-ce-all-mean"))
-    eye = IdentityLinearOperator(operator.space)
-    A = operator + 1e-2 * eye
-    inner = MINRES(diagonal + 1e-2 * eye, rtol=1e-6)
+    problem = problems.make("mlp-ce-all-mean")
+    A = CASES["ggn"].build(problem).damped(1e-2)
+    inner = MINRES(CASES["ggn-diagonal"].build(problem).damped(1e-2), rtol=1e-6)
     b = torch.ones(A.shape[0], dtype=torch.float64)
     solution = CG(A, preconditioner=inner, rtol=1e-9).solve(b)
     assert float((A @ solution.x - b).norm()) <= 1e-9 * float(b.norm())
@@ -358,19 +331,11 @@ def test_one_inverse_preconditions_the_other():
 
 def test_inverse_preconditions_scipy_lobpcg():
     operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
-    A = operator + 1e-3 * IdentityLinearOperator(operator.space)
+    A = operator.damped(1e-3)
     start = RNG.standard_normal((A.shape[0], 3))
     M = CG(A, rtol=1e-3)
     smallest, _ = sla.lobpcg(A, start, M=M, largest=False, tol=1e-9, maxiter=50)
     np.testing.assert_allclose(smallest, np.linalg.eigvalsh(A @ np.eye(len(start)))[:3], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_inference_mode(kind):
-    A, B = system("multiple")
-    with torch.inference_mode():
-        solution = CG(kind(A)).solve(kind(B))
-    assert bool(solution.converged.all())
 
 
 # --- least squares
@@ -394,7 +359,7 @@ def test_least_squares(name: str, damp: float):
     dense = np.linalg.pinv(A, rcond=1e-10)
     if damp:
         dense = np.linalg.solve(A.T @ A + damp**2 * np.eye(A.shape[1]), A.T)
-    inverse = LSMRInverseLinearOperator(A, damp=damp, atol=1e-13, btol=1e-13)
+    inverse = LSMR(A, damp=damp, atol=1e-13, btol=1e-13)
     assert inverse.shape == A.shape[::-1]
     np.testing.assert_allclose(inverse @ B, dense @ B, atol=1e-8 * (1 + np.abs(dense).max()))
     np.testing.assert_allclose(inverse.T @ C, dense.T @ C, atol=1e-8 * (1 + np.abs(dense).max()))
@@ -402,20 +367,16 @@ def test_least_squares(name: str, damp: float):
 
 
 @pytest.mark.parametrize("damp", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["tall", "wide", "low-rank", "zero"])
-def test_least_squares_like_scipy(name: str, damp: float):
-    A = RECTANGULAR[name]
-    b = RNG.standard_normal(len(A))
-    expected = sla.lsmr(A, b, damp=damp)
-    found = LSMRInverseLinearOperator(A, damp=damp).matvec_with_info(b)
-    assert int(found.istop) == expected[1]
-    assert int(found.itn) <= expected[2] + 2
-    r = b - A @ found.x
-    norms = [np.hypot(np.linalg.norm(r), damp * np.linalg.norm(found.x))]
-    norms.append(np.linalg.norm(A.T @ r - damp**2 * found.x))
+@pytest.mark.parametrize("name", ["tall", "low-rank", "zero"])
+def test_what_is_known_of_least_squares(name: str, damp: float):
+    A, b = RECTANGULAR[name], RNG.standard_normal(len(RECTANGULAR[name]))
+    _, istop, itn, normr, *_ = sla.lsmr(A, b, damp=damp)
+    found = LSMR(A, damp=damp).matvec_with_info(b)
+    assert int(found.istop) == istop and int(found.itn) <= itn + 2
+    r, normx = b - A @ found.x, np.linalg.norm(found.x)
+    norms = [np.hypot(np.linalg.norm(r), damp * normx), np.linalg.norm(A.T @ r - damp**2 * found.x)]
     np.testing.assert_allclose([found.normr[0], found.normar[0]], norms, rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(found.normx, np.linalg.norm(found.x))
-    np.testing.assert_allclose(found.normr[0], expected[3], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose([found.normx[0], found.normr[0]], [normx, normr], 1e-3, 1e-4)
 
 
 def test_least_squares_have_true_residuals():
@@ -423,40 +384,27 @@ def test_least_squares_have_true_residuals():
     A, b = RECTANGULAR["tall"].astype(np.float32), RNG.standard_normal(60)
     products = (lambda x, M=M: (M @ x.astype(np.float32)).astype(float) for M in (A, A.T))
     operator = sla.LinearOperator(A.shape, *products, dtype=float)
-    inverse = LSMRInverseLinearOperator(operator, atol=1e-12, btol=1e-12)
+    inverse = LSMR(operator, atol=1e-12, btol=1e-12)
     with pytest.warns(ConvergenceWarning, match="rounding prevents it"):
         found = inverse.matvec_with_info(b)
     np.testing.assert_allclose(found.normr[0], np.linalg.norm(b - A @ found.x), rtol=1e-6)
-
-
-def test_least_squares_of_a_jacobian():
-    J = CASES["jacobian"].build(problems.make("mlp-mse-mean"))
-    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    b = torch.ones(J.shape[0], dtype=torch.float64)
-    x = LSMRInverseLinearOperator(J, damp=0.1, atol=1e-12, btol=1e-12) @ [b][0]
-    normal = dense.T @ dense + 0.01 * torch.eye(J.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(x, torch.linalg.solve(normal, dense.T @ b), rtol=1e-6, atol=1e-8)
 
 
 def test_least_squares_without_convergence():
     A = np.diag(10.0 ** -np.arange(12))
     b = np.ones(12)
     with pytest.warns(ConvergenceWarning, match="maxiter is reached"):
-        found = LSMRInverseLinearOperator(A, atol=1e-12, btol=1e-12, maxiter=3).matvec_with_info(b)
+        found = LSMR(A, atol=1e-12, btol=1e-12, maxiter=3).matvec_with_info(b)
     assert int(found.istop) == 7 and int(found.itn) == 3
     with pytest.raises(ConvergenceError, match="conlim is exceeded"):
-        LSMRInverseLinearOperator(A, atol=0, btol=0, conlim=10, on_failure="raise") @ b
+        LSMR(A, atol=0, btol=0, conlim=10, on_failure="raise") @ b
 
 
 def test_least_squares_without_tolerances():
     """They are solved as accurately as rounding allows, as by SciPy."""
-    A, b = np.diag([1.0, 2, 3]), np.ones(3)
-    least = LSMRInverseLinearOperator(A, on_failure="raise")
-    least.set_lsmr_hyperparameters(atol=0, btol=0, conlim=0)
-    np.testing.assert_allclose(least @ b, 1 / np.diag(A), rtol=1e-15)
-    B = RNG.standard_normal((20, 6))
-    found = LSMRInverseLinearOperator(B, atol=0, btol=0, conlim=0).matvec_with_info(np.ones(20))
-    np.testing.assert_allclose(found.x, np.linalg.lstsq(B, np.ones(20))[0], rtol=1e-12)
+    A, b = RNG.standard_normal((20, 6)), np.ones(20)
+    found = LSMR(A, atol=0, btol=0, conlim=0, on_failure="raise").matvec_with_info(b)
+    np.testing.assert_allclose(found.x, np.linalg.lstsq(A, b)[0], rtol=1e-12)
     assert int(found.itn) <= 20
 
 
@@ -472,99 +420,62 @@ def test_neumann(num_terms: int):
         powers = [np.linalg.matrix_power(step, k) for k in range(num_terms + 1)]
         dense = 0.5 * sum(powers) @ (np.eye(6) if preconditioner is None else P)
         for check_nan in (True, False):
-            inverse = NeumannInverseLinearOperator(
-                operator, num_terms, 0.5, check_nan, preconditioner, rtol=1
-            )
+            inverse = NEUMANN(operator, num_terms, 0.5, check_nan, preconditioner, rtol=1)
             np.testing.assert_allclose(inverse @ B, dense @ B)
             np.testing.assert_allclose(inverse.T @ B, dense.T @ B)
 
 
 def test_neumann_of_an_operator_converges():
     operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
-    A = operator + IdentityLinearOperator(operator.space)
-    largest = 1 + float(np.linalg.norm(operator @ np.eye(operator.shape[0]), 2))
-    b = torch.ones(A.shape[0], dtype=torch.float64)
-    inverse = NeumannInverseLinearOperator(A, num_terms=200, scale=1 / largest)
-    torch.testing.assert_close(A @ (inverse @ b), b, rtol=0, atol=1e-3)
-    assert not NeumannInverseLinearOperator(operator @ operator).self_adjoint
+    A, b = operator.damped(1.0), torch.ones(operator.shape[0], dtype=torch.float64)
+    largest = float(torch.linalg.matrix_norm(A.to_dense(), 2))
+    x = NEUMANN(A, num_terms=200, scale=1 / largest) @ b
+    torch.testing.assert_close(A @ x, b, rtol=0, atol=1e-3)
+    assert not NEUMANN(operator @ operator).self_adjoint
 
 
 @pytest.mark.parametrize("check_nan", [True, False])
 def test_neumann_says_that_it_has_not_converged(check_nan: bool):
     A, b = np.diag(np.logspace(-4, 0, 20)), np.ones(20)
-    before = NeumannInverseLinearOperator(A, num_terms=99, rtol=1) @ b
+    before = NEUMANN(A, num_terms=99, rtol=1) @ b
     residual = np.linalg.norm(b - A @ before) / np.linalg.norm(b)
     assert residual > 0.5
     options = {"num_terms": 100, "check_nan": check_nan}
-    enough = NeumannInverseLinearOperator(A, **options, rtol=1.0001 * residual)
-    inverse = NeumannInverseLinearOperator(A, **options, rtol=0.9999 * residual)
+    enough = NEUMANN(A, **options, rtol=1.0001 * residual)
+    inverse = NEUMANN(A, **options, rtol=0.9999 * residual)
     assert (enough @ (0 * b) == 0).all()
     with pytest.warns(ConvergenceWarning, match="not converged after 100 terms: .* up to 6.1e-01"):
         np.testing.assert_array_equal(inverse @ b, enough @ b)
     with pytest.raises(ConvergenceError, match="pass rtol=1"):
-        NeumannInverseLinearOperator(A, on_failure="raise") @ b
+        NEUMANN(A, on_failure="raise") @ b
 
 
-@pytest.mark.parametrize("scale, num_terms", [(3.0, 5), (1e30, 100), (3.0, 5000)])
+@pytest.mark.parametrize("size", [3.0, 1e30, 1e300])
 @pytest.mark.parametrize("check_nan", [True, False])
-def test_neumann_diverges(scale: float, num_terms: int, check_nan: bool):
-    inverse = NeumannInverseLinearOperator(np.eye(3), num_terms, scale, check_nan)
-    # without checks it may take a product with infinity to notice
-    with pytest.raises(ValueError, match="diverges|infinite") as raised:
-        inverse @ np.ones(3)
-    assert not check_nan or isinstance(raised.value, ConvergenceError)
+def test_neumann_diverges(size: float, check_nan: bool):
+    # products overflow, or what is subtracted from them
+    with pytest.raises(ValueError, match="diverges|not finite|infinite"):
+        NEUMANN(size * np.eye(3), 100, 1.0, check_nan) @ np.ones(3)
+    with pytest.raises(ConvergenceError, match="diverges"):
+        NEUMANN(3 * np.eye(3), 5, check_nan=check_nan) @ np.ones(3)
 
 
-# --- the traditional setters, errors, dot-tests
+# --- errors, dot-tests
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
+@each_inverse
 def test_matrix_that_is_not_symmetric(inverse: type):
     A = np.diag([2.0, 3, 4]) + np.diag([0.1, 0.1], 1)
     with pytest.raises(ValueError, match="not symmetric"):
         inverse(A) @ np.ones((3, 2))
 
 
-@pytest.mark.parametrize("inverse", [CG, MINRES])
-def test_columns_of_start(inverse: type):
-    A, B, x0 = np.eye(3), np.ones((3, 3)), np.ones((3, 2))
-    with pytest.raises(ValueError, match="x0 has 2 columns for 3 right-hand sides"):
-        inverse(A).solve(B, x0=x0)
-    with pytest.raises(ValueError, match="damping must be (finite|a number)"):
-        inverse(A, damping=float("nan"))
-
-
-def test_neumann_notices_small_negative_eigenvalues():
-    with pytest.raises(ConvergenceError, match="diverges"):
-        NeumannInverseLinearOperator(np.diag([1, -1e-3]), check_nan=False) @ np.array([1, 1e-3])
-
-
-@pytest.mark.parametrize("check_nan", [True, False])
-def test_neumann_overflows(check_nan: bool):
-    A = torch.eye(3) * 1e30
-    with pytest.raises(ConvergenceError, match="diverges"):
-        NeumannInverseLinearOperator(A, check_nan=check_nan) @ torch.ones(3)
-
-
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_least_squares_solved_exactly(scale: float):
     b = np.random.default_rng(0).standard_normal((5, 20))
-    inverse = LSMRInverseLinearOperator(scale * np.eye(5))
+    inverse = LSMR(scale * np.eye(5))
     np.testing.assert_allclose(inverse @ b, b / scale, rtol=1e-12)
     assert (inverse.matvec_with_info(b).istop == 1).all()
-
-
-def test_traditional_names():
-    A, B = system("multiple")
-    inverse = CG(A)
-    inverse.set_cg_hyperparameters(tol=1e-12, maxiter=1000, M=np.eye(len(A)), atol=0.0)
-    np.testing.assert_allclose(inverse @ B, np.linalg.solve(A, B), atol=1e-7)
-    inverse.set_cg_hyperparameters(x0=np.linalg.solve(A, B[:, 0]))
-    assert inverse.solve(B).iterations[0] == 0
-    least = LSMRInverseLinearOperator(A)
-    least.set_lsmr_hyperparameters(damp=0.5, atol=1e-12, btol=1e-12, conlim=1e10, maxiter=2000)
-    expected = np.linalg.solve(A @ A + 0.25 * np.eye(len(A)), A @ B)
-    np.testing.assert_allclose(least @ B, expected, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -575,28 +486,26 @@ def test_traditional_names():
         (lambda A: CG(A, rtol=0.0), "rtol and atol"),
         (lambda A: MINRES(A, maxiter=0), "maxiter"),
         (lambda A: CG(A, on_failure="no"), "on_failure"),
+        (lambda A: CG(A, damping=float("nan")), "damping must be a number"),
+        (lambda A: CG(A, damping=float("inf")), "damping must be finite"),
+        (lambda A: CG(A).solve(A[:, :3], x0=A[:, :2]), "x0 has 2 columns for 3 right-hand sides"),
         (lambda A: CG(A) @ np.ones(3), "shape"),
         (lambda A: CG(A).solve(np.full(len(A), np.nan)), "NaN"),
         (lambda A: CG(A) @ np.full(len(A), 1e-200), "Scale the right-hand sides"),
         (lambda A: MINRES(A) @ np.full(len(A), 1e200), "Scale the right-hand sides"),
-        (lambda A: LSMRInverseLinearOperator(A, atol=-1.0), "atol"),
-        (lambda A: LSMRInverseLinearOperator(A, maxiter=0), "maxiter"),
-        (lambda A: NeumannInverseLinearOperator(A, num_terms=-1), "num_terms"),
-        (lambda A: NeumannInverseLinearOperator(A, scale=0.0), "scale"),
-        (lambda A: NeumannInverseLinearOperator(A, rtol=-1.0), "rtol"),
-        (lambda A: NeumannInverseLinearOperator(A, on_failure="no"), "on_failure"),
-        (lambda A: NeumannInverseLinearOperator(A, scale=float("nan")), "scale"),
+        (lambda A: LSMR(A, atol=-1.0), "atol"),
+        (lambda A: LSMR(A, maxiter=0), "maxiter"),
+        (lambda A: NEUMANN(A, num_terms=-1), "num_terms"),
+        (lambda A: NEUMANN(A, scale=0.0), "scale"),
+        (lambda A: NEUMANN(A, rtol=-1.0), "rtol"),
+        (lambda A: NEUMANN(A, on_failure="no"), "on_failure"),
+        (lambda A: NEUMANN(A, scale=float("nan")), "scale"),
         (lambda A: dottest(A, num_tests=0), "num_tests"),
     ],
 )
 def test_errors(make, message: str):
     with pytest.raises(ValueError, match=message):
         make(spectra.matrix("positive"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_dottest(case: str):
-    assert dottest(CASES[case].build(problems.make("mlp-ce-all-mean")), seed=0) < 1e-12
 
 
 def test_dottest_finds_a_wrong_adjoint():

@@ -6,15 +6,16 @@ import logging
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Any
 
 import numpy as np
 import problems
 import pytest
 import torch
-from contract import CASES, EXACT, RANDOM, error, matrix, vectors
+from contract import CASES, EXACT, RANDOM, error, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import pairs
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
 from curvlinops.support.autograd_graph import footprint
-from curvlinops.support.fingerprint import Fingerprint, same_numbers
+from curvlinops.support.fingerprint import Fingerprint
 
 AWKWARD = [
     "mlp-ce-all-mean",
@@ -336,37 +337,6 @@ def test_options_are_noticed():
     assert error(operator @ v, before) > 1e-3
 
 
-@pytest.mark.parametrize("change", ["cell", "default", "tensor", "helper"])
-@pytest.mark.parametrize("kind", ["function", "closure"])
-def test_changes_of_functions_are_noticed(kind: str, change: str):
-    W, scale = torch.randn(3, 4).double(), 1.0
-    other = torch.ones(3).double()
-    helper = [torch.tanh]
-
-    def output(W: Tensor, X: Tensor, factor: float = 1.0) -> Tensor:
-        return helper[0](X @ W.T) * other * scale * factor
-
-    model = (lambda params, X: output(params["W"], X)) if kind == "function" else None
-    model = model or (lambda X: output(W, X))
-    params = {"W": W} if kind == "function" else [W]
-    data = [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
-    arguments = (model, nn.MSELoss(), params, data)
-    kept = curvlinops.GGNLinearOperator(*arguments, cache="graph")
-    v = vectors(kept)
-    before = kept @ v
-    if change == "cell":
-        scale = 2.0
-    elif change == "default":
-        output.__defaults__ = (2.0,)
-    elif change == "tensor":
-        other.data.mul_(2)
-    else:
-        helper[0] = torch.sigmoid
-    fresh = curvlinops.GGNLinearOperator(*arguments, cache="none")
-    assert error(kept @ v, fresh @ v) <= 1e-10
-    assert error(kept @ v, before) > 1e-2
-
-
 def test_loaders_that_make_new_tensors():
     w = world()
     X, y = (torch.cat(parts) for parts in zip(*w.data, strict=True))
@@ -381,37 +351,71 @@ def test_loaders_that_make_new_tensors():
     assert _agree(w, "ggn", operator)
 
 
-def test_batches_of_other_kinds():
-    class Own:
-        def __init__(self, x: Tensor):
-            self.x = x
+class Own:
+    """A batch of a user's class."""
 
-        def to(self, device: torch.device) -> "Own":
-            return self
+    def __init__(self, x: Tensor):
+        self.x = x
 
-    class Cannot(Own):
-        def __deepcopy__(self, memo: dict):
-            raise RuntimeError("not me")
+    def to(self, device: torch.device) -> "Own":
+        """Return itself."""
+        return self
 
-    model = nn.Linear(3, 2).double()
-    params = dict(model.named_parameters())
 
-    def forward(params: dict, X: Own) -> Tensor:
-        return torch.nn.functional.linear(X.x, params["weight"], params["bias"]).tanh()
+class Uncopied(Own):
+    def __deepcopy__(self, memo: dict):
+        raise RuntimeError("not me")
 
-    for kind, count in ((Own, 1), (Cannot, 0)):
-        x = torch.randn(4, 3).double()
-        data = [(kind(x), torch.randn(4, 2).double())]
-        arguments = (forward, nn.MSELoss(), params, data)
-        options = {"batch_size_fn": lambda X: len(X.x)}
-        H = curvlinops.HessianLinearOperator(*arguments, cache="graph", **options)
-        v = vectors(H)
-        before = H @ v
-        assert len(H._cache._entries) == count
-        assert torch.equal(H @ v, before)
-        x.data.mul_(2)
-        fresh = curvlinops.HessianLinearOperator(*arguments, cache="none", **options)
-        assert error(H @ v, fresh @ v) <= 1e-10
+
+def _with_attribute(x: Tensor) -> Tensor:
+    x.scale = torch.ones(1).double()
+    return x
+
+
+def _with_function(x: Tensor) -> dict:
+    scale = torch.ones(1).double()
+    return {"x": x, "scaled": lambda x: scale * x, "scale": scale}
+
+
+#: How a batch is made of a tensor, read, and changed; and whether it is kept.
+BATCHES: dict[str, tuple[Callable, Callable, Callable, bool]] = {
+    "object": (Own, lambda X: X.x, lambda X: X.x.data.mul_(2), True),
+    "object without copies": (Uncopied, lambda X: X.x, lambda X: X.x.data.mul_(2), False),
+    "attribute of a tensor": (
+        _with_attribute,
+        lambda X: X * X.scale,
+        lambda X: X.scale.fill_(2.0),
+        True,
+    ),
+    "function": (
+        _with_function,
+        lambda X: X["scaled"](X["x"]),
+        lambda X: X["scale"].data.mul_(2),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_other_kinds(kind: str):
+    make, read, change, is_kept = BATCHES[kind]
+    linear, X = nn.Linear(3, 2).double(), make(torch.randn(4, 3).double())
+
+    def model(params: dict, X: Any) -> Tensor:
+        return torch.func.functional_call(linear, params, read(X)).tanh()
+
+    arguments = model, nn.MSELoss(), dict(linear.named_parameters()), [(X, torch.randn(4, 2))]
+    kept, fresh = (
+        curvlinops.HessianLinearOperator(*arguments, cache=cache, batch_size_fn=lambda X: 4)
+        for cache in ("graph", "none")
+    )
+    v = vectors(kept)
+    before = kept @ v
+    assert len(kept._cache._entries) == is_kept
+    assert torch.equal(kept @ v, before)
+    change(X)
+    assert error(kept @ v, fresh @ v) <= 1e-10
+    assert error(kept @ v, before) > 1e-3
 
 
 # --- models that draw random numbers
@@ -454,7 +458,7 @@ class Masked(nn.Module):
         return x * self.scale[: len(x)]
 
 
-# --- batches that are parts of something larger
+# --- tensors that are parts of something larger
 
 
 class AnyNumbers(nn.Module):
@@ -468,18 +472,13 @@ class AnyNumbers(nn.Module):
         return self.layers((x.real + x.imag if x.is_complex() else x).double())
 
 
-def _windows(base: Tensor) -> Tensor:
-    return base.as_strided((6, 4), (1, 1))
-
-
 #: From a tensor with 12 rows and 5 columns, which has more numbers than the batch.
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda base: base[:6, 1:],
     "rows": lambda base: base.view(15, 4)[::2][:6],
     "transposed": lambda base: base.view(4, 15).T[:6],
     "repeated": lambda base: base[1, :4].expand(6, 4),
-    "overlapping": _windows,
-    "one column": lambda base: base[:6, 2:3].expand(6, 4),
+    "overlapping": lambda base: base.as_strided((6, 4), (1, 1)),
     "rest": lambda base: base.view(-1)[1:25].view(6, 4),  # of float32 not where an int64 may be
     "conjugate": lambda base: base[:6, 1:].conj(),
 }
@@ -489,7 +488,8 @@ KINDS = [
 ]
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count evaluations of linear layers, in a place where no model refers to it."""
     calls, forward = [], nn.Linear.forward
 
@@ -505,31 +505,29 @@ def _other(numbers: Tensor) -> Tensor:
     return ~numbers if numbers.dtype == torch.bool else numbers + 1
 
 
-@pytest.mark.parametrize(
-    "case, dtype",
-    [("hessian", torch.float32), *(("ggn", dtype) for dtype in KINDS), ("fisher", torch.float32)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_of_tensors(case: str, part: str, dtype: torch.dtype, monkeypatch):
+def test_parts_of_tensors(part: str, dtype: torch.dtype, calls: list):
+    """Only changes of the part are noticed."""
     torch.manual_seed(0)
     model, base, labels = AnyNumbers(), 3 * torch.rand(12, 5), torch.randint(2, (12, 2))
     base, cut = (base > 1 if dtype == torch.bool else base.to(dtype)), PARTS[part]
-    calls = _counted(monkeypatch)
     arguments = (model, nn.CrossEntropyLoss(), list(model.parameters()))
 
     class Loader:
         def __iter__(self):
             yield cut(base), labels[::2, 0]
 
-    kept = CASES[case].operator(*arguments, Loader(), cache="graph")
+    kept, fresh = (
+        curvlinops.GGNLinearOperator(*arguments, Loader(), cache=cache)
+        for cache in ("graph", "none")
+    )
     v = vectors(kept)
     before = kept @ v
-    calls.clear()
-    for _ in range(2):
-        assert torch.equal(kept @ v, before)
     places = cut(torch.arange(60).view(12, 5)).flatten().tolist()
     outside = torch.tensor(sorted(set(range(60)) - set(places)))
+    calls.clear()
+    assert torch.equal(kept @ v, before)
     base.view(-1)[outside] = _other(base.view(-1)[outside])
     labels[:, 1] += 1
     assert torch.equal(kept @ v, before)
@@ -539,75 +537,47 @@ def test_parts_of_tensors(case: str, part: str, dtype: torch.dtype, monkeypatch)
         lambda: labels[4, 0].copy_(1 - labels[4, 0]),
     ):
         change()
+        calls.clear()
         now = kept @ v
         assert calls, "What has changed was not noticed."
-        fresh = CASES[case].operator(*arguments, Loader(), cache="none")
         assert error(now, fresh @ v) <= 1e-10
-        calls.clear()
 
 
-def test_parameters_that_are_parts_of_one_tensor(monkeypatch):
-    calls, flat = _counted(monkeypatch), torch.randn(9)
+def test_parameters_that_are_parts_of_one_tensor():
+    flat, linear = torch.randn(9), nn.Linear(3, 2)
     params = {"weight": flat[1:7].view(2, 3), "bias": flat[7:]}
-    data = [(torch.randn(4, 3), torch.randn(4, 2))]
-    linear = nn.Linear(3, 2)
 
     def model(params: dict, X: Tensor) -> Tensor:
         return torch.func.functional_call(linear, params, X).tanh()
 
-    H = curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache="graph")
-    v = vectors(H)
-    before = H @ v
-    calls.clear()
-    assert torch.equal(H @ v, before)
-    assert not calls
+    arguments = model, nn.MSELoss(), params, [(torch.randn(4, 3), torch.randn(4, 2))]
+    kept, fresh = (
+        curvlinops.HessianLinearOperator(*arguments, cache=cache) for cache in ("graph", "none")
+    )
+    before = kept @ vectors(kept)
     flat[2] += 1
-    fresh = curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache="none")
-    assert error(H @ v, fresh @ v) <= 1e-6
-    assert error(H @ v, before) > 1e-3
+    assert error(kept @ vectors(kept), fresh @ vectors(kept)) <= 1e-6
+    assert error(kept @ vectors(kept), before) > 1e-3
 
 
 def test_batches_that_are_gone_are_not_kept():
-    """Only their copies are."""
-    base, seen, model = torch.randn(6, 5).double(), [], nn.Linear(4, 2).double()
+    """Only their copies are, without the rest of their memory."""
+    base, seen, model = torch.randn(6, 50).double(), [], nn.Linear(4, 2).double()
 
     class Loader:
         def __iter__(self):
             seen.append(weakref.ref(table := base.clone()))
-            yield {"x": table[:, :4]}, None
+            yield table[:, :4], table[:, 4:6]
 
-    G = curvlinops.GGNLinearOperator(
-        lambda params, X: torch.func.functional_call(model, params, X["x"]),
-        lambda output, y: output.square().sum(),
-        dict(model.named_parameters()),
-        Loader(),
-        reduction="sum",
-        cache="graph",
-    )
+    arguments = model, nn.MSELoss(), list(model.parameters()), Loader()
+    G = curvlinops.GGNLinearOperator(*arguments, cache="graph")
     for _ in range(3):
         G @ vectors(G)
-    assert G._cache._entries
+    (entry,) = G._cache._entries.values()
+    copies = (entry.batch.X, entry.batch.y)
+    assert [x.untyped_storage().nbytes() for x in copies] == [6 * 4 * 8, 6 * 2 * 8]
     gc.collect()
     assert all(table() is None for table in seen)
-
-
-def test_functions_in_batches():
-    """What they refer to is the user's own in the copy of a batch, too."""
-    scale, array, linear = torch.ones(3).double(), np.ones(1), nn.Linear(3, 2).double()
-    params, x = dict(linear.named_parameters()), torch.randn(4, 3).double()
-    data = [({"x": x, "scale": lambda x: x * scale * float(array[0])}, torch.randn(4, 2).double())]
-
-    def model(params: dict, X: dict) -> Tensor:
-        return torch.func.functional_call(linear, params, X["scale"](X["x"])).tanh()
-
-    kept, fresh = (
-        curvlinops.HessianLinearOperator(model, nn.MSELoss(), params, data, cache=cache)
-        for cache in ("graph", "none")
-    )
-    v = vectors(kept)
-    for change in (lambda: None, lambda: scale.data.mul_(2), lambda: array.__imul__(3)):
-        change()
-        assert error(kept @ v, fresh @ v) <= 1e-10
 
 
 # --- memory
@@ -735,57 +705,69 @@ class Storages(TorchDispatchMode):
 
 
 def test_checkpoints_are_not_recomputed_to_be_counted():
-    calls = []
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(20, 20)
-
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append(1)
-            return self.lin(x).tanh().exp().sin()
+    calls, inner = [], nn.Linear(20, 20)
 
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.block = Block()
+            self.inner = inner
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.block, x, use_reentrant=False)
 
-    model = Checkpointed()
-    G = curvlinops.GGNLinearOperator(
-        model,
-        nn.MSELoss(),
-        list(model.parameters()),
-        [(torch.randn(64, 20), torch.randn(64, 20))],
-        cache="graph",
-    )
-    v = vectors(G)
-    G @ v
-    (product,) = [entry.built for entry in G._cache._entries.values()]
+        def block(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.inner(x).tanh().exp().sin()
+
+    data = [(torch.randn(64, 20), torch.randn(64, 20))]
+    arguments = Checkpointed(), nn.MSELoss(), list(inner.parameters()), data
+    G = curvlinops.GGNLinearOperator(*arguments, cache="graph")
+    G @ vectors(G)
+    (entry,) = G._cache._entries.values()
     before = len(calls)
-    footprint(product)
+    footprint(entry.built)
     assert len(calls) == before
 
 
 # --- fingerprints
 
 
-def test_fingerprint_sees_through_references():
-    class Slots:
-        __slots__ = ("value",)
+class Slots:
+    __slots__ = ("value",)
 
-    shared = torch.ones(3)
+
+def _one_unit(x: Tensor) -> None:
+    x.data.view(torch.int64)[3] += 1
+
+
+#: Changes of a state and, if they are to numbers, how they are taken back.
+EDITS: dict[str, tuple[Callable, Callable | None]] = {
+    "strided": (lambda s: s["strided"].data.mul_(2), lambda s: s["strided"].data.div_(2)),
+    "complex": (lambda s: s["complex"].data.mul_(2), lambda s: s["complex"].data.div_(2)),
+    "bool": (lambda s: s["bool"].data.logical_not_(), lambda s: s["bool"].data.logical_not_()),
+    "last place": (lambda s: _one_unit(s["double"]), lambda s: s["double"].data.fill_(1.0)),
+    "sign of zero": (lambda s: s["zero"].data.neg_(), lambda s: s["zero"].data.neg_()),
+    "array": (lambda s: s["array"].__imul__(2), lambda s: s["array"].__itruediv__(2)),
+    "flag": (lambda s: s["zero"].requires_grad_(), lambda s: s["zero"].requires_grad_(False)),
+    "set": (lambda s: s["set"].add(3), None),
+    "slots": (lambda s: setattr(s["slots"], "value", 1), None),
+    "no longer tied": (lambda s: s["list"].__setitem__(1, s["list"][0].clone()), None),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_fingerprints(name: str):
+    shared, nan = torch.ones(3), float("nan")
     state = {
         "list": [shared, shared],
         "set": {1, 2},
-        "nan": float("nan"),
-        "array": np.array([1.0, np.nan]),
+        "nan": nan,
+        "array": np.array([1.0, nan]),
         "strided": torch.arange(12.0).reshape(3, 4)[:, ::2],
         "complex": torch.randn(2, dtype=torch.complex64),
         "bool": torch.tensor([True, False, True]),
+        "double": torch.ones(5, dtype=torch.float64),
+        "zero": torch.zeros(1),
         "empty": torch.empty(0),
         "slots": Slots(),
         "function": _scaled,
@@ -794,28 +776,13 @@ def test_fingerprint_sees_through_references():
     fingerprint = Fingerprint([state])
     fingerprint.keep_numbers()
     assert fingerprint.has_structure([state]) and fingerprint.has_numbers()
-    for name in ("strided", "complex"):
-        state[name].data.mul_(2)
-        assert not fingerprint.has_numbers()
-        state[name].data.div_(2)
-    state["bool"].data.logical_not_()
-    assert not fingerprint.has_numbers()
-    state["bool"].data.logical_not_()
-    state["array"][0] = 2.0
-    assert not fingerprint.has_numbers()
-    state["array"][0] = 1.0
-    shared.requires_grad_()
-    assert not fingerprint.has_numbers()
-    shared.requires_grad_(False)
-    assert fingerprint.has_numbers()
-    state["set"].add(3)
-    assert not fingerprint.has_structure([state])
-    state["set"].remove(3)
-    state["slots"].value = 1
-    assert not fingerprint.has_structure([state])
-    del state["slots"].value
-    state["list"][1] = shared.clone()  # no longer tied
-    assert not fingerprint.has_structure([state])
+    change, undo = EDITS[name]
+    change(state)
+    assert fingerprint.has_structure([state]) == (undo is not None)
+    assert fingerprint.has_numbers() == (undo is None)
+    if undo is not None:
+        undo(state)
+        assert fingerprint.has_numbers()
 
 
 @pytest.mark.parametrize("thing", [torch.eye(2).to_sparse(), range(20_000)], ids=["sparse", "many"])
@@ -832,72 +799,19 @@ def test_nothing_is_kept_if_changes_would_be_missed(thing: object, caplog):
     assert isinstance(thing, Tensor) or "attribute 'thing'" in message
 
 
-def test_nan_and_negative_zero():
-    x = torch.tensor([float("nan"), 0.0])
-    copy = x.clone()
-    assert same_numbers([(x, copy)])
-    x[1] = -0.0
-    assert not same_numbers([(x, copy)])
-
-
-def test_one_unit_in_the_last_place():
-    x = torch.randn(1000)
-    fingerprint = Fingerprint([[x]])
-    fingerprint.keep_numbers()
-    x.data.view(torch.int32)[500] += 1
-    assert not fingerprint.has_numbers()
-    x.data.view(torch.int32)[500] -= 1
-    assert fingerprint.has_numbers()
-
-
-@pytest.mark.parametrize("solve", [lambda A: curvlinops.eigsh(A, 1), lambda A: A.to_dense()])
+@pytest.mark.parametrize("solve", [lambda A: curvlinops.eigsh(A, 1)[0], lambda A: A.to_dense()])
 def test_solvers_compare_model_and_loss_once(solve: Callable, monkeypatch):
-    w = world()
-    H, compared = w.build("ggn", cache="auto"), []
-    has_structure = Fingerprint.has_structure
+    w, compared, has_structure = world(), [], Fingerprint.has_structure
 
-    def counted(self, watched):
+    def counted(self: Fingerprint, watched: Iterable) -> bool:
         compared.append(1)
         return has_structure(self, watched)
 
     monkeypatch.setattr(Fingerprint, "has_structure", counted)
-    before, fresh = solve(2 * H.damped(1.0)), w.build("ggn", cache="none")
-    assert len(compared) <= 1
-    w.params[0].data.mul_(1.1)
-    after, expected = (solve(2 * A.damped(1.0)) for A in (H, fresh))
-    after, expected, before = (
-        x if isinstance(x, Tensor) else x[0] for x in (after, expected, before)
-    )
-    assert len(compared) <= 4
-    torch.testing.assert_close(torch.as_tensor(after), torch.as_tensor(expected))
-    assert not torch.allclose(torch.as_tensor(after), torch.as_tensor(before))
-
-
-def test_dense_matrix_from_kept_graphs():
-    p = problems.make("mlp-ce-all-mean")
-    kept, fresh = (matrix(CASES["hessian"].build(p, cache=c)) for c in ("graph", "none"))
-    assert error(kept, fresh) <= p.tolerance
-
-
-@pytest.mark.parametrize("cache", ["auto", "graph"])
-def test_attributes_of_tensors_in_batches(cache: str):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    X, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
-    X.scale = torch.tensor(3.0).double()
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).tanh() * x.scale
-
-    arguments = Scaled(), nn.MSELoss(), list(model.parameters()), [(X, y)]
-    kept, v = curvlinops.HessianLinearOperator(*arguments, cache=cache), torch.randn(8).double()
-    for scale in (3.0, 2.0):
-        X.scale.fill_(scale)
-        expected = curvlinops.HessianLinearOperator(*arguments, cache="none") @ v
-        for _ in range(3):
-            torch.testing.assert_close(kept @ v, expected)
+    kept, fresh = (w.build("ggn", cache=cache) for cache in ("auto", "none"))
+    for number in (1, 2):
+        before = len(compared)
+        found = solve(2 * kept.damped(1.0))
+        assert len(compared) - before <= 1
+        torch.testing.assert_close(found, solve(2 * fresh.damped(1.0)))
+        w.params[0].data.mul_(1 + number)

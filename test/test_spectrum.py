@@ -1,7 +1,7 @@
 """Lanczos quadrature: traces of functions, and smoothed densities of spectra."""
 
 import sys
-from math import log, pi, sqrt
+from math import inf, log, pi, sqrt
 
 import matplotlib
 import matrices
@@ -67,11 +67,10 @@ def test_exact_for_few_distinct_eigenvalues(ncv: int):
     assert abs(logdet / diagonal.log().sum() - 1) <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", A)
-def test_unbiased_with_honest_errors(name: str, dtype: torch.dtype):
+def test_unbiased_with_honest_errors(name: str):
     results = [
-        trace_function(A[name].to(dtype), torch.exp, 15, 10, return_error=True, seed=seed)
+        trace_function(A[name].float(), torch.exp, 15, 10, return_error=True, seed=seed)
         for seed in range(60)
     ]
     estimates, errors = (torch.stack(v).double() for v in zip(*results, strict=True))
@@ -91,7 +90,7 @@ def test_logdet():
     assert counting.products < 1000
 
 
-@pytest.mark.parametrize("dim", [3, 400])
+@pytest.mark.parametrize("dim", [3, 200])
 def test_default_number_of_products_for_logdet(dim: int):
     values = 1 / torch.arange(1, dim + 1, dtype=torch.float64) + 1e-4
     found, error = lanczos_logdet(values.diag(), distribution="sphere", return_error=True, seed=0)
@@ -171,16 +170,11 @@ def test_semicircle():
     assert abs(grid[0] + 2) <= 0.3 and abs(grid[-1] - 2) <= 0.3
 
 
-CASES_OFDENSITIES = [
-    {"kappa": kappa, "num_points": points, "margin": margin}
-    for kappa in (1.04, 3.0, 1e12)
-    for points in (2, 50, 1024)
-    for margin in (0.0, 0.05, 1.0)
-]
-
-
-@pytest.mark.parametrize("options", CASES_OFDENSITIES, ids=str)
-def test_densities_integrate_to_one(options: dict):
+@pytest.mark.parametrize("margin", [0.0, 1.0])
+@pytest.mark.parametrize("num_points", [2, 1024])
+@pytest.mark.parametrize("kappa", [1.04, 3.0, 1e12])
+def test_densities_integrate_to_one(kappa: float, num_points: int, margin: float):
+    options = {"kappa": kappa, "num_points": num_points, "margin": margin}
     for density in DENSITIES:
         grid, values = density(A["indefinite"], 10, num_repeats=2, seed=0, **options)
         assert (values >= 0).all()
@@ -204,38 +198,42 @@ def test_boundaries_are_found(name: str, ncv: int):
         assert boundaries[1] is None or abs(grid[-1] - high) <= 0.052 * spread
 
 
-@pytest.mark.parametrize(
-    "cached, call",
-    [
-        (LanczosApproximateSpectrumCached, lanczos_approximate_spectrum),
-        (LanczosApproximateLogSpectrumCached, lanczos_approximate_log_spectrum),
-    ],
-)
-def test_cached_runs_need_no_products(cached: type, call):
+CACHED = [
+    (LanczosApproximateSpectrumCached, "approximate_spectrum", DENSITIES[0]),
+    (LanczosApproximateLogSpectrumCached, "approximate_log_spectrum", DENSITIES[1]),
+]
+
+
+@pytest.mark.parametrize("cached, method, call", CACHED)
+def test_cached_runs_need_no_products(cached: type, method: str, call):
     counting = Counting(A["indefinite"])
-    # Hessian-like: the ends of the spectrum are soon accurate
-    runs = cached(counting, 20, seed=0, chunk_size=1)
-    approximate = getattr(
-        runs,
-        "approximate_spectrum" if "Log" not in cached.__name__ else "approximate_log_spectrum",
-    )
+    approximate = getattr(cached(counting, 20, seed=0, chunk_size=1), method)
     approximate(3)
     products = counting.products
     assert products <= 3 * 20 + DIM
     for options in [{"kappa": 2.0}, {"margin": 0.2}, {"num_points": 100}, {"num_repeats": 2}]:
         options = {"num_repeats": 3} | options
-        found = approximate(**options)
         expected = call(counting.A, 20, seed=0, chunk_size=1, **options)
-        assert all(np.allclose(f, e, rtol=1e-10) for f, e in zip(found, expected, strict=True))
+        torch.testing.assert_close(approximate(**options), expected)
     assert counting.products == products
     approximate(4)
     assert counting.products == products + 20
 
 
-@pytest.mark.parametrize(
-    "density", [lanczos_approximate_spectrum, lanczos_approximate_log_spectrum]
-)
-@pytest.mark.parametrize("scale", [0.0, 1.0, -3.0, 1e6])
+@pytest.mark.parametrize("cached, method, call", CACHED)
+def test_more_runs_later_are_those_at_once(cached: type, method: str, call):
+    matrix = matrices.with_spectrum(torch.linspace(0, 1, 30) ** 3)
+    # ends this accurate are searched for
+    first, second = (
+        getattr(cached(matrix, 5, boundaries_tol=1e-6, chunk_size=c, seed=3), method)
+        for c in (None, 2)
+    )
+    first(2)
+    torch.testing.assert_close(first(7), second(7), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("scale", [0.0, -3.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_multiples_of_the_identity(density, scale: float, dtype: torch.dtype):
     grid, values = density(scale * torch.eye(5, dtype=dtype), 3, 200, seed=0)
@@ -246,17 +244,13 @@ def test_multiples_of_the_identity(density, scale: float, dtype: torch.dtype):
     assert abs(grid[values.argmax()] - center) <= 0.03 * (abs(center) or 1)
 
 
-def test_kinds_and_seeds():
+@pytest.mark.parametrize("density", DENSITIES)
+def test_kinds_and_seeds(density):
     B = A["clustered"]
-    for density in DENSITIES:
-        expected = density(B, 5, seed=1)
-        assert all(isinstance(x, Tensor) and x.dtype == torch.float64 for x in expected)
-        assert torch.equal(expected[1], density(B, 5, seed=1)[1])
-        assert not torch.equal(expected[1], density(B, 5, seed=2)[1])
-        for other in (B.numpy(), aslinearoperator(B.numpy())):
-            found = density(other, 5, seed=1)
-            assert all(isinstance(x, np.ndarray) for x in found)
-            assert np.allclose(found[1], expected[1], rtol=1e-6)
+    expected = density(B, 5, seed=1)
+    assert not torch.equal(expected[1], density(B, 5, seed=2)[1])
+    for other in (B, B.numpy(), aslinearoperator(B.numpy())):
+        torch.testing.assert_close(density(other, 5, seed=1), expected)
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.square])
@@ -279,27 +273,11 @@ def test_all_operators(case: str):
 # --- plots
 
 
-@pytest.mark.parametrize("dim", [30, 64])
-def test_more_runs_later_are_those_at_once(dim: int):
-    matrix = matrices.with_spectrum(torch.linspace(0, 1, dim) ** 3)
-    # boundaries this accurate are searched for
-    first, second = (
-        LanczosApproximateSpectrumCached(matrix, 5, boundaries_tol=1e-6, chunk_size=c, seed=3)
-        for c in (None, 2)
-    )
-    first.approximate_spectrum(2)
-    for found, expected in zip(
-        first.approximate_spectrum(7), second.approximate_spectrum(7), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_the_search_for_the_ends_has_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("curvlinops.algorithms.spectrum._SEARCH_STEPS", 25)
-    counting = Counting(matrices.with_spectrum(torch.linspace(0, 1, 200)))
-    with pytest.warns(ConvergenceWarning, match="After 25 Lanczos vectors the ends"):
-        grid, _ = lanczos_approximate_spectrum(counting, 10, boundaries_tol=1e-9, margin=0, seed=0)
-    assert counting.products == 10 + 25
+def test_the_search_for_the_ends_has_a_limit():
+    counting = Counting((torch.linspace(0, 1, 1000, dtype=torch.float64) ** 4).diag())
+    with pytest.warns(ConvergenceWarning, match="After 500 Lanczos vectors the ends"):
+        grid, _ = lanczos_approximate_spectrum(counting, 10, boundaries_tol=1e-12, margin=0, seed=0)
+    assert counting.products == 10 + 500
     assert abs(grid[0]) <= 0.02 and abs(grid[-1] - 1) <= 0.02
 
 
@@ -313,20 +291,16 @@ def test_plot():
     assert np.allclose(ax.get_lines()[0].get_ydata(), result.density)
     assert plot_spectrum(*result[:2], ax=ax, log_y=False) is ax
     assert len(ax.get_lines()) == 2
-    grid, density = lanczos_approximate_log_spectrum(A["decaying"].numpy(), 10)
-    single = LanczosApproximateLogSpectrumCached(A["decaying"].float(), 10, seed=0)
-    for result_on_log_axis in ((grid, density), single.approximate_log_spectrum()):
-        ax = plot_spectrum(*result_on_log_axis)
+    for dtype in (torch.float64, torch.float32):
+        x, y = lanczos_approximate_log_spectrum(A["decaying"].to(dtype), 10, seed=0)
+        ax = plot_spectrum(x, y)
         assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
         assert ax.get_ylabel() == "density per log |eigenvalue|"
-        x, y = result_on_log_axis
         assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
-    ax = plot_spectrum(grid, density, log_x=False)
+    ax = plot_spectrum(x.numpy(), y.numpy(), log_x=False)
     assert (ax.get_xscale(), ax.get_xlabel()) == ("linear", "|eigenvalue|")
     plt.close("all")
-    with pytest.raises(ValueError, match="vectors of one length"):
-        plot_spectrum(grid, density[1:])
-    with pytest.raises(ValueError, match=r"standard_error must .* \[1024\], \[1024\], \[1023\]"):
+    with pytest.raises(ValueError, match=r"one length, got shapes \[1024\], \[1024\], \[1023\]"):
         plot_spectrum(*result[:2], result[2][1:])
     with pytest.raises(ValueError, match="needs positive eigenvalues"):
         plot_spectrum(*result, log_x=True)
@@ -342,17 +316,9 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
 
 _B = A["indefinite"]
 _BAD = [
-    *((f, {"ncv": ncv}, "ncv must be") for f in DENSITIES for ncv in (0, 1, 2.0, DIM + 1)),
-    *(
-        (f, {"kappa": kappa}, "kappa must be larger than one")
-        for f in DENSITIES
-        for kappa in (1, -2.0, float("inf"), float("nan"))
-    ),
-    *(
-        (f, {"margin": margin}, "margin must not be negative")
-        for f in DENSITIES
-        for margin in (-0.1, float("inf"))
-    ),
+    *((f, {"ncv": ncv}, "ncv must be") for f in DENSITIES for ncv in (1, DIM + 1)),
+    *((f, {"kappa": kappa}, "kappa must be larger") for f in DENSITIES for kappa in (1, inf)),
+    *((f, {"margin": m}, "margin must not be negative") for f in DENSITIES for m in (-0.1, inf)),
     *((f, {"num_points": 1}, "num_points must be an integer >= 2") for f in DENSITIES),
     *((f, {"num_repeats": 0}, "num_repeats must be an integer >= 1") for f in DENSITIES),
     *((f, {"return_error": True}, "num_repeats must be an integer >= 2") for f in DENSITIES),
@@ -366,7 +332,7 @@ _BAD = [
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
     (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "needs at least 2 dimensions, it has 1"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
-    (DENSITIES[1], {"epsilon": float("inf")}, "epsilon must be positive and finite"),
+    (DENSITIES[1], {"epsilon": inf}, "epsilon must be positive and finite"),
     (lanczos_logdet, {}, "not positive definite: it has an eigenvalue of -"),
     (lanczos_logdet, {"A": A["singular"]}, "not positive definite"),
     (

@@ -204,13 +204,6 @@ def test_run_backward():
     assert torch.equal(gradient, torch.full((2,), 6.0)) and x.grad is None
 
 
-def test_modes():
-    assert not torch_internals.current_function_modes()
-    assert not torch_internals.current_dispatch_modes()
-    with Counter() as counter:
-        assert torch_internals.current_function_modes() == [counter]
-
-
 def test_uncached_parametrizations():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     with nn.utils.parametrize.cached():

@@ -3,7 +3,7 @@
 Each line with `type: ignore` must be an error, or mypy reports the comment.
 """
 
-from typing import Any, assert_type
+from typing import assert_type
 
 import numpy as np
 import torch
@@ -128,26 +128,26 @@ cg.set_cg_hyperparameters(max_itr=3)  # type: ignore[call-arg]
 
 values, vectors = c.eigsh(H, k=2)
 assert_type(values, Tensor)
-assert_type(c.eigsh(np.eye(3), 1, "LA").eigenvectors, np.ndarray)
+assert_type(c.eigsh(np.eye(3), 1, "LA").eigenvectors, Tensor)
 for estimator in (c.hutchinson_trace, c.hutchinson_squared_fro, c.hutchpp_trace):
     assert_type(estimator(H, 10, "gaussian"), Tensor)
 assert_type(c.xtrace(H, num_matvecs=10, seed=0), Tensor)
-assert_type(c.xnystrace(np.eye(3), 10), np.floating)
-assert_type(c.xtrace(H, 10, return_error=True), Estimate[Tensor])
-assert_type(c.hutchinson_diag(np.eye(3), 10), np.ndarray[Any, Any])
+assert_type(c.xnystrace(np.eye(3), 10), Tensor)
+assert_type(c.xtrace(H, 10, return_error=True), Estimate)
+assert_type(c.hutchinson_diag(np.eye(3), 10), Tensor)
 assert_type(c.xdiag(H, 10, return_error=True).standard_error, Tensor)
 assert_type(c.trace_function(H, torch.exp, 20), Tensor)
 assert_type(c.lanczos_logdet(G, rtol=0.1), Tensor)
 assert_type(c.dottest(J), float)
 assert_type(c.lanczos_approximate_spectrum(H, 20), tuple[Tensor, Tensor])
-assert_type(c.lanczos_approximate_log_spectrum(np.eye(9), 5)[1], np.ndarray)
+assert_type(c.lanczos_approximate_log_spectrum(np.eye(9), 5)[1], Tensor)
 density = c.lanczos_approximate_spectrum(H, 20, return_error=True)
-assert_type(density, SpectralDensity[Tensor])
+assert_type(density, SpectralDensity)
 c.plot_spectrum(*density, label="Hessian")
 c.plot_spectrum(*c.LanczosApproximateSpectrumCached(H, 20).approximate_spectrum(num_repeats=2))
 c.plot_spectrum(*c.LanczosApproximateLogSpectrumCached(H, 9).approximate_log_spectrum(epsilon=0.1))
-c.eigsh(H, num=2)  # type: ignore[call-overload]
-c.eigsh(H, k="2")  # type: ignore[call-overload]
+c.eigsh(H, num=2)  # type: ignore[call-arg]
+c.eigsh(H, k="2")  # type: ignore[arg-type]
 c.xtrace(H, 10, distributon="sphere")  # type: ignore[call-overload]
 c.xdiag(H, 10, "gaussian")  # type: ignore[call-overload]
 c.lanczos_logdet(H, num_reps=2)  # type: ignore[call-overload]

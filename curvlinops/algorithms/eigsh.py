@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, Protocol, overload
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.iterative import ASYMMETRY
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.linear_operator.vectors import Array, Vectors
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import show_residuals, solves
@@ -23,11 +22,9 @@ _NCV, _BASIS_BYTES = 1000, 2**30
 #: Restarts recombine the basis in parts of about this many bytes.
 _PART = 16 * 2**20
 
-P = ParamSpec("P")
-
 
 @dataclass(frozen=True, eq=False)
-class Eigenpairs(Generic[Array]):
+class Eigenpairs:
     """Eigenvalues and eigenvectors, into which it unpacks; with residuals and costs.
 
     Attributes:
@@ -37,36 +34,23 @@ class Eigenpairs(Generic[Array]):
         num_products: Number of vectors that ``A`` has been multiplied with.
     """
 
-    eigenvalues: Array
-    eigenvectors: Array
-    residuals: Array
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+    residuals: Tensor
     num_products: int
 
-    def __iter__(self) -> Iterator[Array]:
+    def __iter__(self) -> Iterator[Tensor]:
         """Unpack like the result of scipy's ``eigsh``."""
         return iter((self.eigenvalues, self.eigenvectors))
 
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> Array:
+    def __getitem__(self, index: int) -> Tensor:
         return (self.eigenvalues, self.eigenvectors)[index]
 
 
-class _Eigensolver(Protocol[P]):
-    @overload
-    def __call__(self, A: TorchMatrix, *args: P.args, **kwargs: P.kwargs) -> Eigenpairs[Tensor]: ...
-    @overload
-    def __call__(
-        self, A: AnyMatrix, *args: P.args, **kwargs: P.kwargs
-    ) -> Eigenpairs[np.ndarray]: ...
-
-
-def _eigensolver(function: Callable[Concatenate[AnyMatrix, P], Eigenpairs]) -> _Eigensolver[P]:
-    return in_default_modes(function)
-
-
-@_eigensolver
+@in_default_modes
 @solves("eigsh")
 def eigsh(
     A: AnyMatrix,
@@ -111,9 +95,9 @@ def eigsh(
         generator: Draws start vectors, instead of ``seed``.
 
     Returns:
-        An ``Eigenpairs``, which unpacks into ``(eigenvalues, eigenvectors)`` as scipy's result, and
-        has the attributes ``residuals`` and ``num_products``. Tensors for an operator of this
-        package or a tensor, else numpy arrays.
+        An ``Eigenpairs`` of tensors on the device of ``A``, which unpacks into ``(eigenvalues,
+        eigenvectors)`` as scipy's result, and has the attributes ``residuals`` and
+        ``num_products``.
 
     Raises:
         ValueError: If an argument is out of its range, or ``A`` is not symmetric.
@@ -122,8 +106,8 @@ def eigsh(
     Example:
         >>> import numpy as np
         >>> from curvlinops import eigsh
-        >>> eigsh(np.diag([1.0, 2.0, 3.0]), k=2, which="LA").eigenvalues.round(6)
-        array([2., 3.])
+        >>> eigsh(np.diag([1.0, 2.0, 3.0]), k=2, which="LA").eigenvalues
+        tensor([2.0000, 3.0000], dtype=torch.float64)
     """
     check_on_failure(on_failure)
     matrix = Matrix(A, square=True)
@@ -139,34 +123,11 @@ def eigsh(
     if known is not None:
         values, vectors = known
         residuals = double_norm(matrix @ vectors - vectors * values, 0).to(vectors)
-        return Eigenpairs(values, vectors, residuals, num_products=matrix.num_products)
-
-    basis = _LanczosBasis(matrix, start, ncv, generator)
-    restarts = checked = 0
-    while True:
-        full = basis.size + max(basis.num_pending, 1) > ncv and basis.size < matrix.shape[0]
-        # in large bases Ritz pairs cost more than the products that they may save
-        due = basis.size >= k and basis.size - checked > (basis.size / 160) ** 2
-        if full or due or basis.size == matrix.shape[0]:
-            pairs, checked = basis.ritz(), basis.size
-            order = _order(pairs.values, which)
-            wanted = order[:k].sort().values
-            goals = (tol * pairs.values[wanted].abs()).clamp(min=basis.rounding)
-            # products of low precision are not symmetric, which further ones do not mend
-            missed = pairs.couplings[wanted] > goals.maximum(pairs.noise[wanted])
-            show_residuals((pairs.couplings[wanted], goals))
-            num_missed = int(missed.sum())
-            if len(wanted) == k and (num_missed == 0 or basis.size == matrix.shape[0]):
-                break
-            if full:
-                if restarts == maxiter:
-                    break
-                restarts, checked = restarts + 1, 0
-                keep = k + (k - num_missed) // 2 + (ncv - k) // 2
-                basis.restart(pairs, order[: min(keep, ncv - 2 * max(basis.num_pending, 1))])
-        basis.expand()
-
-    residuals = torch.hypot(pairs.couplings, pairs.noise)[wanted]
+        return Eigenpairs(values, vectors, residuals, matrix.num_products)
+    basis, pairs, num_missed = thick_restart_lanczos(
+        matrix, start, k, which, lambda values: tol * values.abs(), ncv, maxiter, generator
+    )
+    residuals = torch.hypot(pairs.couplings, pairs.noise)
     if num_missed:
         fail(
             f"eigsh: after {matrix.num_products} products {num_missed} of {k} pairs have not "
@@ -174,16 +135,87 @@ def eigsh(
             "or tol.",
             on_failure,
         )
-    vectors = basis.combine(pairs.vectors[:, wanted])
-    results = (pairs.values[wanted].to(vectors), vectors, residuals.to(vectors))
-    return Eigenpairs(*map(matrix.write, results), num_products=matrix.num_products)
+    vectors = basis.combine(pairs.vectors)
+    values, residuals = pairs.values.to(vectors), residuals.to(vectors)
+    return Eigenpairs(values, vectors, residuals, matrix.num_products)
+
+
+class RitzPairs(NamedTuple):
+    """Approximate eigenpairs from a basis of m vectors; float64, on the CPU.
+
+    Attributes:
+        values: Ritz values ``[p]``, ascending.
+        vectors: Ritz vectors as columns of coefficients in the basis, ``[m, p]``.
+        couplings: The norms of the residuals' parts that further products reduce, ``[p]``.
+        noise: The norms of the parts that stay, since products are not symmetric, ``[p]``.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    couplings: Tensor
+    noise: Tensor
+
+    def select(self, indices: Tensor) -> "RitzPairs":
+        """Return some of the pairs."""
+        return RitzPairs(*(field[..., indices] for field in self))
+
+
+def thick_restart_lanczos(
+    matrix: Matrix,
+    start: Tensor,
+    k: int,
+    which: str,
+    goals: Callable[[Tensor], Tensor],
+    ncv: int,
+    maxiter: int,
+    generator: torch.Generator,
+) -> tuple["LanczosBasis", RitzPairs, int]:
+    """Find eigenpairs at the ends of the spectrum by block thick-restart Lanczos.
+
+    Args:
+        matrix: The symmetric matrix.
+        start: Rows ``[b, D]`` that span the first block.
+        k: See ``eigsh``, as for ``which``, ``ncv`` and ``maxiter``.
+        which: The wanted eigenvalues.
+        goals: Takes all Ritz values ``[m]``; returns the residuals that they may have.
+        ncv: The largest number of basis vectors.
+        maxiter: The largest number of restarts.
+        generator: Draws new vectors where the basis spans an invariant subspace.
+
+    Returns:
+        The basis, the k wanted pairs by ascending values, and how many of them miss their goal.
+    """
+    basis = LanczosBasis(matrix, start, ncv, generator)
+    restarts = checked = 0
+    while True:
+        is_full = basis.size + max(basis.num_pending, 1) > ncv and basis.size < matrix.shape[0]
+        # in large bases Ritz pairs cost more than the products that they may save
+        is_due = basis.size >= k and basis.size - checked > (basis.size / 160) ** 2
+        if is_full or is_due or basis.size == matrix.shape[0]:
+            pairs, checked = basis.ritz(), basis.size
+            order = _order(pairs.values, which)
+            wanted = order[:k].sort().values
+            allowed = goals(pairs.values)[wanted].clamp(min=basis.rounding)
+            found = pairs.select(wanted)
+            # products of low precision are not symmetric, which further ones do not mend
+            num_missed = int((found.couplings > allowed.maximum(found.noise)).sum())
+            show_residuals((found.couplings, allowed))
+            has_ended = basis.size == matrix.shape[0] or (is_full and restarts == maxiter)
+            if len(wanted) == k and (num_missed == 0 or has_ended):
+                return basis, found, num_missed
+            if is_full:
+                restarts, checked = restarts + 1, 0
+                keep = k + (k - num_missed) // 2 + (ncv - k) // 2
+                keep = min(keep, ncv - 2 * max(basis.num_pending, 1))
+                basis.restart(pairs.select(order[:keep]))
+        basis.expand()
 
 
 def _start(
     matrix: Matrix, v0: Vectors | None, block_size: int | None, generator: torch.Generator
 ) -> Tensor:
     """Return the rows of the first block, ``[b, D]``."""
-    given = None if v0 is None else matrix.read(v0).T
+    given = None if v0 is None else matrix.read_rows(v0)
     size = block_size if block_size is not None else (1 if given is None else len(given))
     size = check_count("block_size", size, at_most=matrix.shape[0])
     if given is None:
@@ -219,24 +251,7 @@ def _order(values: Tensor, which: str) -> Tensor:
     return torch.stack([ascending.flip(0), ascending], dim=1).flatten()[: len(values)]
 
 
-@dataclass(frozen=True)
-class _RitzPairs:
-    """Approximate eigenpairs from a basis of m vectors; float64, on the CPU.
-
-    Attributes:
-        values: Ritz values ``[m]``, ascending.
-        vectors: Ritz vectors as columns of coefficients in the basis, ``[m, m]``.
-        couplings: The norms of the residuals' parts that further products reduce, ``[m]``.
-        noise: The norms of the parts that stay, since products are not symmetric, ``[m]``.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    couplings: Tensor
-    noise: Tensor
-
-
-class _LanczosBasis:
+class LanczosBasis:
     """An orthonormal basis V with ``A V = V H + Q B``, as rows.
 
     Q is the orthonormal block of rows that is multiplied next. H holds the measured coefficients,
@@ -298,25 +313,24 @@ class _LanczosBasis:
         B[:, start:] = R
         self._set_pending(Q, B)
 
-    def ritz(self) -> _RitzPairs:
+    def ritz(self) -> RitzPairs:
         """Return the Ritz pairs."""
         values, vectors = torch.linalg.eigh((self._H + self._H.T) / 2)
         skew = ((self._H - self._H.T) / 2 @ vectors).norm(dim=0)
         # the noise of different basis vectors has no common direction, so that squares add up
         noise = torch.hypot(skew, ((vectors**2).T @ self._noise**2).sqrt())
-        return _RitzPairs(values, vectors, (self._B @ vectors).norm(dim=0), noise)
+        return RitzPairs(values, vectors, (self._B @ vectors).norm(dim=0), noise)
 
-    def restart(self, pairs: _RitzPairs, kept: Tensor) -> None:
+    def restart(self, pairs: RitzPairs) -> None:
         """Reduce the basis to some Ritz vectors, with the same Q."""
-        Y = pairs.vectors[:, kept]
         Q = self._rows[self.size : self.size + self.num_pending].clone()
-        coefficients = Y.T.to(self._rows)
+        coefficients = pairs.vectors.T.to(self._rows)
         width = max(_PART // (self.size * self._rows.itemsize), 1)
         for part in self._rows.split(width, dim=1):
-            part[: len(kept)] = coefficients @ part[: self.size]
-        self.size, self._H, self._first_coupled = len(kept), pairs.values[kept].diag(), 0
-        self._noise = pairs.noise[kept]
-        self._set_pending(Q, self._B @ Y)
+            part[: len(coefficients)] = coefficients @ part[: self.size]
+        self.size, self._H, self._first_coupled = len(coefficients), pairs.values.diag(), 0
+        self._noise = pairs.noise
+        self._set_pending(Q, self._B @ pairs.vectors)
 
     def combine(self, Y: Tensor) -> Tensor:
         """Return vectors ``[D, p]``, given by their coefficients in the basis, ``[m, p]``."""

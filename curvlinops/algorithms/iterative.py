@@ -1,4 +1,4 @@
-"""What inverses of symmetric matrices by Krylov methods share: products and true residuals."""
+"""Inverses of symmetric matrices by iterations: options, products, and true residuals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -151,8 +151,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         if rtol == atol == 0:
             raise ValueError("rtol and atol must not both be zero.")
         maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
-        without_graph(x0, "x0")
-        start = None if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
+        start = None if x0 is None else self._matrix.read_rows(x0)
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         self.rtol, self.atol, self.maxiter, self._x0 = rtol, atol, maxiter, start
 
@@ -194,7 +193,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         without_graph(B, "The right-hand side")
         with default_modes():
             columns, write = to_columns(B, self.domain)
-            start = self._x0 if x0 is None else self.domain.join(to_columns(x0, self.domain)[0])
+            start = self._x0 if x0 is None else self._matrix.read_rows(x0)
             X, *info = self._solve(self.domain.join(columns), start)
             return Solution(write(self.codomain.split(X), self.codomain), *info)
 
@@ -219,7 +218,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 )
             goal = (self.rtol * sizes).clamp(min=self.atol)
             X, R = torch.zeros_like(B), B
-            if x0 is not None and bool(x0.any()):
+            if x0 is not None:
                 X = _expand(x0, B)
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
@@ -271,7 +270,13 @@ class DampedMatrix:
         method: The name of the method that needs a symmetric matrix.
     """
 
-    def __init__(self, matrix: Matrix, damping: float, preconditioner: Matrix | None, method: str):
+    def __init__(
+        self,
+        matrix: Matrix,
+        damping: float,
+        preconditioner: TorchLinearOperator | None,
+        method: str,
+    ):
         self._matrix, self._damping, self._method = matrix, damping, method
         self._preconditioner = preconditioner
         self._last: tuple[Tensor, Tensor] | None = None

@@ -1,14 +1,19 @@
 """Lanczos runs from random vectors, and traces of functions of a symmetric matrix by quadrature."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import Average, Probes, StoppingRule, estimator
+from curvlinops.algorithms.probes import (
+    Estimate,
+    RunningMean,
+    Sampler,
+    SamplingOptions,
+    estimator,
+)
 from curvlinops.support.arguments import check_count
 from curvlinops.support.norms import double_norm
 
@@ -33,8 +38,8 @@ class Quadrature(NamedTuple):
     residuals: Tensor
 
 
-class Lanczos:
-    """Lanczos' three-term recurrence from several starting vectors at once.
+def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
+    """Run Lanczos' three-term recurrence from several starting vectors at once.
 
     All vectors are kept, and orthogonalized against twice, since the recurrence alone soon loses
     orthogonality and then finds eigenvalues more than once.
@@ -42,99 +47,75 @@ class Lanczos:
     Args:
         matrix: The symmetric matrix.
         X: The starting vectors, ``[D, K]``.
+        num_steps: The number M of products for each vector, at most D.
+
+    Returns:
+        Rules of M nodes. If a run ends early in an invariant subspace, its further nodes have no
+        weight.
+
+    Raises:
+        ValueError: If products show that the matrix is not symmetric.
     """
+    eps = torch.finfo(matrix.dtype).eps
+    v = X.T / X.norm(dim=0).unsqueeze(1)
+    basis = v.new_empty(len(v), num_steps, v.shape[1])
+    diagonal, off_diagonal = v.new_zeros(2, len(v), num_steps)
+    scale = v.new_full((len(v),), torch.finfo(matrix.dtype).tiny)
+    alive = torch.ones(len(v), dtype=torch.bool, device=matrix.device)
+    for step in range(num_steps):
+        if not bool(alive.any()):
+            diagonal[:, step:] = diagonal[:, :1]
+            break
+        basis[:, step] = v
+        W, overlaps = _orthogonalize((matrix @ v.T).T, basis[:, : step + 1])
+        norms = double_norm(W, 1).to(W)
+        scale = scale.maximum(overlaps.abs().amax(1)).maximum(norms)
+        if step and not matrix.operator.self_adjoint:
+            # orthogonal to all vectors but the last two
+            wrong = overlaps[:, :-1].clone()
+            wrong[:, -1] -= off_diagonal[:, step - 1]
+            _check_small(wrong.abs().amax(1), eps**0.5 * scale)
+        # a run that has ended goes on with zero vectors; its nodes without weight are its first
+        # Rayleigh quotient, for which functions of the spectrum are defined
+        diagonal[:, step] = overlaps[:, step].where(alive, diagonal[:, 0])
+        alive = alive & (norms > 100 * eps * scale)
+        off_diagonal[:, step] = norms.where(alive, 0.0)
+        v = torch.where(alive.unsqueeze(1), W / norms.unsqueeze(1), 0.0)
+    diagonal, off_diagonal = diagonal.double(), off_diagonal.double()
+    inner = off_diagonal[:, :-1]
+    T = torch.diag_embed(diagonal) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
+    nodes, vectors = torch.linalg.eigh(T)
+    residuals = off_diagonal[:, -1:] * vectors[:, -1].abs()
+    return Quadrature(nodes, vectors[:, 0].square(), residuals)
 
-    def __init__(self, matrix: Matrix, X: Tensor):
-        self.matrix = matrix
-        self._next = X.T / X.norm(dim=0).unsqueeze(1)
-        num = len(self._next)
-        self._basis = self._next.new_empty(num, 0, matrix.shape[0])
-        self._diagonal: list[Tensor] = []
-        self._off_diagonal: list[Tensor] = []
-        #: Which vectors do not lie in the invariant subspaces that their runs span.
-        self._alive = torch.ones(num, dtype=torch.bool, device=matrix.device)
-        self._scale = self._next.new_full((num,), torch.finfo(matrix.dtype).tiny)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether all runs span invariant subspaces."""
-        return len(self._diagonal) == self.matrix.shape[0] or not bool(self._alive.any())
+def _orthogonalize(W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parts of vectors ``[K, D]`` outside of their bases ``[K, m, D]``, and overlaps."""
+    overlaps = torch.zeros_like(basis[:, :, 0])
+    for _ in range(2):
+        more = torch.bmm(basis, W.unsqueeze(2)).squeeze(2)
+        W = W - torch.bmm(more.unsqueeze(1), basis).squeeze(1)
+        overlaps = overlaps + more
+    return W, overlaps
 
-    def extend(self, num_steps: int) -> Quadrature:
-        """Continue to ``num_steps`` steps.
 
-        Returns:
-            Rules of that many nodes. Nodes beyond the dimension of an invariant subspace have no
-            weight.
-        """
-        done = len(self._diagonal)
-        basis = self._basis.new_empty(len(self._next), num_steps, self.matrix.shape[0])
-        basis[:, :done] = self._basis[:, :done]
-        self._basis = basis
-        while len(self._diagonal) < num_steps and not self.exhausted:
-            self._step()
-        missing = num_steps - len(self._diagonal)
-        # nodes without weight are Rayleigh quotients, to which functions of the spectrum apply
-        diagonal = torch.stack(self._diagonal + missing * self._diagonal[:1], dim=1).double()
-        zeros = torch.zeros_like(self._diagonal[0])
-        off_diagonal = torch.stack(self._off_diagonal + missing * [zeros], dim=1).double()
-        inner = off_diagonal[:, :-1]
-        T = torch.diag_embed(diagonal) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
-        nodes, vectors = torch.linalg.eigh(T)
-        return Quadrature(
-            nodes, vectors[:, 0].square(), off_diagonal[:, -1:] * vectors[:, -1].abs()
+def _check_small(asymmetry: Tensor, tolerance: Tensor) -> None:
+    if bool((asymmetry > tolerance).any()):
+        raise ValueError(
+            "The matrix is not symmetric, which Lanczos' method needs. Take its symmetric part "
+            "(A + A.T) / 2 if that is meant."
         )
 
-    def _step(self) -> None:
-        step = len(self._diagonal)
-        self._basis[:, step] = self._next
-        basis = self._basis[:, : step + 1]
-        W = (self.matrix @ self._next.T).T
-        overlaps = torch.zeros_like(basis[:, :, 0])
-        for _ in range(2):
-            more = torch.bmm(basis, W.unsqueeze(2)).squeeze(2)
-            W = W - torch.bmm(more.unsqueeze(1), basis).squeeze(1)
-            overlaps = overlaps + more
-        # in double precision, which has room for squares
-        norms = double_norm(W, 1).to(W)
-        largest = torch.maximum(overlaps.abs().amax(dim=1), norms)
-        self._scale = torch.maximum(self._scale, largest)
-        if step and not self.matrix.operator.self_adjoint:
-            self._check_symmetric(overlaps)
-        # a run that has ended goes on with zeros
-        first = self._diagonal[0] if step else overlaps[:, 0]
-        self._diagonal.append(torch.where(self._alive, overlaps[:, step], first))
-        eps = torch.finfo(self.matrix.dtype).eps
-        self._alive = self._alive & (norms > 100 * eps * self._scale)
-        self._next = torch.where(self._alive.unsqueeze(1), W / norms.unsqueeze(1), 0.0)
-        self._off_diagonal.append(torch.where(self._alive, norms, 0.0))
 
-    def _check_symmetric(self, overlaps: Tensor) -> None:
-        """Check that the last product is orthogonal to all vectors but the last two."""
-        wrong = overlaps[:, :-1].clone()
-        wrong[:, -1] -= self._off_diagonal[-1]
-        tolerance = torch.finfo(self.matrix.dtype).eps ** 0.5 * self._scale
-        if bool((wrong.abs().amax(dim=1) > tolerance).any()):
-            raise ValueError(
-                "The matrix is not symmetric, which Lanczos' method needs. Take its symmetric part "
-                "(A + A.T) / 2 if that is meant."
-            )
-
-
-@estimator("trace_function", np.floating)
+@estimator
 def trace_function(
     A: AnyMatrix,
     f: Callable[[Tensor], Tensor],
     ncv: int,
     num_repeats: int = 10,
     distribution: str = "rademacher",
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
+    **options: Unpack[SamplingOptions],
+) -> Tensor | Estimate:
     """Estimate the trace of a function of a symmetric matrix, ``tr f(A) = sum_d f(lambda_d)``.
 
     ``E[x^T f(A) x]``, with the quadratic forms from Lanczos quadrature (Ubaru, Chen and Saad, Fast
@@ -145,16 +126,12 @@ def trace_function(
     Args:
         A: A symmetric operator, any other scipy LinearOperator, or a matrix.
         f: The function of eigenvalues, a tensor to a tensor of the same shape, entry by entry.
-        ncv: The number of products for each random vector, at most D.
+        ncv: The number of products for each random vector, at most D; so many vectors are held in
+            memory for each.
         num_repeats: The number of random vectors; an upper limit if ``rtol`` is given.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate.
-        return_error: Whether to return the standard error, too. It is that of sampling, and says
+        **options: Those of ``hutchinson_trace``. The standard error is that of sampling, and says
             nothing about the quadrature: compare with a larger ``ncv``.
-        chunk_size: How many random vectors are taken at once. ``ncv`` vectors are held in memory
-            for each. Default: as many as need 64 MiB.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors. Default: one seeded by PyTorch's global generator.
 
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
@@ -167,48 +144,32 @@ def trace_function(
     """
     matrix = Matrix(A, square=True)
     ncv = check_ncv(ncv, matrix)
-    probes = Probes(matrix, distribution, chunk_size, seed, generator, held=ncv)
-    return _average(probes, f, ncv, num_repeats, StoppingRule(rtol, return_error))
+    sampler = Sampler(matrix, distribution, ncv, **options)
+    return _mean(sampler, f, ncv, num_repeats)
 
 
-@estimator("lanczos_logdet", np.floating)
+@estimator
 def lanczos_logdet(
     A: AnyMatrix,
     ncv: int | None = None,
     num_repeats: int = 10,
     distribution: str = "rademacher",
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
+    **options: Unpack[SamplingOptions],
+) -> Tensor | Estimate:
     """Estimate the log-determinant of a symmetric positive definite matrix.
 
     ``log det A = tr log A``, by stochastic Lanczos quadrature. Matrices with few large eigenvalues
-    above a damping need few products.
-
-    Args:
-        A: A symmetric positive definite matrix. The arguments are those of ``trace_function``.
-        ncv: The number of products for each random vector. Default: 50, or D if that is less. On
-            matrices with smallest eigenvalues down to ``1e-5`` of the largest one, with decaying
-            and with uniform spectra, a larger one changed the result by less than a tenth of the
-            standard error.
-        num_repeats: The number of random vectors; an upper limit if ``rtol`` is given.
-        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate.
-        return_error: Whether to return the standard error, too.
-        chunk_size: How many random vectors are taken at once.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+    above a damping need few products. The arguments are those of ``trace_function``. The default
+    for ``ncv`` is 50, or D if that is less: on matrices with smallest eigenvalues down to ``1e-5``
+    of the largest one, with decaying and with uniform spectra, a larger one changed the result by
+    less than a tenth of the standard error.
 
     Raises:
         ValueError: If the matrix turns out not to be positive definite, up to rounding.
     """
+    matrix = Matrix(A, square=True)
+    ncv = check_ncv(min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv, matrix)
+    sampler = Sampler(matrix, distribution, ncv, **options)
 
     def log(nodes: Tensor) -> Tensor:
         smallest, largest = float(nodes.min()), float(nodes.max())
@@ -221,25 +182,22 @@ def lanczos_logdet(
             )
         return nodes.log()
 
-    matrix = Matrix(A, square=True)
-    ncv = check_ncv(min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv, matrix)
-    probes = Probes(matrix, distribution, chunk_size, seed, generator, held=ncv)
-    return _average(probes, log, ncv, num_repeats, StoppingRule(rtol, return_error))
+    return _mean(sampler, log, ncv, num_repeats)
 
 
-def _average(
-    probes: Probes, f: Callable[[Tensor], Tensor], ncv: int, num_repeats: int, rule: StoppingRule
-) -> Any:
+def _mean(
+    sampler: Sampler, f: Callable[[Tensor], Tensor], ncv: int, num_repeats: int
+) -> Tensor | Estimate:
     """Average ``x^T f(A) x`` over random vectors; see ``trace_function``."""
-    num_repeats = check_count("num_repeats", num_repeats, at_least=1 + rule.return_error)
-    average = Average()
+    num_repeats = check_count("num_repeats", num_repeats, at_least=1 + sampler.return_error)
+    mean = RunningMean()
 
     def update(X: Tensor) -> tuple[Tensor, Tensor]:
-        nodes, weights, _ = Lanczos(probes.matrix, X).extend(ncv)
+        nodes, weights, _ = lanczos(sampler.matrix, X, ncv)
         forms = (weights * _evaluate(f, nodes)).sum(1)
-        return average.update(forms.to(probes.matrix.dtype) * X.square().sum(0))
+        return mean.update(forms.to(sampler.matrix.dtype) * X.square().sum(0))
 
-    return rule.run(probes, rule.chunks(num_repeats, probes.chunk_size), update)
+    return sampler.run(num_repeats, update)
 
 
 def check_ncv(ncv: Any, matrix: Matrix, at_least: int = 1) -> int:

@@ -134,9 +134,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``, with true residuals."""
         multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
-        shape: tuple[int, int] = self._matrix.shape
+        shape = self._matrix.shape
         if adjoint:
-            multiply, transposed, shape = transposed, multiply, (shape[1], shape[0])
+            multiply, transposed, shape = transposed, multiply, shape[::-1]
         eps = torch.finfo(self.torch_dtype).eps
         atol, btol = max(self.atol, eps), max(self.btol, eps)
         X = B.new_zeros(len(B), shape[1])
@@ -146,40 +146,32 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
             norms = double_norm(transposed(B.T), 0) / double_norm(B, 1)
             unit = max(norms.nan_to_num().tolist(), default=0.0) or 1.0  # at most the norm of A
             products = [_on_host(product, unit) for product in (multiply, transposed)]
-            A = LinearOperator(shape, *products, dtype=float)
-            damp = self.damp / unit
-            for k, b in enumerate(B):
-                # scipy divides by zero where a space ends
-                with np.errstate(all="ignore"):
-                    b = b.double().cpu().numpy()
+            A, damp = LinearOperator(shape, *products, dtype=float), self.damp / unit
+            for k, b in enumerate(B.double().cpu().numpy()):
+                with np.errstate(all="ignore"):  # scipy divides by zero where a space ends
                     x, *numbers = lsmr(A, b, damp, atol, btol, self.conlim, self.maxiter)
                 X[k], info[:, k] = torch.from_numpy(x / unit).to(X), info.new_tensor(numbers)
             R = B - multiply(X.T).T
             gradient = transposed(R.T).T - self.damp**2 * X
-        istop, itn, (norma, conda) = *info[:2].long(), info[4:6]
-        norma = unit * norma
+        istop, itn, norma, conda = info[0].long(), info[1].long(), unit * info[4], info[5]
         normx, normar = double_norm(X, 1), double_norm(gradient, 1)
         normr = torch.hypot(double_norm(R, 1), self.damp * normx)
         # true residuals have rounding errors of products
         slack = 10 * (atol + 10 * eps)
         solved = normr <= 10 * btol * double_norm(B, 1) + slack * norma * normx
         solved |= normar <= slack * norma * normr
-        self._report(istop, solved, normar / (norma * normr))
-        return X, istop, itn, normr, normar, norma, conda, normx
-
-    def _report(self, istop: Tensor, solved: Tensor, residuals: Tensor) -> None:
-        """Say which problems are not solved, or solved only as scipy's estimates see it."""
         failed = ~solved | (istop == 3) | (istop >= 6)
-        if not bool(failed.any()):
-            return
-        reasons = {_FAILURES.get(code, "rounding prevents it") for code in istop[failed].tolist()}
-        fail(
-            f"{type(self).__name__}: {int(failed.sum())} of {len(istop)} problems are not solved "
-            f"({', '.join(sorted(reasons))}), ||A^T r|| / (||A|| ||r||) is up to "
-            f"{float(residuals[failed].max()):.1e} (atol={self.atol:.1e}). Allow a larger "
-            "tolerance, conlim or maxiter, or damp.",
-            self.on_failure,
-        )
+        if bool(failed.any()):
+            codes = istop[failed].tolist()
+            reasons = sorted({_FAILURES.get(code, "rounding prevents it") for code in codes})
+            worst = float((normar / (norma * normr))[failed].max())
+            fail(
+                f"{type(self).__name__}: {len(codes)} of {len(B)} problems are not solved "
+                f"({', '.join(reasons)}), ||A^T r|| / (||A|| ||r||) is up to {worst:.1e} "
+                f"(atol={self.atol:.1e}). Allow a larger tolerance, conlim or maxiter, or damp.",
+                self.on_failure,
+            )
+        return X, istop, itn, normr, normar, norma, conda, normx
 
 
 def _on_host(multiply: Product, unit: float) -> Callable[[np.ndarray], np.ndarray]:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from math import inf, isfinite, log, sqrt
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, Protocol, overload
+from typing import Concatenate, NamedTuple, TypedDict, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.lanczos import Lanczos, Quadrature, check_ncv
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix, TorchMatrix
-from curvlinops.algorithms.probes import Average, P, Probes, Value
+from curvlinops.algorithms.eigsh import thick_restart_lanczos
+from curvlinops.algorithms.lanczos import Quadrature, check_ncv, lanczos
+from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.probes import Estimator, P, RunningMean, Sampler
 from curvlinops.support.arguments import check_count
 from curvlinops.support.progress import solves
 from curvlinops.support.torch_modes import in_default_modes
@@ -27,7 +27,7 @@ _NEGLIGIBLE = 1e-14
 _SEARCH_STEPS, _SEARCH_BYTES = 500, 2**30
 
 
-class SpectralDensity(NamedTuple, Generic[Value]):
+class SpectralDensity(NamedTuple):
     """A density on a grid, with its standard error.
 
     Attributes:
@@ -36,61 +36,41 @@ class SpectralDensity(NamedTuple, Generic[Value]):
         standard_error: That of the density, from the scatter between random vectors.
     """
 
-    grid: Value
-    density: Value
-    standard_error: Value
+    grid: Tensor
+    density: Tensor
+    standard_error: Tensor
 
 
-_Both = Tensor | np.ndarray
 #: Grid and density, perhaps with an error.
-_Density = tuple[_Both, _Both] | SpectralDensity[_Both]
+Density = tuple[Tensor, Tensor] | SpectralDensity
 
 
-class _Estimator(Protocol[P]):
-    @overload
-    def __call__(
-        self, A: TorchMatrix, *args: Any, return_error: Literal[True], **options: Any
-    ) -> SpectralDensity[Tensor]: ...
-    @overload
-    def __call__(
-        self, A: AnyMatrix, *args: Any, return_error: Literal[True], **options: Any
-    ) -> SpectralDensity[np.ndarray]: ...
-    @overload
-    def __call__(
-        self, A: TorchMatrix, *args: P.args, **options: P.kwargs
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def __call__(
-        self, A: AnyMatrix, *args: P.args, **options: P.kwargs
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-def _estimator(function: Callable[Concatenate[AnyMatrix, P], object]) -> _Estimator[P]:
+def _estimator(
+    function: Callable[Concatenate[AnyMatrix, P], Density],
+) -> Estimator[P, tuple[Tensor, Tensor], SpectralDensity]:
     return in_default_modes(function)
 
 
+class RunOptions(TypedDict, total=False):
+    """Options of Lanczos runs; ``lanczos_approximate_spectrum`` explains them."""
+
+    chunk_size: int | None
+    seed: int | None
+    generator: torch.Generator | None
+
+
 class _LanczosRuns:
-    """Lanczos runs from random directions, which are kept and made as they are needed.
+    """Lanczos runs from random directions, made when they are first needed, and kept.
 
-    They belong to the matrix as it was when they were made.
-
-    Args:
-        A: A symmetric operator, any other scipy LinearOperator, or a matrix.
-        ncv: The number of products for each random vector, from 2 to D.
-        boundaries: The ends of the spectrum, or of its absolute values on a logarithmic axis; each
-            may be ``None``, and is then estimated.
-        boundaries_tol: How accurate estimated boundaries must be, relative to the spread.
-        chunk_size: How many random vectors are taken at once; ``ncv`` vectors are held in memory
-            for each. Default: as many as need 64 MiB.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
+    They belong to the matrix as it was when they were made. All arguments are those of
+    ``lanczos_approximate_spectrum``.
 
     Raises:
         ValueError: See ``lanczos_approximate_spectrum``.
     """
 
-    #: Whether boundaries are those of absolute values.
-    _is_log = False
+    #: Whether the axis is logarithmic, so that boundaries are those of absolute values.
+    _is_log: bool
 
     def __init__(
         self,
@@ -98,10 +78,7 @@ class _LanczosRuns:
         ncv: int,
         boundaries: Boundaries = None,
         boundaries_tol: float = 1e-2,
-        *,
-        chunk_size: int | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
+        **options: Unpack[RunOptions],
     ):
         self._matrix = Matrix(A, square=True)
         self._ncv = check_ncv(ncv, self._matrix, at_least=2)
@@ -111,13 +88,13 @@ class _LanczosRuns:
         if not 0 < boundaries_tol < 1:
             raise ValueError(f"boundaries_tol must lie between 0 and 1, got {boundaries_tol!r}.")
         self._tol = boundaries_tol
-        self._probes = Probes(self._matrix, "sphere", chunk_size, seed, generator, held=ncv)
+        self._sampler = Sampler(self._matrix, "sphere", ncv, **options)
         # a search for the ends must not change the directions of later runs
         device = self._matrix.device
-        drawn = torch.randint(2**62, (), generator=self._probes.generator, device=device)
-        self._search_probes = Probes(self._matrix, "sphere", seed=int(drawn))
+        drawn = torch.randint(2**62, (), generator=self._sampler.generator, device=device)
+        self._search_sampler = Sampler(self._matrix, "sphere", seed=int(drawn))
         self._rules: list[Quadrature] = []
-        self._search: Quadrature | None = None
+        self._searched: tuple[Tensor, Tensor] | None = None
 
     def _density(
         self,
@@ -126,9 +103,9 @@ class _LanczosRuns:
         kappa: float,
         margin: float,
         return_error: bool,
-        epsilon: float | None = None,
-    ) -> Any:
-        """Return grid and density; with ``epsilon`` that of ``|lambda| + epsilon``."""
+        epsilon: float = 0.0,
+    ) -> Density:
+        """Return grid and density; see the functions for the arguments."""
         num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         num_points = check_count("num_points", num_points, 2)
         if not 1 < kappa < inf:
@@ -137,12 +114,12 @@ class _LanczosRuns:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         rules = self._runs(num_repeats)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0
-        if epsilon is None:
+        if self._is_log:
+            nodes = (nodes.abs() + epsilon).log()
+            low, high = (log(end + epsilon) for end in self._ends_of_absolute_values(rules))
+        else:
             low, high = self._ends(rules)
             unit = max(abs(low), abs(high)) or 1.0
-        else:
-            nodes = (nodes.abs() + epsilon).log()
-            low, high = self._log_ends(rules, epsilon)
         if high - low < 1e-4 * unit:
             low, high = low - 1e-2 * unit, high + 1e-2 * unit
         extra = margin * (high - low)
@@ -150,22 +127,21 @@ class _LanczosRuns:
         points = torch.linspace(low, high, num_points, dtype=torch.float64, device=nodes.device)
         _check_inside(nodes[weights > _NEGLIGIBLE], points)
         sigma = (high - low) / ((self._ncv - 1) * sqrt(8 * log(kappa)))
-        grid, average = points if epsilon is None else points.exp(), Average()
+        grid, mean = points.exp() if self._is_log else points, RunningMean()
         # trapezoids add up to one
         half = grid.diff() / 2
         widths = torch.nn.functional.pad(half, (0, 1)) + torch.nn.functional.pad(half, (1, 0))
         for run in zip(nodes, weights, strict=True):
-            density, error = average.update((_smooth(points, sigma, *run) / widths).unsqueeze(1))
-        matrix = self._matrix
-        results = [matrix.write(x.to(matrix.dtype)) for x in (grid, density, error)]
+            density, error = mean.update((_smooth(points, sigma, *run) / widths).unsqueeze(1))
+        results = [x.to(self._matrix.dtype) for x in (grid, density, error)]
         return SpectralDensity(*results) if return_error else tuple(results[:2])
 
     def _runs(self, num: int) -> Quadrature:
         """Return the rules of the first ``num`` runs, each with ``ncv`` nodes."""
         missing = num - sum(len(rule.nodes) for rule in self._rules)
-        for start in range(0, missing, self._probes.chunk_size):
-            X = self._probes.draw(min(self._probes.chunk_size, missing - start))
-            self._rules.append(Lanczos(self._matrix, X).extend(self._ncv))
+        for start in range(0, missing, self._sampler.chunk_size):
+            X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))
+            self._rules.append(lanczos(self._matrix, X, self._ncv))
         return Quadrature(*(torch.cat(parts)[:num] for parts in zip(*self._rules, strict=True)))
 
     def _ends(self, rules: Quadrature) -> tuple[float, float]:
@@ -173,7 +149,7 @@ class _LanczosRuns:
         unknown = [end for end in (0, 1) if self._boundaries[end] is None]
         if not unknown:
             return self._boundaries
-        estimates = self._outermost(rules, unknown)
+        estimates = self._estimate_ends(rules, unknown)
         low, high = (
             estimate if end is None else end
             for estimate, end in zip(estimates, self._boundaries, strict=True)
@@ -182,55 +158,55 @@ class _LanczosRuns:
             raise ValueError(f"boundaries {self._boundaries} do not fit the spectrum, {estimates}.")
         return low, high
 
-    def _log_ends(self, rules: Quadrature, epsilon: float) -> tuple[float, float]:
-        """Return the logarithms of the ends of ``|lambda| + epsilon``."""
+    def _ends_of_absolute_values(self, rules: Quadrature) -> tuple[float, float]:
         low, high = self._boundaries
         if low is None:
             # it may lie in the interior of the spectrum, of which nothing else is known
             low = float(rules.nodes[rules.weights > _NEGLIGIBLE].abs().min())
         if high is None:
-            high = max(abs(end) for end in self._outermost(rules, [0, 1]))
-        return log(low + epsilon), log(high + epsilon)
+            high = max(abs(end) for end in self._estimate_ends(rules, [0, 1]))
+        return low, high
 
-    def _outermost(self, rules: Quadrature, wanted: list[int]) -> tuple[float, float]:
-        """Return estimates of both ends of the spectrum from given runs.
-
-        If they are not accurate enough, another run is continued until they are.
+    def _estimate_ends(self, rules: Quadrature, wanted: list[int]) -> tuple[float, float]:
+        """Return estimates of both ends of the spectrum, moved outwards by their residuals.
 
         Args:
-            rules: The runs.
+            rules: Runs, which are the estimates if they are accurate enough.
             wanted: Which ends must be accurate: 0, 1, or both.
         """
-        (low, high), errors = _outermost_nodes(rules)
-        if not self._is_accurate(rules, wanted):
-            if self._search is None:
-                self._search = self._search_ends(wanted)
-            found, errors = _outermost_nodes(self._search)
-            low, high = min(low, found[0]), max(high, found[1])
-        return low - errors[0], high + errors[1]
+        low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
+        ends = torch.stack([rules.nodes[low, 0], rules.nodes[high, -1]]).cpu()
+        errors = torch.stack([rules.residuals[low, 0], rules.residuals[high, -1]]).cpu()
+        if bool((errors > self._tol * (ends[1] - ends[0]))[wanted].any()):
+            if self._searched is None:
+                self._searched = self._search_ends()
+            found, errors = self._searched
+            ends = torch.stack([ends[0].minimum(found[0]), ends[1].maximum(found[1])])
+        return float(ends[0] - errors[0]), float(ends[1] + errors[1])
 
-    def _search_ends(self, wanted: list[int]) -> Quadrature:
-        """Continue one run until its ends are accurate, or it has as many vectors as allowed."""
-        dim, itemsize = self._matrix.shape[0], self._matrix.dtype.itemsize
-        affordable = max(min(_SEARCH_STEPS, _SEARCH_BYTES // (dim * itemsize)), self._ncv)
-        run, steps = Lanczos(self._matrix, self._search_probes.draw(1)), self._ncv
-        while True:
-            steps = min(2 * steps, affordable, dim)
-            rule = run.extend(steps)
-            if run.exhausted or self._is_accurate(rule, wanted):
-                return rule
-            if steps == affordable:
-                warn(
-                    f"After {steps} Lanczos vectors the ends of the spectrum are not as accurate "
-                    f"as boundaries_tol={self._tol}. The grid is wider by their errors. Pass "
-                    "boundaries, or a larger boundaries_tol.",
-                    ConvergenceWarning,
-                )
-                return rule
-
-    def _is_accurate(self, rules: Quadrature, wanted: list[int]) -> bool:
-        (low, high), errors = _outermost_nodes(rules)
-        return all(errors[end] <= self._tol * (high - low) for end in wanted)
+    def _search_ends(self) -> tuple[Tensor, Tensor]:
+        """Return both ends of the spectrum and their residuals, ``[2]``, from a search for them."""
+        matrix, sampler = self._matrix, self._search_sampler
+        affordable = _SEARCH_BYTES // (matrix.shape[0] * matrix.dtype.itemsize)
+        steps = min(max(min(_SEARCH_STEPS, affordable), self._ncv, 4), matrix.shape[0])
+        _, pairs, num_missed = thick_restart_lanczos(
+            matrix,
+            sampler.draw(1).T,
+            k=2,
+            which="BE",
+            goals=lambda values: self._tol * (values[-1:] - values[:1]).expand_as(values),
+            ncv=steps,
+            maxiter=0,
+            generator=sampler.generator,
+        )
+        if num_missed:
+            warn(
+                f"After {steps} Lanczos vectors the ends of the spectrum are not as accurate as "
+                f"boundaries_tol={self._tol}. The grid is wider by their errors. Pass boundaries, "
+                "or a larger boundaries_tol.",
+                ConvergenceWarning,
+            )
+        return pairs.values, torch.hypot(pairs.couplings, pairs.noise)
 
 
 class LanczosApproximateSpectrumCached(_LanczosRuns):
@@ -239,6 +215,8 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
     Lanczos runs are kept, and made as they are needed; they belong to the matrix as it was when
     they were made. All arguments are those of ``lanczos_approximate_spectrum``.
     """
+
+    _is_log = False
 
     @in_default_modes
     @solves("approximate_spectrum")
@@ -250,7 +228,7 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
         margin: float = 0.05,
         *,
         return_error: bool = False,
-    ) -> _Density:
+    ) -> Density:
         """Return grid and density; see ``lanczos_approximate_spectrum``."""
         return self._density(num_repeats, num_points, kappa, margin, return_error)
 
@@ -275,7 +253,7 @@ class LanczosApproximateLogSpectrumCached(_LanczosRuns):
         epsilon: float = 1e-5,
         *,
         return_error: bool = False,
-    ) -> _Density:
+    ) -> Density:
         """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
         if not 0 < epsilon < inf:
             raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}.")
@@ -294,10 +272,8 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> _Density:
+    **options: Unpack[RunOptions],
+) -> Density:
     """Estimate the density of a symmetric matrix's eigenvalues.
 
     ``p(x) = 1/D sum_d g(x - lambda_d)``, g a Gaussian of standard deviation ``sigma = L / ((ncv -
@@ -315,16 +291,15 @@ def lanczos_approximate_spectrum(
         kappa: Larger than one; the larger, the narrower the Gaussians: each has fallen to
             ``1 / kappa`` of its height half way to the next of ``ncv`` evenly spaced points.
         boundaries: Smallest and largest eigenvalue; each may be ``None``, and is then estimated
-            from the Lanczos runs. If these are not accurate enough, another run is continued, up to
-            500 vectors or 1 GiB.
+            from the Lanczos runs. If these are not accurate enough, a search for the ends follows,
+            of up to 500 products or 1 GiB.
         margin: By how much the grid extends the boundaries on both sides, relative to their
             distance.
         boundaries_tol: How accurate estimated boundaries must be, relative to their distance.
         return_error: Whether to return the standard error of the density, too.
-        chunk_size: How many random vectors are taken at once; ``ncv`` vectors are held in memory
-            for each. Default: as many as need 64 MiB.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors. Default: one seeded by PyTorch's global generator.
+        **options: ``chunk_size``: how many random vectors are taken at once; ``ncv`` vectors are
+            held in memory for each. Default: as many as need 64 MiB. ``seed``: seeds the random
+            vectors. ``generator``: draws them. Default: one seeded by PyTorch's global generator.
 
     Returns:
         Grid and density, both ``[num_points]``. With ``return_error`` a named tuple of ``grid``,
@@ -334,9 +309,7 @@ def lanczos_approximate_spectrum(
         ValueError: If products show that the matrix is not symmetric, it has eigenvalues outside of
             the boundaries and their margin, or an argument is not among its choices.
     """
-    cached = LanczosApproximateSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, chunk_size=chunk_size, seed=seed, generator=generator
-    )
+    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
     return cached.approximate_spectrum(
         num_repeats, num_points, kappa, margin, return_error=return_error
     )
@@ -355,10 +328,8 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> _Density:
+    **options: Unpack[RunOptions],
+) -> Density:
     """Estimate the density of ``|lambda| + epsilon``, smoothed on a logarithmic axis.
 
     The density of ``log(|lambda| + epsilon)`` is smoothed as in ``lanczos_approximate_spectrum``
@@ -366,28 +337,11 @@ def lanczos_approximate_log_spectrum(
     eigenvalue, on a grid that is evenly spaced in the logarithm. ``grid * density`` is the density
     per unit of the natural logarithm.
 
-    Args:
-        A: A symmetric matrix. See ``lanczos_approximate_spectrum`` for all arguments.
-        ncv: The number of products for each random vector, from 2 to D.
-        num_points: Number of points of the grid.
-        num_repeats: The number of random vectors.
-        kappa: Larger than one; the larger, the narrower the Gaussians.
-        boundaries: Smallest and largest absolute value of the eigenvalues; each may be ``None``.
-        margin: By how much the grid extends the boundaries, relative to their distance in the
-            logarithm.
-        boundaries_tol: How accurate an estimate of the largest must be, relative to the spread.
-        epsilon: Positive. It shifts the absolute values, so that they have logarithms.
-        return_error: Whether to return the standard error of the density, too.
-        chunk_size: How many random vectors are taken at once.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        Grid and density, both ``[num_points]``, or with ``return_error`` a named tuple.
+    The arguments are those of ``lanczos_approximate_spectrum``, with ``boundaries`` of absolute
+    values, and ``margin`` relative to their distance in the logarithm. ``epsilon`` shifts the
+    absolute values, so that they have logarithms; it is positive.
     """
-    cached = LanczosApproximateLogSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, chunk_size=chunk_size, seed=seed, generator=generator
-    )
+    cached = LanczosApproximateLogSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
     return cached.approximate_log_spectrum(
         num_repeats, num_points, kappa, margin, epsilon, return_error=return_error
     )
@@ -428,13 +382,6 @@ def _check_inside(nodes: Tensor, points: Tensor) -> None:
             f"{float(outside[0]):.3e} on an axis from {low:.3e} to {high:.3e}. Pass wider "
             "boundaries, or None to have them estimated."
         )
-
-
-def _outermost_nodes(rules: Quadrature) -> tuple[list[float], list[float]]:
-    """Return the outermost nodes, and their residuals, within which there are eigenvalues."""
-    low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
-    nodes = [float(rules.nodes[low, 0]), float(rules.nodes[high, -1])]
-    return nodes, [float(rules.residuals[low, 0]), float(rules.residuals[high, -1])]
 
 
 def _check_boundaries(boundaries: Boundaries) -> tuple[float | None, float | None]:

@@ -1,29 +1,28 @@
 """Traces and diagonals from estimators that make the most of every random vector.
 
 Each random vector spans, together with the others, a subspace in which the matrix is known, and
-probes what the subspace of all *others* leaves out. Averaging over which vector is left out gives
-the variance of both (Epperly, Tropp and Webber, XTrace: making the most of every sample in
-stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 2024).
+samples the part outside of the subspace of all *others*. The estimate is the mean over which vector
+is left out (Epperly, Tropp and Webber, XTrace: making the most of every sample in stochastic trace
+estimation, SIAM Journal on Matrix Analysis and Applications 2024).
 
-The standard error from K vectors is the scatter of the terms of the average as if they were
-independent (section 2.5 of the paper), times ``sqrt(2 D / (D - K + 1))``, since they share all
-vectors: where pairs of vectors dominate the variance, a sum over ordered pairs has each pair twice;
-and the closer K is to D, the less is left out of the space that the others span. In experiments it
-is between 0.6 and 1.7 times the actual one.
+The standard error from K vectors is that of K independent terms (section 2.5 of the paper), times
+``sqrt(2 D / (D - K + 1))``, since the terms share all vectors. In experiments it is between 0.6 and
+1.7 times the actual error. It needs three vectors: the terms of two vectors of signs are equal for
+every diagonal matrix.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import (
-    Average,
-    Probes,
-    StoppingRule,
+    Estimate,
+    RunningMean,
+    Sampler,
+    SamplingOptions,
     estimator,
     quadratic_forms,
 )
@@ -33,18 +32,13 @@ from curvlinops.support.norms import double_norm
 _FEW_DIMENSIONS = 32
 
 
-@estimator("xtrace", np.floating)
+@estimator
 def xtrace(
     A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
+    **options: Unpack[SamplingOptions],
+) -> Tensor | Estimate:
     """Estimate the trace of a square matrix with XTrace.
 
     ``tr(A) = mean_i  tr(P_i A P_i) + x_i^T (I - P_i) A (I - P_i) x_i``, with P_i the projection on
@@ -53,22 +47,11 @@ def xtrace(
     Gaussian and spherical vectors, ``(I - P_i) x_i`` is scaled to its expected length, which
     removes part of the variance.
 
-    Args:
-        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
-        num_matvecs: The largest number of products with ``A``, two for each random vector.
-        distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate.
-        return_error: Whether to return the standard error, too, which needs three vectors.
-        chunk_size: How many vectors are multiplied at once. All vectors and
-            their products are held in memory in any case.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+    Each random vector needs two products; all vectors and their products are held in memory. The
+    arguments are those of ``hutchinson_trace``.
     """
-    probes = Probes(Matrix(A, square=True), distribution, chunk_size, seed, generator)
-    sketch = _Sketch(probes)
+    sampler = Sampler(Matrix(A, square=True), distribution, **options)
+    sketch = _Sketch(sampler)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -80,50 +63,29 @@ def xtrace(
         V = W - S * (S * W).sum(0)  # P_i x_i = Q v_i
         outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
         lengths = sketch.X.double().square().sum(0)
-        if probes.distribution != "rademacher":
-            outside = _rescaled(outside, lengths - V.square().sum(0), lengths, probes)
+        if sampler.distribution != "rademacher":
+            outside = _rescaled(outside, lengths - V.square().sum(0), lengths, sampler)
         return inside + outside
 
-    rule = StoppingRule(rtol, return_error)
-    return _average(probes, num_matvecs, rule, terms, quadratic_forms, cost=2)
+    return _mean(sampler, num_matvecs, terms, quadratic_forms, cost=2)
 
 
-@estimator("xdiag", np.ndarray)
-def xdiag(
-    A: AnyMatrix,
-    num_matvecs: int,
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
-    """Estimate the diagonal of a square matrix with XDiag.
+@estimator
+def xdiag(A: AnyMatrix, num_matvecs: int, **options: Unpack[SamplingOptions]) -> Tensor | Estimate:
+    """Estimate the diagonal of a square matrix with XDiag, ``[D]``.
 
     ``diag(A) = mean_i  diag(P_i A) + x_i * ((I - P_i) A x_i)``, with Rademacher vectors x_i and P_i
     the projection on the range of A times all others (section 2.4 of Epperly et al. 2024). Unbiased
-    for every matrix, which must have products with its transpose; exact if the rank is below
-    ``num_matvecs / 2``.
+    for every matrix; exact if the rank is below ``num_matvecs / 2``.
 
-    Args:
-        A: A square matrix. The other arguments are those of ``hutchinson_trace``.
-        num_matvecs: The largest number of products with ``A`` and its transpose, two for each
-            random vector.
-        rtol: Stop when the standard error is this small, relative to the estimate, in norm.
-        return_error: Whether to return the standard error, too, which needs three vectors.
-        chunk_size: How many vectors are multiplied at once.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        A vector ``[D]``, or with ``return_error`` a named tuple of two such vectors.
+    Each random vector needs two products, one of them with the transpose. The arguments are those
+    of ``hutchinson_trace``.
 
     Raises:
         NotImplementedError: If ``A`` has no products with its transpose.
     """
-    probes = Probes(Matrix(A, square=True), "rademacher", chunk_size, seed, generator)
-    sketch = _Sketch(probes, adjoint=True)
+    sampler = Sampler(Matrix(A, square=True), "rademacher", **options)
+    sketch = _Sketch(sampler, adjoint=True)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -133,42 +95,25 @@ def xdiag(
         inside = (sketch.Q * sketch.Z).sum(1, keepdim=True)
         return inside + sketch.Q @ S * (sketch.X * lengths - sketch.Z @ S)
 
-    return _average(probes, num_matvecs, StoppingRule(rtol, return_error), terms, torch.mul, cost=2)
+    return _mean(sampler, num_matvecs, terms, torch.mul, cost=2)
 
 
-@estimator("xnystrace", np.floating)
+@estimator
 def xnystrace(
     A: AnyMatrix,
     num_matvecs: int,
     distribution: str = "rademacher",
-    *,
-    rtol: float | None = None,
-    return_error: bool = False,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Any:
+    **options: Unpack[SamplingOptions],
+) -> Tensor | Estimate:
     """Estimate the trace of a symmetric positive semi-definite matrix with XNysTrace.
 
     ``tr(A) = mean_i  tr(A_i) + x_i^T (A - A_i) x_i``, with A_i the Nyström approximation of A from
     all random vectors but x_i (equation 2.8 and Algorithm 2.2 of Epperly et al. 2024). Unbiased;
     exact if the rank is below ``num_matvecs``, twice that of ``xtrace``. Gaussian and spherical
-    vectors are scaled as there.
+    vectors are scaled as there. In fewer than 32 dimensions, where vectors of signs may depend on
+    each other, ``"rademacher"`` is the same as ``"sphere"``.
 
-    Args:
-        A: A positive semi-definite matrix. The other arguments are those of
-            ``hutchinson_trace``.
-        num_matvecs: The largest number of products with ``A``.
-        distribution: ``"rademacher"`` (in fewer than 32 dimensions, where signs may depend on each
-            other, the same as ``"sphere"``), ``"gaussian"`` or ``"sphere"``.
-        rtol: Stop when the standard error is this small, relative to the estimate.
-        return_error: Whether to return the standard error, too, which needs three vectors.
-        chunk_size: How many vectors are multiplied at once.
-        seed: Seeds the random vectors.
-        generator: Draws the random vectors.
-
-    Returns:
-        A scalar, or with ``return_error`` a named tuple of ``estimate`` and ``standard_error``.
+    Each random vector needs one product. The arguments are those of ``hutchinson_trace``.
 
     Raises:
         ValueError: If products show that the matrix is not symmetric, or not positive
@@ -177,59 +122,57 @@ def xnystrace(
     matrix = Matrix(A, square=True)
     if distribution == "rademacher" and matrix.shape[0] < _FEW_DIMENSIONS:
         distribution = "sphere"
-    probes = Probes(matrix, distribution, chunk_size, seed, generator)
-    X = AX = probes.draw(0)
+    sampler = Sampler(matrix, distribution, **options)
+    X = AX = sampler.draw(0)
 
     def terms(new: Tensor) -> Tensor:
         nonlocal X, AX
-        X, AX = _append(X, new), _append(AX, probes.multiply(new))
-        return _nystrom_terms(probes, X, AX)
+        X, AX = _append(X, new), _append(AX, sampler.multiply(new))
+        return _nystrom_terms(sampler, X, AX)
 
-    rule = StoppingRule(rtol, return_error)
-    return _average(probes, num_matvecs, rule, terms, quadratic_forms, cost=1)
+    return _mean(sampler, num_matvecs, terms, quadratic_forms, cost=1)
 
 
-def _average(
-    probes: Probes,
+def _mean(
+    sampler: Sampler,
     num_matvecs: int,
-    rule: StoppingRule,
     terms: Callable[[Tensor], Tensor],
     exact: Callable[[Tensor, Tensor], Tensor],
     cost: int,
-) -> Any:
+) -> Tensor | Estimate:
     """Average over the vector that is left out; the module's docstring explains the error.
 
     Args:
-        probes: The random vectors.
+        sampler: Draws the random vectors.
         num_matvecs: The largest number of products.
-        rule: When to stop.
         terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
             axis.
         exact: Takes vectors and products; the terms of unit vectors add up to the exact result.
-        cost: How many products each random vector needs.
+        cost: The number of products for each random vector.
     """
-    # the terms of two signs are equal for every diagonal matrix
-    num, may_be_exact = rule.split(num_matvecs, probes.dim, cost, error_needs=3)
+    num = sampler.num_vectors(num_matvecs, cost, error_needs=3)
+    if num is None:
+        return sampler.exact(exact)
 
     def update(new: Tensor) -> tuple[Tensor, Tensor]:
-        samples = terms(new).to(probes.matrix.dtype)
-        mean, error = Average().update(samples)
-        return mean, (2 * probes.dim / (probes.dim - samples.shape[-1] + 1)) ** 0.5 * error
+        samples = terms(new)
+        mean, error = RunningMean().update(samples)
+        return mean, (2 * sampler.dim / (sampler.dim - samples.shape[-1] + 1)) ** 0.5 * error
 
-    return rule.run(probes, rule.doublings(num), update, exact if may_be_exact else None)
+    return sampler.run(num, update, at_once=num)
 
 
 class _Sketch:
     """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``."""
 
-    def __init__(self, probes: Probes, adjoint: bool = False):
-        self._probes, self._adjoint = probes, adjoint
-        self.X = self.Q = self.Z = probes.draw(0)
+    def __init__(self, sampler: Sampler, adjoint: bool = False):
+        self._sampler, self._adjoint = sampler, adjoint
+        self.X = self.Q = self.Z = sampler.draw(0)
         self.R = self.X.new_zeros(0, 0)
 
     def extend(self, new: Tensor) -> None:
         """Append random vectors; the present columns of X, Q, R and Z stay."""
-        Y, old = self._probes.multiply(new), len(self.R)
+        Y, old = self._sampler.multiply(new), len(self.R)
         num = old + new.shape[1]
         # Householder's: orthogonal to Q also where products depend on it, or vanish
         basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
@@ -239,7 +182,7 @@ class _Sketch:
         R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
         # contiguous vectors multiply fastest
-        product = self._probes.multiply(basis.T.contiguous().T, self._adjoint)
+        product = self._sampler.multiply(basis.T.contiguous().T, self._adjoint)
         self.Z = _append(self.Z, product)
 
 
@@ -263,7 +206,7 @@ def _left_out(R: Tensor) -> Tensor:
     return S / S.norm(dim=0)
 
 
-def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, probes: Probes) -> Tensor:
+def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, sampler: Sampler) -> Tensor:
     """Scale quadratic forms of residuals to the expected squared length of the residuals.
 
     A residual is what remains of one random vector outside of a space that the others span. Its
@@ -273,13 +216,13 @@ def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, probes: Probes) -
         forms: The quadratic forms of K residuals, ``[K]``.
         squares: The squared lengths of the residuals.
         lengths: The squared lengths of the random vectors.
-        probes: Where these come from.
+        sampler: Draws these.
     """
-    is_nonzero = squares > torch.finfo(probes.matrix.dtype).eps * lengths
-    return torch.where(is_nonzero, forms * (probes.dim - len(forms) + 1) / squares, 0.0)
+    is_nonzero = squares > torch.finfo(sampler.matrix.dtype).eps * lengths
+    return torch.where(is_nonzero, forms * (sampler.dim - len(forms) + 1) / squares, 0.0)
 
 
-def _nystrom_terms(probes: Probes, X: Tensor, AX: Tensor) -> Tensor:
+def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     """Return XNysTrace's estimates ``[K]``, each of which leaves one random vector out.
 
     With ``H = X^T A X``, the Nyström approximation without ``x_i`` lacks ``G_ii / (H^-1)_ii`` of
@@ -291,30 +234,32 @@ def _nystrom_terms(probes: Probes, X: Tensor, AX: Tensor) -> Tensor:
         ValueError: If the matrix is not symmetric, or not positive semi-definite.
     """
     gram = (X.T @ X).double()
-    L, shift = _shifted_cholesky(probes, X, AX, gram)
+    L, shift = _shifted_cholesky(sampler, X, AX, gram)
     R = torch.linalg.qr(AX + shift * X, mode="r").R.double()
-    trace = torch.linalg.solve_triangular(L, R.T, upper=False).square().sum() - shift * probes.dim
+    trace = torch.linalg.solve_triangular(L, R.T, upper=False).square().sum() - shift * sampler.dim
     inverse = torch.cholesky_inverse(L)
     diagonal = inverse.diagonal()
     forms = 1 / diagonal
-    if probes.distribution != "rademacher":  # signs may depend on each other
+    if sampler.distribution != "rademacher":  # signs may depend on each other
         squares = 1 / torch.linalg.inv(gram).diagonal()
-        forms = _rescaled(forms, squares, gram.diagonal(), probes)
+        forms = _rescaled(forms, squares, gram.diagonal(), sampler)
     return trace - (R @ inverse).square().sum(0) / diagonal + forms
 
 
-def _shifted_cholesky(probes: Probes, X: Tensor, AX: Tensor, gram: Tensor) -> tuple[Tensor, float]:
+def _shifted_cholesky(
+    sampler: Sampler, X: Tensor, AX: Tensor, gram: Tensor
+) -> tuple[Tensor, float]:
     """Return the Cholesky factor of ``X^T (A + shift I) X``, and the shift."""
     H = (X.T @ AX).double()
-    eps, matrix = torch.finfo(X.dtype).eps, probes.matrix
+    eps, matrix = torch.finfo(X.dtype).eps, sampler.matrix
     if not matrix.operator.self_adjoint and (H - H.T).norm() > eps**0.5 * H.norm():
         raise ValueError("The matrix is not symmetric, which xnystrace needs. Use xtrace.")
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    scale = float(double_norm(AX)) / probes.dim**0.5 or 1.0
+    scale = float(double_norm(AX)) / sampler.dim**0.5 or 1.0
     shift = eps * scale
     while shift <= eps**0.5 * scale:
         # vectors may all but depend on each other, which a multiple of the identity makes up for
-        shifted = (H + H.T) / 2 + shift * (gram + 0.01 * probes.dim * eye)
+        shifted = (H + H.T) / 2 + shift * (gram + 0.01 * sampler.dim * eye)
         L, info = torch.linalg.cholesky_ex(shifted)
         if not bool(info):
             return L, shift

@@ -36,6 +36,7 @@ from curvlinops.autodiff.backward import (
 from curvlinops.autodiff.evaluation import Evaluation
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import without_torch_function
 
 #: ``jvp(V) -> J V``, ``[K, M]``, for columns of the parameters.
 JVP = Callable[[Columns], Tensor]
@@ -106,7 +107,9 @@ class Reverse:
             jvp = _double_vjp(output, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            u = curvature(jvp(v))
+            u = jvp(v)
+            with without_torch_function():  # an evaluation watches what the model calls
+                u = curvature(u)
             return vjp_columns({"": output}, {"": u}, inputs, not self.once)
 
         return self._by_columns(product, problem, evaluation, leaves, terms)

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.linear_operator.vector_gradients import multiply_columns
-from curvlinops.linear_operator.vectors import Array, is_native, is_scalar, to_columns
+from curvlinops.linear_operator.vector_gradients import product_with_graph
+from curvlinops.linear_operator.vectors import (
+    Array,
+    is_followed,
+    is_native,
+    is_scalar,
+    to_columns,
+)
 from curvlinops.support.arguments import (
     changed,
     check_count,
@@ -117,8 +123,8 @@ class TorchLinearOperator(LinearOperator):
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
     the kind that came in; tensors never leave the operator's device. Sums, multiples,
-    products, powers and adjoints of such operators are such operators again. With any other
-    scipy operator they are scipy operators.
+    products, powers and adjoints of such operators are operators of this class; with other scipy
+    operators they are scipy operators.
 
     Products with tensors that require gradients can be differentiated with respect to these, not
     with respect to what the operator is made of. That takes an adjoint.
@@ -201,12 +207,27 @@ class TorchLinearOperator(LinearOperator):
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
+    def _spaces_of(self, adjoint: bool) -> tuple[ParameterSpace, ParameterSpace]:
+        """Return domain and codomain of the operator, or of its adjoint."""
+        return (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
+
     @uncompiled
     def _product(self, x: Any, adjoint: bool = False) -> Any:
+        """Multiply vectors of any kind by the operator, or by its adjoint."""
+        domain, codomain = self._spaces_of(adjoint)
         with default_modes():
-            columns, from_columns = to_columns(x, self.codomain if adjoint else self.domain)
-            out = multiply_columns(self, columns, adjoint)
-            return from_columns(out, self.domain if adjoint else self.codomain)
+            columns, from_columns = to_columns(x, domain)
+            return from_columns(self._multiply_columns(columns, adjoint), codomain)
+
+    def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
+        """Multiply columns; return columns in memory of their own."""
+        if is_followed(columns):
+            return product_with_graph(self, columns, adjoint)
+        out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
+        self._spaces_of(adjoint)[1].check(out)
+        taken = {column.untyped_storage().data_ptr() for column in columns.values()}
+        aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
+        return out | {name: column.clone() for name, column in aliases.items()}
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.support.arguments import LISTS, MAPPINGS
@@ -28,6 +29,14 @@ def is_native(x: Any) -> bool:
         are_rows = len(shapes) <= 1 and all(len(shape) <= 1 for shape in shapes)
         return not are_rows or any(value is None or isinstance(value, Tensor) for value in x)
     return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator)
+
+
+def is_followed(columns: Columns) -> bool:
+    """Return whether autograd follows some of the columns, in reverse or in forward mode."""
+    return any(
+        column.requires_grad or forward_ad.unpack_dual(column).tangent is not None
+        for column in columns.values()
+    )
 
 
 def is_scalar(x: Any) -> bool:

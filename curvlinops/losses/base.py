@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops.support.fingerprint import PLAIN
+from curvlinops.support.torch_internals import without_torch_function
 
 #: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
@@ -137,8 +138,17 @@ class Loss(ABC):
             NotImplementedError: If the loss has no likelihood to sample from.
             ValueError: If the Hessian is indefinite (negative weights or targets).
         """
+        self.check_can_sample()
         rows = self._sample(*self._rows(output, target), num_samples, generator)
         return self.from_terms(rows, output)
+
+    def check_can_sample(self) -> None:
+        """Raise NotImplementedError if the loss has no likelihood to sample from."""
+        if not self.can_sample:
+            raise NotImplementedError(
+                f"{self.name} is not known as a negative log-likelihood whose labels could be "
+                f"sampled. {_supported()}"
+            )
 
     def outer(self, vectors: Tensor, output: Tensor) -> OutputMatrix:
         """Return products with the average outer product of vectors, term by term.
@@ -175,15 +185,8 @@ class Loss(ABC):
         )
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Return would-be gradients ``[num_samples, T, C]``."""
-        return self.refuse_sampling()
-
-    def refuse_sampling(self) -> NoReturn:
-        """Say that ``sample`` is not implemented."""
-        raise NotImplementedError(
-            f"{self.name} is not known as a negative log-likelihood whose labels could be "
-            f"sampled. {_supported()}"
-        )
+        """Return would-be gradients ``[num_samples, T, C]``, if the loss can sample."""
+        raise NotImplementedError
 
     def _sqrt(self, *summands: Tensor) -> Tensor:
         """Return the square root of a sum of curvatures, all of which must be positive or zero."""
@@ -248,7 +251,8 @@ class _WithDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
         """Multiply with the derivative."""
-        return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
+        with without_torch_function():  # an evaluation watches what the model calls
+            return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
 
     @staticmethod
     def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:

@@ -145,7 +145,7 @@ class PoissonNLL(ElementwiseLoss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        # of rates, the expected curvature of sampled labels is not the one of given labels
+        # of rates, the Hessian depends on the labels
         self.can_sample = module.log_input
 
     def _value(self, z: Tensor, y: Tensor) -> Tensor:
@@ -160,8 +160,6 @@ class PoissonNLL(ElementwiseLoss):
         return z.exp() if self.module.log_input else y / (z + self.module.eps).square()
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
-        if not self.can_sample:
-            self.refuse_sampling()
         rates = z.exp().expand(num_samples, *z.shape)
         return self._inner_scale(z) ** 0.5 * (rates - torch.poisson(rates, generator=generator))
 

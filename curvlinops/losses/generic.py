@@ -46,16 +46,49 @@ class AdditiveLoss(Loss):
         Raises:
             ValueError: If the samples' losses do not add up to the batch's.
         """
-        output, num_samples, singles = output.detach(), len(output), []
+        output = output.detach()
+        try:
+            samples = self._one_by_one(output, target)
+        except RuntimeError as error:
+            if self.needs_graph and not lacks_memory(error):
+                return
+            raise
+        with torch.enable_grad():
+            total = self.sum(output.requires_grad_(), target)
+        if len(output) and not total.requires_grad:
+            warn(
+                f"{self.name} has no gradient with respect to the model's output, as if it was "
+                "computed without gradients, or from decisions: its curvature is zero."
+            )
+        total = total.detach()
+        # the loss may compute in less precision than it gets, or returns
+        tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
+        error = abs(float(total) - float(samples.sum()))
+        if not error <= tolerance * float(samples.abs().sum()) + 1e-12:
+            raise ValueError(
+                f"{self.name} is not the {self.reduction} of its samples' losses: "
+                f"{len(samples)} have {float(total):.6g} in total, one by one they add "
+                f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
+                "over samples only (not for contrastive or Dice losses, random ones, or means over "
+                "a number of valid entries that varies; return their sum with reduction='sum'). If "
+                "the loss does add up, check reduction=, which says how, and make a tensor for all "
+                "samples, such as a weight for each class, an attribute of the loss, not a part of "
+                "the target."
+            )
+
+    def _one_by_one(self, output: Tensor, target: Any) -> Tensor:
+        """Return the losses of single samples, ``[N]``, float64."""
+        values, num_samples = (
+            torch.zeros(len(output), dtype=torch.float64, device="cpu"),
+            len(output),
+        )
         try:
             for n in range(num_samples):
                 one = select_samples(target, slice(n, n + 1), num_samples)
-                singles.append(self._value(output[n : n + 1], one).detach().double())
+                values[n] = self._value(output[n : n + 1], one).detach()
         except Exception as error:
             if lacks_memory(error):
                 raise
-            if self.needs_graph and isinstance(error, RuntimeError):
-                return
             note = (
                 f"{self.name} was evaluated on one sample, to check that it adds up over samples "
                 "(contrastive losses do not). Tensors in the target were cut whose first axis has "
@@ -67,36 +100,7 @@ class AdditiveLoss(Loss):
                 raise ValueError(f"{error} {note}") from error
             error.add_note(note)
             raise
-        if not singles:
-            return
-        with torch.enable_grad():
-            total = self.sum(output.requires_grad_(), target)
-        if not total.requires_grad:
-            warn(
-                f"{self.name} has no gradient with respect to the model's output, as if it was "
-                "computed without gradients, or from decisions: its curvature is zero."
-            )
-        total, samples = total.detach(), torch.stack(singles)
-        # the loss may compute in less precision than it gets, or returns
-        tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
-        error, size = (total.double() - samples.sum()).abs(), samples.abs().sum()
-        if bool(error <= tolerance * size + 1e-12):
-            return
-        again = self.sum(output, target).detach()
-        if bool((again - total).abs() > tolerance * total.abs()):
-            raise ValueError(
-                f"{self.name} is random: it is {float(total):.6g} and {float(again):.6g} for "
-                "the same batch. Take its modules out of train mode, or fix what it draws."
-            )
-        raise ValueError(
-            f"{self.name} is not the {self.reduction} of its samples' losses: "
-            f"{len(samples)} have {float(total):.6g} in total, one by one they add "
-            f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
-            "over samples only (not for contrastive or Dice losses, or means over a number of "
-            "valid entries that varies; return their sum with reduction='sum'). If the loss "
-            "does add up, check reduction=, which says how, and make a tensor for all samples, "
-            "such as a weight for each class, an attribute of the loss, not a part of the target."
-        )
+        return values
 
     def sum(self, output: Tensor, target: Any) -> Tensor:
         """Return the sum over all samples."""

@@ -25,8 +25,8 @@ def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tup
     """
     seed = check_count("seed", seed, at_least=0)
     mc_samples = check_count("mc_samples", mc_samples, at_least)
-    if mc_samples and not loss.can_sample:
-        loss.refuse_sampling()
+    if mc_samples:
+        loss.check_can_sample()
     return mc_samples, seed
 
 

@@ -100,25 +100,21 @@ def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value!r}" for name, value in given]
 
 
-def has_graph(x: Any) -> bool:
-    """Return whether autograd follows tensors in ``x``, in reverse or in forward mode."""
-    if isinstance(x, Tensor):
-        if x.requires_grad and torch.is_grad_enabled():
-            return True
-        return forward_ad.unpack_dual(x).tangent is not None
-    parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else ()
-    return any(isinstance(part, Tensor) and has_graph(part) for part in parts)
-
-
 def without_graph(x: Any, name: str) -> Any:
     """Return an argument that becomes part of an operator, or of a solver.
 
     Raises:
         ValueError: If derivatives with respect to it are recorded: they would be missing.
     """
-    if has_graph(x):
+    parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else [x]
+    if any(isinstance(part, Tensor) and _is_followed(part) for part in parts):
         raise ValueError(
             f"{name} requires gradients, but only products A @ v are differentiated, and only with "
             "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
         )
     return x
+
+
+def _is_followed(x: Tensor) -> bool:
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    return recorded or forward_ad.unpack_dual(x).tangent is not None

@@ -1,18 +1,8 @@
-"""Takes models as constant while a solver runs."""
+"""Takes models and losses as constant while a solver runs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
-
-
-class Freezable(Protocol):
-    """Something that compares the state of a model with its state before."""
-
-    def freeze(self) -> None:
-        """Take the model as constant from now on."""
-
-    def unfreeze(self) -> None:
-        """Compare the model at each product again."""
+from typing import Any
 
 
 @contextmanager
@@ -32,8 +22,8 @@ def frozen(*operators: Any) -> Iterator[None]:
         yield
 
 
-def _freezable(operators: tuple) -> list[Freezable]:
-    """Return what can be frozen in attributes of this package's objects."""
+def _freezable(operators: tuple) -> list[Any]:
+    """Return the objects with ``freeze`` and ``unfreeze`` that attributes of operators lead to."""
     freezable, stack, seen = [], list(operators), set()
     package = __name__.partition(".")[0]
     while stack:

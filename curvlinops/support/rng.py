@@ -1,4 +1,4 @@
-"""Generators of random numbers: seeded ones, and the global ones, which are lent out."""
+"""Generators of random numbers: seeded ones, and the global ones, which are left as found."""
 
 import random
 from collections.abc import Iterator
@@ -83,23 +83,14 @@ class GeneratorStates:
             generator.set_state(state)
 
 
-#: The states that contexts of all threads will restore, in the order in which these began.
-_PRESERVED: list[GeneratorStates] = []
-
-
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore all global random number generators on exit (loaders draw from them, too)."""
     states = GeneratorStates()
-    _PRESERVED.append(states)
     try:
         yield
     finally:
         states.restore()
-        # other threads began meanwhile, and end later
-        for later in _PRESERVED[_PRESERVED.index(states) + 1 :]:
-            vars(later).update(vars(states))
-        _PRESERVED.remove(states)
 
 
 def seed_everything(seed: int) -> None:

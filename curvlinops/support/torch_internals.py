@@ -83,10 +83,6 @@ def global_hooks() -> list[dict]:
     return [getattr(modules, name, {}) for name in _GLOBAL_HOOKS]
 
 
-current_function_modes = internal("torch.overrides", "_get_current_function_mode_stack")
-current_dispatch_modes = internal(
-    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"
-)
 run_backward = internal("torch.autograd.graph", "_engine_run_backward")
 
 

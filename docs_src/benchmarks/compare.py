@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 BASE = "7151846"
-#: The benchmark's, and of the suite one for each kind of thing that could go wrong.
+#: The problems of the benchmark, and one of the test suite for each kind of model and loss.
 PROBLEMS = [
     *("mlp", "cnn", "transformer", "resnet", "gpt2"),
     *("test/mlp-mse-mean", "test/mlp-ce-all-mean", "test/classes-ce-ignore-mean"),
@@ -37,7 +37,7 @@ PROBLEMS = [
 ]
 #: The largest relative difference that is rounding, by the precision of the parameters.
 ROUNDING = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-2}
-#: So many rows with the largest ratios are in the summary.
+#: The number of rows with the largest ratios in the summary.
 WORST = 5
 
 
@@ -74,7 +74,7 @@ HEADER = f"{'':64} {'differs':>8} {'first, ms':>17} {'second, ms':>17}  memory  
 
 @contextmanager
 def checked_out(base: str) -> Iterator[Path]:
-    """Yield a folder with a commit, which is removed at the end; a folder stands for itself."""
+    """Yield a folder with the files of a commit, or the folder `base` itself."""
     if Path(base).is_dir():
         yield Path(base).resolve()
         return
@@ -89,7 +89,7 @@ def checked_out(base: str) -> Iterator[Path]:
 
 
 class Version(Process):
-    """The package of a working tree, in a process of its own."""
+    """The package of a working tree, in its own process."""
 
     def __init__(self, tree: Path, numbers: Path):
         super().__init__("compared.py", str(numbers), env=os.environ | {"PYTHONPATH": str(tree)})
@@ -99,7 +99,7 @@ class Version(Process):
             raise RuntimeError(f"Meant to compare the package in {tree}, but found {found}.")
 
     def look(self, row: str) -> dict:
-        """Return what a row costs besides time, and its numbers; or how it is refused."""
+        """Return forward passes, memory and numbers of a row; or the error that refuses it."""
         answer = self.ask(f"look {row}")
         return answer if "refused" in answer else answer | {"numbers": torch.load(self._numbers)}
 
@@ -120,14 +120,14 @@ def difference(old: torch.Tensor, new: torch.Tensor, floor: float) -> float:
 def compare(row: Row, pair: list[Version], repeats: int) -> None:
     """Fill in a row."""
     quantity = row.name.split(" ", 1)[1]
-    order = -1 if len(quantity) % 2 else 1  # who comes first has waited longer
+    order = -1 if len(quantity) % 2 else 1  # both versions come first in half of the rows
     old, new = [version.look(quantity) for version in pair[::order]][::order]
     if "refused" in old or "refused" in new:
         who = "both refuse" if "refused" in new else "only the base refuses"
         who = who if "refused" in old else "only the new version refuses"
         row.note = f"{who}: {(old | new)['refused'][:150]}"
         return
-    # differ if one version reports a quantity more
+    # one version may have more numbers than the other
     labels = old["numbers"].keys() & new["numbers"].keys()
     others = sorted(old["numbers"].keys() ^ new["numbers"].keys())
     row.note = f"only one has {', '.join(others)}" if others else ""
@@ -145,7 +145,7 @@ def compare(row: Row, pair: list[Version], repeats: int) -> None:
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """Say in lines what is worst."""
+    """Yield lines about the worst rows."""
     measured = [row for row in rows if row.milliseconds]
 
     def largest(title: str, measure: Callable[[Row], float], more_than: float) -> Iterator[str]:

@@ -31,9 +31,9 @@ from worker import peak_memory
 import curvlinops
 
 TEST = Path(__file__).parents[2] / "test"
-#: Added to factors, whose largest eigenvalues are near one: it bounds what rounding does.
+#: Damping of inverses. Factors have largest eigenvalues near one, so it limits rounding errors.
 DAMPING = 1e-2
-#: So many entries are compared of results that have more.
+#: The largest number of entries that are compared.
 MOST = 10**6
 
 
@@ -96,7 +96,7 @@ def rows(p: Any) -> dict[str, Row]:
     found["gradients: transposed product"] = Row(build, lambda A: product(A.T))
     for method in ("dense", "norms", "gram", "second_moment"):
         found[f"gradients: {method}"] = Row(build, lambda A, m=method: getattr(A, m)())
-    # as many vectors are backpropagated as a sample has logits
+    # exact quantities backpropagate one vector for each logit of a sample
     exact = bool(p.name) or p.data[0][1][0].numel() < 20
     for samples in (0, 1) if exact else (1,):
         build = operator("GGNDiagonalLinearOperator", mc_samples=samples)
@@ -109,7 +109,7 @@ def rows(p: Any) -> dict[str, Row]:
                 options = {"fisher_type": fisher, "kfac_approx": approx, "fallback": "dense"}
                 build = operator(f"{kind}LinearOperator", **options)
                 quantities = _factored(f"{kind} {fisher} {approx}", build, product)
-                # bases of null spaces are arbitrary, and all but the trace depends on them
+                # all numbers but the trace depend on the arbitrary bases of null spaces
                 few = (kind, approx) == ("EKFAC", "reduce")
                 found |= islice(quantities.items(), 1 if few else None)
     return found
@@ -125,7 +125,7 @@ def _factored(name: str, build: Callable[[], Any], product: Callable) -> dict[st
         damped = K.inverse(damping=DAMPING)
         return [product(damped), damped.logdet()]
 
-    kept = cache(build)  # these have the factors, and pay for what they make of them
+    kept = cache(build)  # these rows do not compute the factors
     return {
         f"{name}: factors": Row(build, factors),
         f"{name}: product": Row(kept, lambda K: [product(K), K.diagonal()]),
@@ -135,7 +135,7 @@ def _factored(name: str, build: Callable[[], Any], product: Callable) -> dict[st
 
 
 def numbers(result: Any) -> dict[str, Tensor]:
-    """Return a result's tensors by their places in it, of large ones some entries."""
+    """Return the tensors of a result by their paths, and some entries of large ones."""
     found = {}
     for path, leaf in tree_flatten_with_path(result)[0]:
         flat = torch.as_tensor(leaf).detach().flatten()
@@ -147,7 +147,7 @@ def numbers(result: Any) -> dict[str, Tensor]:
 
 
 class ForwardPasses:
-    """Counts the calls of a model, without a hook: graphs are not kept in the presence of one."""
+    """Counts the calls of a model, without hooks: operators keep no graphs if there are hooks."""
 
     def __init__(self, model: Callable):
         self.count = 0
@@ -167,7 +167,7 @@ class ForwardPasses:
 
 
 def look(row: Row, model: Callable, path: Path, small: bool) -> dict:
-    """Write the numbers of two calls; return what they cost besides time; memory of large ones."""
+    """Write the numbers of two calls; return forward passes, and memory unless it is small."""
     call, results, passes = calls(row), [], []
     for _ in range(2):
         with ForwardPasses(model) as forward:
@@ -179,7 +179,7 @@ def look(row: Row, model: Callable, path: Path, small: bool) -> dict:
 
 
 def calls(row: Row) -> Callable[[], Any]:
-    """Return what builds and asks when it is called first, and only asks when called again."""
+    """Return a function that builds and asks at its first call, and only asks later."""
     built = cache(row.build)
     return lambda: row.ask(built())
 

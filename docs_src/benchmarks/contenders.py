@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Quantities = dict[str, Callable[[], object]]
 
-#: Samples of neural tangent kernels: by hand, all their Jacobians must fit into memory.
+#: Samples of neural tangent kernels: the Jacobians that `torch.func` forms must fit into memory.
 _NTK_SAMPLES = 32
 
 HESSIAN, GGN, JACOBIAN = "Hessian-vector", "GGN-vector", "Jacobian-vector"
@@ -33,7 +33,7 @@ HESSIAN_COLUMNS, GGN_COLUMNS = "Hessian, {} columns", "GGN, {} columns"
 KFAC, KFAC_REDUCE = "KFAC factors, sampled", "KFAC factors, sampled, reduce"
 KFAC_TYPE2, EKFAC = "KFAC factors, exact loss Hessian", "EKFAC, first product"
 KFAC_VECTOR, KFAC_INVERSE = "KFAC-vector", "KFAC inverse"
-#: What an operator costs that is used once.
+#: Construction and one product.
 HESSIAN_NEW, GGN_NEW = "Hessian-vector, new operator", "GGN-vector, new operator"
 KFAC_NEW = "KFAC factors, sampled, new operator"
 
@@ -72,7 +72,7 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
         HESSIAN_COLUMNS: lambda: H @ V,
         GGN_COLUMNS: lambda: G @ V,
     }
-    if cache == "none":  # nothing of these is kept
+    if cache == "none":  # these keep no graphs
         quantities |= {
             ROWS: rows.gradients,
             MATRIX: rows.dense,
@@ -93,7 +93,7 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
 
 
 def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor) -> Quantities:
-    """Return what curvlinops and its namesake do with Kronecker factors."""
+    """Return the quantities of KFAC and EKFAC, by curvlinops or by curvlinops-for-pytorch."""
 
     def factors(**kwargs: str) -> Callable[[], object]:
         K = curvlinops.KFACLinearOperator(*arguments, **kwargs, **options)
@@ -117,12 +117,12 @@ def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor
 
 
 def first(problem: Problem, columns: int) -> Quantities:
-    """Return products of which each builds its graph."""
+    """Return products that build their graphs."""
     return ours(problem, columns, "none")
 
 
 def repeated(problem: Problem, columns: int) -> Quantities:
-    """Return products whose graphs are kept from the warm-up."""
+    """Return products that use the graphs of the warm-up."""
     return ours(problem, columns, "graph")
 
 

@@ -1,4 +1,4 @@
-"""Eigenpairs, traces and densities from products, and how wrong they are."""
+"""Eigenpairs, traces and densities from products, and their errors."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -27,11 +27,11 @@ DENSITY = f"GGN density, {PRODUCTS} Lanczos steps"
 
 
 class Found(NamedTuple):
-    """What an algorithm has found.
+    """The result of an algorithm.
 
     Attributes:
-        products: The number of products that it took, if that is known.
-        error: Computes how wrong it is; None where the truth is not known.
+        products: The number of products, if it is known.
+        error: Computes the error; None if the exact result is not known.
     """
 
     products: int | None
@@ -54,7 +54,7 @@ def eigenpairs(library: ModuleType, name: str, A: Any) -> dict[str, Callable[[],
 
 
 def _starts(A: LinearOperator) -> Iterator[np.ndarray]:
-    """Generate the first vectors of searches, on which their products depend: the same for all."""
+    """Generate start vectors, the same for all packages: the number of products depends on them."""
     for seed in count():
         yield np.random.default_rng(seed).standard_normal(A.shape[0], dtype=A.dtype)
 
@@ -102,7 +102,7 @@ def estimates(library: ModuleType, G: Any, problem: Problem) -> dict[str, Callab
         return Found(num, error)
 
     def density() -> Found:
-        # that it is positive semi-definite is known
+        # a GGN is positive semidefinite
         found = library.lanczos_approximate_spectrum(G, num, boundaries=(0.0, None))
         return Found(None, lambda: _distance(*found, true_values(), G.shape[0]))
 

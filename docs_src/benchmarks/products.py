@@ -21,17 +21,17 @@ from problems import PROBLEMS, make
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-#: Rounds before times count: modes are chosen, graphs kept.
+#: Rounds that do not count: they choose modes and keep graphs.
 WARM_UP = 2
-#: Seconds after which a quantity is not repeated any more; its last time counts in any case.
+#: A quantity is repeated until so many seconds are over.
 PATIENCE = 20
 
 
 class Process:
-    """A script of this folder in a process of its own, which answers each line by one of JSON."""
+    """A script of this folder in its own process. It answers each line by a line of JSON."""
 
     def __init__(self, *arguments: str, python: str = sys.executable, **options: Any):
-        # another environment must not find this package in PYTHONPATH
+        # another environment must not import this package from PYTHONPATH
         isolated = [] if python == sys.executable else ["-E"]
         self._process = subprocess.Popen(
             [python, *isolated, *arguments],
@@ -119,7 +119,7 @@ def measure(problem: str, args: argparse.Namespace) -> dict:
     found = {n: {q: w.ask(f"accuracy {q}") for q in w.quantities} for n, w in workers.items()}
     for worker in workers.values():
         worker.close()
-    # of all processes, as what a process allocates besides makes its own gradients slower
+    # the median over all processes: allocations of a process make its own gradients slower
     unit = statistics.median(median(values.pop("gradient")) for values in times.values())
     rows = {}
     for name in workers:

@@ -43,7 +43,7 @@ def timed(run: Callable[[], object], device: str) -> tuple[float, object]:
 
 
 def twice(run: Callable[[], object]) -> None:
-    """Call twice, so that what is kept is used; algorithms do so in one call."""
+    """Call twice, so that the kept graph is used; algorithms use it in one call."""
     if not isinstance(run(), Found):
         run()
 
@@ -61,10 +61,10 @@ def accuracy(found: list[tuple[int | None, float | None]]) -> dict | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations met and that were not there before.
+    """Counts the bytes of new tensors, as the allocator of a GPU does.
 
-    What the GPU's allocator counts, for a CPU: the process's own memory also depends on what was
-    imported, and on what the C library gives back to the system.
+    The memory of the process is no measure: it also depends on imports, and on the memory that the
+    C library returns to the system.
     """
 
     def __init__(self):
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen = weakref.WeakSet(self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and count what it made, and what NumPy made for it."""
+        """Run an operation, and count its new tensors, also inputs that NumPy made."""
         out = func(*args, **(kwargs or {}))
         for storage in {x.untyped_storage() for x in _strided(tree_leaves((args, kwargs, out)))}:
             if storage not in self._seen:
@@ -94,7 +94,7 @@ def _strided(objects: Iterable[object]) -> list[torch.Tensor]:
 
 
 def peak_memory(run: Callable[[], object], device: str) -> int:
-    """Return how much two calls, or one of an algorithm, need beyond what is there."""
+    """Return the peak of memory of two calls, or of one call of an algorithm."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -109,7 +109,7 @@ def peak_memory(run: Callable[[], object], device: str) -> int:
 class Counter(TorchDispatchMode):
     """Counts the floating-point operations of matrix products and convolutions.
 
-    PyTorch's own mode hooks all modules, in whose presence no graph from before is used.
+    PyTorch's own mode hooks all modules, and operators use no kept graph if there are hooks.
     """
 
     def __init__(self):
@@ -125,9 +125,9 @@ class Counter(TorchDispatchMode):
 
 
 def flops(run: Callable[[], object]) -> int:
-    """Count floating-point operations of a call that finds what is kept."""
+    """Count floating-point operations of a call with kept graphs."""
     with Counter() as counter:
-        if isinstance(run(), Found):  # kept from calls before
+        if isinstance(run(), Found):  # earlier calls have kept the graphs
             return counter.total
         before = counter.total
         run()
@@ -146,7 +146,7 @@ def main() -> None:
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
         if command == "memory":
-            # whatever is imported at the first call does not count
+            # imports at the first call do not count
             CONTENDERS[contender](make("tiny", device), int(columns))[argument]()
             answer = peak_memory(quantities[argument], device)
         elif command == "flops":
@@ -155,8 +155,8 @@ def main() -> None:
             answer = accuracy(found.get(argument, []))
         else:
             name = line.strip()
-            # what was there until now is cheap to get again, for all alike: some contenders keep
-            # their results until the next call
+            # free the last result first: some contenders keep theirs until the next call, and
+            # fresh memory takes time
             result = None
             answer, result = timed(quantities[name], device)
             if isinstance(result, Found):
