@@ -1,26 +1,52 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.signatures import (
-    LinearOperator,
-    Multiple,
-    Product,
-    Sum,
-    product_type,
-)
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vector_gradients import product_with_graph
-from curvlinops.linear_operator.vectors import is_followed, is_native, is_scalar, to_columns
-from curvlinops.support.arguments import changed, check_count, check_number, without_graph
+from curvlinops.linear_operator.vectors import (
+    Array,
+    is_followed,
+    is_native,
+    is_scalar,
+    to_columns,
+)
+from curvlinops.support.arguments import (
+    changed,
+    check_count,
+    check_number,
+    without_graph,
+)
 from curvlinops.support.frozen import frozen
 from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
+
+if TYPE_CHECKING:
+
+    class LinearOperator:
+        """What operators inherit from SciPy's class.
+
+        SciPy has no annotations. Were its class the base, mypy would take operators for numbers,
+        and ``2 * H`` for an integer.
+        """
+
+        shape: tuple[int, int]
+        dtype: np.dtype
+        ndim: int
+
+        def adjoint(self) -> "TorchLinearOperator":
+            """See ``H``."""
+
+        def transpose(self) -> "TorchLinearOperator":
+            """See ``T``."""
+
+else:
+    from scipy.sparse.linalg import LinearOperator
 
 #: The largest matrix that ``to_dense`` writes, in bytes.
 _LARGEST_DENSE = 4 * 2**30
@@ -48,6 +74,48 @@ class _NeedsStructure:
             f"{owner.__name__} has no {self._name}(), which only operators with structure have, "
             f"such as KFACLinearOperator. {self._remedy}"
         )
+
+
+#: What an operator makes of a dictionary of tensors.
+Named = TypeVar("Named", covariant=True)
+#: An operator that keeps its structure.
+Operator = TypeVar("Operator", bound="TorchLinearOperator", covariant=True)
+
+
+class Product(Protocol[Named]):
+    """The type of a product with an operator, or with vectors, which keep their kind."""
+
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+    @overload
+    def __call__(self, x: Array, /) -> Array: ...
+    @overload
+    def __call__(self, x: Sequence[Tensor], /) -> list[Tensor]: ...
+    @overload
+    def __call__(self, x: Mapping[str, Tensor], /) -> Named: ...
+
+
+class Multiple(Protocol[Operator]):
+    """The type of a product with a number, or with another operator by ``*``."""
+
+    @overload
+    def __call__(self, x: float, /) -> Operator: ...
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+
+
+class Sum(Protocol):
+    """The type of a sum of operators."""
+
+    @overload
+    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
+    @overload
+    def __call__(self, x: LinearOperator, /) -> LinearOperator: ...
+
+
+def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor]]:
+    """Give a method the type of a product."""
+    return method
 
 
 class TorchLinearOperator(LinearOperator):
@@ -170,27 +238,27 @@ class TorchLinearOperator(LinearOperator):
     _matvec = _matmat
     _rmatvec = _rmatmat
 
-    @product_type
+    @_product_type
     def matvec(self, x: Any) -> Any:
         """Multiply one vector. See scipy's LinearOperator; takes tensors, too."""
         return self._product(x) if is_native(x) else super().matvec(x)
 
-    @product_type
+    @_product_type
     def matmat(self, X: Any) -> Any:
         """Multiply several vectors. See scipy's LinearOperator; takes tensors, too."""
         return self._product(X) if is_native(X) else super().matmat(X)
 
-    @product_type
+    @_product_type
     def rmatvec(self, x: Any) -> Any:
         """Multiply one vector by the adjoint."""
         return self._product(x, adjoint=True) if is_native(x) else super().rmatvec(x)
 
-    @product_type
+    @_product_type
     def rmatmat(self, X: Any) -> Any:
         """Multiply several vectors by the adjoint."""
         return self._product(X, adjoint=True) if is_native(X) else super().rmatmat(X)
 
-    @product_type
+    @_product_type
     def dot(self, x: Any) -> Any:
         """Multiply a vector, several vectors, an operator, or a scalar."""
         if is_scalar(x):

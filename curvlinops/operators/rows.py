@@ -12,7 +12,7 @@ from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
-from curvlinops.linear_operator.signatures import Product
+from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.empirical_risk import BatchProblem

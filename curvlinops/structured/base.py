@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.operator import PowerLinearOperator, TorchLinearOperator
-from curvlinops.linear_operator.signatures import Multiple
+from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.signatures import Multiple
+from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kfac import storage
