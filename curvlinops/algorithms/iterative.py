@@ -190,7 +190,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
         with solver(type(self).__name__, self):
-            # each call has its own, so that calls in several threads do not meet
+            # an object for each call, so that several threads do not disturb each other
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = double_norm(B, 1)
             # float64 cannot hold the squares of other norms
@@ -212,10 +212,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             R = R[index]
             while len(index) and (done := int(iterations.max())) < self.maxiter:
                 before = residuals[index]
-                # a bit less, as recursions drift; but rounding limits what one run reaches
+                # a margin for drifting recursions; rounding limits the gain of a single run
                 target = (0.9 * goal[index]).maximum(rounding * before)
                 systems = Systems(index=index, R=R, goal=target)
-                # a restart is not worth more products than there were
+                # a restart gets at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
                 candidate = X.clone()
                 self._improve(A, candidate, iterations, systems, budget)
