@@ -1,8 +1,13 @@
 """Configuration of the site; `make docs` builds it, with warnings as errors."""
 
 import importlib.metadata
+import inspect
 import os
 import warnings
+from enum import Enum
+from typing import Any
+
+from scipy.sparse.linalg import LinearOperator
 
 # Progress bars are for terminals, not for pages.
 os.environ["TQDM_DISABLE"] = "1"
@@ -30,6 +35,7 @@ myst_heading_anchors = 3
 # -- API reference
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -53,3 +59,23 @@ warnings.filterwarnings("ignore", message=".*FigureCanvasAgg is non-interactive.
 html_theme = "furo"
 html_title = f"curvlinops {release}"
 html_copy_source = False
+
+
+def signature(app: Any, what: str, name: str, obj: Any, *_: Any) -> tuple[str, None] | None:
+    """Return the arguments of an operator. SciPy's base class hides them from Sphinx."""
+    if what != "class" or not issubclass(obj, LinearOperator):
+        return None
+    parameters = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    plain = [
+        p.replace(
+            annotation=inspect.Parameter.empty,
+            default=p.default.value if isinstance(p.default, Enum) else p.default,
+        )
+        for p in parameters
+    ]
+    return str(inspect.Signature(plain)), None
+
+
+def setup(app: Any) -> None:
+    """Connect the functions of this file."""
+    app.connect("autodoc-process-signature", signature)

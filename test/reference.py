@@ -208,11 +208,6 @@ def denominator(p: Problem) -> tuple[int, float]:
     return count, total
 
 
-def num_terms(p: Problem) -> int:
-    """Number of terms over all data."""
-    return denominator(p)[0]
-
-
 def normalization(p: Problem) -> float:
     """The factor c in front of the sum over terms."""
     reduction = p.reduction if p.reduction is not None else p.loss.reduction

@@ -1,8 +1,6 @@
 """What is not needed is neither computed, nor copied, nor kept: evaluations and numbers counted."""
 
-import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +10,10 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EFLinearOperator,
-    EKFACLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
     JacobianLinearOperator,
-    KFACLinearOperator,
     PerSampleGradientLinearOperator,
-    TorchLinearOperator,
 )
 from curvlinops.layers.patches import Patches
-from curvlinops.operators.kfac import sums
 
 
 @pytest.fixture(autouse=True)
@@ -90,37 +82,6 @@ def _net() -> tuple[nn.Module, nn.Module, list[Tensor], list]:
     return net, nn.MSELoss(), list(net.parameters()), data
 
 
-def _jacobian() -> JacobianLinearOperator:
-    net, _, params, data = _net()
-    return JacobianLinearOperator(net, params, data)
-
-
-#: What computes something, and whether a kept product would be found by the next one.
-COMPARED: dict[str, tuple[Callable, bool]] = {
-    "KFAC": (lambda: _used(KFACLinearOperator(*_net()), lambda A: A.trace()), False),
-    "EKFAC": (lambda: _used(EKFACLinearOperator(*_net()), lambda A: A.trace()), False),
-    "tangent kernel": (lambda: _used(_jacobian(), lambda A: A.gram()), False),
-    "norms of gradients": (
-        lambda: _used(PerSampleGradientLinearOperator(*_net()), lambda A: A.norms()),
-        False,
-    ),
-    "product": (lambda: _used(GGNLinearOperator(*_net()), lambda A: A @ vectors(A)), True),
-}
-
-
-def _used(operator: TorchLinearOperator, use: Callable) -> TorchLinearOperator:
-    use(operator)
-    use(operator)
-    return operator
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_numbers_are_copied_only_if_something_is_kept(name: str):
-    build, expected = COMPARED[name]
-    copies = build()._cache._fingerprint._copies
-    assert (copies is not None) == expected
-
-
 @pytest.mark.parametrize("cache", ["auto", "graph"])
 def test_products_between_quantities_that_keep_nothing(cache: str):
     net, _, params, data = _net()
@@ -137,75 +98,6 @@ def test_products_between_quantities_that_keep_nothing(cache: str):
 
 
 # --- evaluations
-
-
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
-def test_losses_in_closed_form_are_not_asked_for_their_graph(loss: nn.Module, monkeypatch):
-    net, _, params, data = _net()
-    data = [(X, y.sigmoid()) for X, y in data]
-    for cls in (HessianLinearOperator, GGNLinearOperator):
-        operator = cls(net, loss, params, data, check_deterministic=False)
-        kind, calls = type(operator.risk.loss), []
-        sum_of = kind.sum
-
-        def counted(self, *args, sum_of=sum_of, calls=calls):
-            calls.append(self)
-            return sum_of(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "sum", counted)
-            for choice in (1, 0):  # the mode is chosen, and the first batch compared with its part
-                operator.risk.reconsider(operator.risk.loss)
-                calls.clear()
-                operator @ vectors(operator)
-                assert len(calls) <= 1 + choice
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
-
-
-class Counting(nn.Module):
-    """Counts copies, and passes in which parameters require gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1).double()
-        self.counts = SimpleNamespace(copies=0, recorded=0, passes=0)
-
-    def __deepcopy__(self, memo: dict):
-        self.counts.copies += 1
-        twin = Counting()
-        twin.layer = copy.deepcopy(self.layer, memo)
-        return twin
-
-    def forward(self, X: Tensor) -> Tensor:
-        self.counts.passes += 1
-        self.counts.recorded += self.layer.weight.requires_grad
-        return Square.apply(self.layer(X))
-
-
-def test_samples_are_counted_without_a_graph():
-    net = Counting()
-    data = [(torch.randn(n, 2).double(), torch.randn(n, 1).double()) for n in (3, 2)]
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return (output - y).square().sum() + len(y) * net.layer.weight.square().sum()
-
-    options = {"reduction": "sum", "check_deterministic": False, "cache": "none"}
-    P = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data, **options)
-    net.counts.recorded = net.counts.passes = 0
-    P.norms()
-    assert net.counts.recorded >= 5
-    assert net.counts.passes - net.counts.recorded == len(data)
 
 
 # --- patches of convolutions
@@ -260,23 +152,3 @@ def test_patches_of_a_convolution_that_is_used_twice(
     monkeypatch.setattr(Patches, "__getitem__", counted)
     assert error(QUANTITIES[quantity](P), expected[quantity]) <= 1e-12
     assert len(sizes) <= made
-
-
-@pytest.mark.parametrize("how", ["update", "merge"])
-def test_factors_of_known_layers_are_added_without_a_new_plan(how: str, monkeypatch):
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    data = [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (5, 7)]
-    params, loss = dict(net.named_parameters()), nn.MSELoss()
-    one, two, whole = (
-        KFACLinearOperator(net, loss, params, part, fisher_type="type-2")
-        for part in (data[:1], data[1:], data)
-    )
-    expected = matrix(whole)
-    one.trace(), two.trace()
-    monkeypatch.setattr(sums, "plan_blocks", None)
-    one.update(data[1]) if how == "update" else one.merge(two)
-    before = copy.deepcopy(two.state_dict())
-    assert error(matrix(one), expected) <= 1e-12
-    one.update(data[0], decay=0.5)  # sums of its own
-    after = two.state_dict()
-    assert all(torch.equal(after[n], x) for n, x in before.items() if isinstance(x, Tensor))

@@ -205,18 +205,6 @@ def test_factors_without_derivatives_of_the_loss(kind: str):
     torch.testing.assert_close(found.to_dense(), torch.block_diag(*expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_that_are_no_numbers(kind: str):
-    model, (build, points) = net(), KINDS[kind]
-    data, options = points(), {"reduction": "mean", "fisher_type": "forward-only"}
-    with torch.no_grad():
-        data[1][1][0] = float("nan")
-    args = model, build(model), [p for p in model.parameters() if p.ndim], data
-    A = KFACLinearOperator(*args, check_deterministic=False, **options)
-    with torch.no_grad(), pytest.raises(ValueError, match="The loss on batch 1 is nan"):
-        A.trace()
-
-
 def alone(model: nn.Module, loss: Callable, data: Data) -> Tensor:
     """Return the gradients of the samples' losses, one sample at a time."""
     rows = []

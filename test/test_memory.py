@@ -4,11 +4,9 @@ import gc
 import weakref
 from typing import ClassVar
 
-import problems
 import pytest
 import torch
-from contract import ALL, CASES, EXACT, dense, error, vectors
-from test_contract import CORE, pairs
+from contract import ALL, CASES, error, vectors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,8 +15,6 @@ import curvlinops
 from curvlinops.autodiff import modes
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
-
-GAUSS_NEWTON = [c for c in EXACT if CASES[c].square and c not in ("hessian", "ggn-diagonal")]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -90,16 +86,6 @@ def test_small_graphs_take_one_pass(batch: int, passes: int):
     calls.clear()
     G @ v
     assert len(calls) == passes
-
-
-@pytest.mark.parametrize("case, problem", pairs(GAUSS_NEWTON, CORE))
-def test_two_passes_are_exact(case: str, problem: str, monkeypatch):
-    monkeypatch.setattr(modes, "room_for", lambda *_: False)
-    p = problems.make(problem)
-    mode = "auto" if problem == "closure" else "forward"
-    operator = CASES[case].build(p, autodiff=mode, check_deterministic=False)
-    v = vectors(operator)
-    assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
 
 
 def test_two_passes_drop_the_same(monkeypatch):

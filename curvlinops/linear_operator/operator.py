@@ -123,8 +123,8 @@ class TorchLinearOperator(LinearOperator):
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
     the kind that came in; tensors never leave the operator's device. Sums, multiples,
-    products, powers and adjoints of such operators are such operators again. With any other
-    scipy operator they are scipy operators.
+    products, powers and adjoints of such operators are operators of this class; with other scipy
+    operators they are scipy operators.
 
     Products with tensors that require gradients can be differentiated with respect to these, not
     with respect to what the operator is made of. That takes an adjoint.

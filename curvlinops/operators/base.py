@@ -52,28 +52,26 @@ class DataLinearOperator(TorchLinearOperator):
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
-        check_deterministic: Whether to check, by two passes over the data at construction, that
-            data, loss and gradient are the same in each pass; on each batch, not only on the first,
-            that losses of no known kind add up; and for gradients of single samples, that the first
-            few alone have the same outputs as in a batch, and which rows of layers are whose.
+        check_deterministic: Whether to check at construction, by two passes over the data, that
+            data, loss and gradient repeat, and on each batch that a loss of no known kind adds up
+            over samples. Operators of single samples also check that the samples of a batch do not
+            interact.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
         batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis.
-        reduction: For a plain function as loss: whether it is the ``"sum"`` or ``"mean"`` of its
-            samples' losses. Default: the loss's own.
-        cache: Which batches' graphs are kept from one product to the next, as long as neither
-            model, parameters, loss nor data change: ``"none"``, all of them (``"graph"``), or as
-            many as fit a number of bytes. ``"auto"`` starts with the second product in a row, and
-            keeps up to a quarter of the free memory (on the CPU at most 4 GiB). Kept graphs make
-            products faster, the numbers are the same.
-        chunk_size: Number of columns that a backward pass carries at once. Default: by a rule,
-            as many as need 64 MiB (512 MiB on a GPU), which is fast for small and large models.
-        autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that serves the model
-            and passes a dot-test on the first batch. Later operators on the same model take the
-            same mode, if only numbers differ.
-        process_group: A ``torch.distributed.ProcessGroup``, whose processes have different data of
-            one risk; all of them multiply together. Default: all data is here.
+        reduction: For a plain function as loss: ``"sum"`` or ``"mean"`` over samples. Default: the
+            reduction of the loss module.
+        cache: The graphs that are kept between products, until model, parameters, loss or data
+            change: ``"none"``, all (``"graph"``), or as many as fit into a number of bytes.
+            ``"auto"`` keeps up to a quarter of the free memory (on the CPU at most 4 GiB), from the
+            second product in a row. Kept graphs change the time, not the numbers.
+        chunk_size: Number of columns in one backward pass. Default: as many as need 64 MiB
+            (512 MiB on a GPU).
+        autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that passes a dot-test
+            on the first batch. Later operators on the same model take the same mode.
+        process_group: A ``torch.distributed.ProcessGroup``. Each process has a part of the data,
+            and all multiply together. Default: one process with all data.
 
     Attributes:
         risk: Model, loss and data as the empirical risk L.

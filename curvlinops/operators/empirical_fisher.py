@@ -28,18 +28,17 @@ class EFLinearOperator(DataLinearOperator):
     ``E = c * sum_t  g_t g_t^T``, of shape ``[D, D]``, with g_t the gradient of l_t (Kunstner et
     al., Limitations of the empirical Fisher approximation, NeurIPS 2019).
 
-    A term need not be a sample: each token or pixel has its own outer product, unless
-    ``terms="sample"``. For MSELoss and BCEWithLogitsLoss with outputs of more than two axes, what
-    a term is depends on which axis is last; there ``terms="sample"`` is recommended.
+    Each term has its own outer product. Terms may be tokens or pixels: ``terms="sample"`` adds up
+    those of a sample first. Use it for MSELoss and BCEWithLogitsLoss if outputs have more than two
+    axes, because there terms depend on which axis is last.
 
     Args:
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer
-            product. With one gradient per sample, the gradients are kept (see ``cache``) instead of
-            a graph if weights are used at many positions and the gradients fit, which makes
-            products much faster. They also serve models that can be differentiated only once.
+            product. With one gradient per sample, gradients may be kept instead of a graph (see
+            ``cache``), if that makes products faster or the model can be differentiated only once.
 
     Raises:
-        ValueError: If ``terms`` is neither of both, or samples interact in the model.
+        ValueError: If ``terms`` is unknown, or samples interact in the model.
     """
 
     terms: str = "term"

@@ -66,10 +66,10 @@ class FisherMCLinearOperator(DataLinearOperator):
     """The Fisher information matrix, approximated by sampling labels from the model.
 
     ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``. The would-be gradients ``g_tm``
-    belong to labels that are drawn from the likelihood which the loss implies, and are scaled such
-    that the expectation of F is the GGN, for all of a loss's options. Products repeat exactly for
-    the same batches in the same order. Implemented for MSELoss, CrossEntropyLoss,
-    BCEWithLogitsLoss and PoissonNLLLoss (with ``log_input=True``).
+    belong to labels that are drawn from the likelihood of the loss. They are scaled so that the
+    expectation of F is the GGN, for all options of the loss. Products repeat exactly for the same
+    batches in the same order. The losses are MSELoss, CrossEntropyLoss, BCEWithLogitsLoss and
+    PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.

@@ -24,16 +24,15 @@ from curvlinops.support.torch_modes import in_default_modes
 class GGNDiagonalLinearOperator(DataLinearOperator):
     """The diagonal of the generalized Gauss-Newton matrix, as a matrix.
 
-    ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact one
-    (``mc_samples=0``) backpropagates the columns of the square root of each term's loss Hessian: C
-    vectors if a sample has one term, else C vectors for each position of a term in its sample
-    (token, pixel). The sampled one backpropagates ``mc_samples`` vectors in any case; its
-    expectation is the exact one. Implemented for the losses of ``FisherMCLinearOperator``; the
-    exact one also for HuberLoss and SmoothL1Loss.
+    ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact diagonal
+    (``mc_samples=0``) backpropagates C vectors if a sample has one term, else C vectors for each
+    term (token, pixel) of a sample. They are columns of square roots of the loss Hessians. The
+    sampled diagonal backpropagates ``mc_samples`` vectors, and its expectation is the exact one.
+    The losses are those of ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and
+    SmoothL1Loss.
 
-    The diagonal is kept like graphs are, see ``cache``. What does not follow the model any
-    more, but has inverses, powers and a determinant, is
-    ``DiagonalLinearOperator(G.diagonal(), G.space)``.
+    The diagonal is kept between products, see ``cache``. For inverses, powers and a determinant
+    build ``DiagonalLinearOperator(G.diagonal(), G.space)``, which does not follow the model.
 
     Args:
         mc_samples: Number of samples per term; 0 for the exact diagonal.

@@ -65,20 +65,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    Norms, inner products and moments do not form the matrix where the layers are known; products
-    do for models that can be differentiated only once. A loss that differentiates the output, or
-    uses the parameters, is evaluated sample by sample. For other
-    arguments and errors see ``DataLinearOperator``; there are no blocks.
+    Norms, inner products and moments do not form the matrix if the layers have rules. Products form
+    it only if the model can be differentiated only once. A loss that differentiates the output, or
+    uses the parameters, is evaluated sample by sample. For other arguments and errors see
+    ``DataLinearOperator``; there are no blocks.
 
     Args:
-        subsampling: Indices of the rows to keep, in that order. Batches are cut to samples that
-            have such rows, if the model then computes the same outputs.
-        terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel (see
-            ``EFLinearOperator``). Terms interact in most models, so that these rows take a
-            backward pass for each term of a sample.
+        subsampling: Indices of the rows to keep, in that order. Batches are cut to these samples,
+            if the model then computes the same outputs.
+        terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel. These
+            rows take a backward pass for each term of a sample.
 
     Raises:
-        ValueError: If ``terms`` is neither of both, an index is no row, blocks are wanted, or
+        ValueError: If ``terms`` is unknown, an index is out of range, blocks are wanted, or
             samples interact in the model.
     """
 

@@ -164,25 +164,26 @@ def _damped(product: Product, damping: Damping) -> Product:
 class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
     """The damped inverse of a ``KFACLinearOperator`` or an ``EKFACLinearOperator``.
 
-    A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default, whose
-    eigenvalues are at most ``1 / (a b)``. That is not the inverse of ``B (x) A + a I``, with
-    eigenvalues of at most ``1 / a``, which is what ``use_exact_damping`` computes, by
-    eigendecompositions, which ``A`` keeps for other dampings. Of a sum of Kronecker products (an
-    embedding's and a head's), the factors of each are damped, and the sum is inverted. Blocks
-    without factors, and all of EKFAC's, have exact damping in any case, with b given a pair. The
-    inverse does not follow later changes of ``A``.
+    A block ``B (x) A`` becomes ``(B + b I)^-1 (x) (A + a I)^-1``, with a = b by default. Its
+    eigenvalues are at most ``1 / (a b)``. With ``use_exact_damping`` it becomes
+    ``(B (x) A + a I)^-1``, with eigenvalues of at most ``1 / a``.
+
+    - Of a sum of Kronecker products (an embedding tied to the head), the factors of each product
+      are damped, and the sum is inverted.
+    - Blocks without factors, and all blocks of EKFAC, have exact damping (b, if a pair is given).
+
+    The inverse does not follow later changes of ``A``.
 
     Args:
         A: The operator to invert.
         damping: a = b, or the pair ``(a, b)``.
-        use_heuristic_damping: Whether a and b are ``pi sqrt(damping)`` and ``sqrt(damping) / pi``,
-            with ``pi^2`` the ratio of average eigenvalues of A and B (Martens and Grosse,
-            Optimizing neural networks with Kronecker-factored approximate curvature, ICML 2015,
-            section 6.3), for each group of a convolution. Biases with a block of their own have
-            the damping of their weight's gradient factor, each entry that of its group; those
-            without such a weight get the number itself.
-        min_damping: The smallest value of these two.
-        use_exact_damping: See above.
+        use_heuristic_damping: Whether a = ``pi sqrt(damping)`` and b = ``sqrt(damping) / pi``, for
+            each group of a convolution. ``pi^2`` is the ratio of the average eigenvalues of A and B
+            (Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate
+            curvature, ICML 2015, section 6.3). A bias with a block of its own has the b of its
+            weight; without such a weight it has ``damping``.
+        min_damping: The smallest value of a and b with ``use_heuristic_damping``.
+        use_exact_damping: See above. ``A`` keeps the eigendecompositions for other dampings.
         retry_double_precision: Whether factors that cannot be factorized in float32 are factorized
             in float64.
         cache: Refused: an inverse always keeps what it computes.

@@ -71,27 +71,27 @@ def _of_structure(
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class KroneckerFactoredLinearOperator(DataLinearOperator):
-    """A block-diagonal approximation whose blocks are made of small matrices.
+    """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
-    The matrices are computed at the first use, and then kept: they do not follow changes of the
-    model or of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``
-    all processes have to do so, or to use them for the first time, together.
+    Factors are computed at the first use and then kept: they do not follow changes of the model or
+    of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``, all
+    processes compute them together.
 
     Args:
-        fisher_type: What is backpropagated, see ``FisherType``.
-        mc_samples: How many would-be gradients are sampled for each term (``"mc"``), or how often
-            random signs are drawn (``"type-2"``, if samples have several terms).
-        kfac_approx: How positions that share a weight are treated, see ``KFACType``: one setting
-            for all, or a mapping from names of modules or parameters, the others being expanded.
-        num_per_example_loss_terms: The number of a sample's terms, which is checked. Default: as
-            many as there are.
-        separate_weight_and_bias: Whether biases have their own blocks, or form one with the weight.
+        fisher_type: The backpropagated vectors, see ``FisherType``.
+        mc_samples: Number of would-be gradients for each term (``"mc"``), or of draws of random
+            signs (``"type-2"``, if samples have several terms).
+        kfac_approx: The treatment of positions that share a weight, see ``KFACType``: one for all,
+            or a mapping from names of modules or parameters; the others are expanded.
+        num_per_example_loss_terms: The number of terms of a sample, which is checked. Default: no
+            check.
+        separate_weight_and_bias: Whether biases have their own blocks, or share the weight's.
         seed: Seeds the samples, together with the index of the batch.
-        fallback: What parameters get that enter the model in a way without Kronecker
-            structure: ``"error"``; the ``"diagonal"``, or all (``"dense"``) of their exact block.
-        exact: Whether ``"type-2"`` backpropagates each term on its own. That is exact also where
-            terms of one sample interact in the model, with a backward pass for each position.
-        max_factor_size: Above this size, only the diagonal of a matrix is computed.
+        fallback: The block of parameters whose use in the model has no Kronecker structure:
+            ``"error"``, the ``"diagonal"`` of their exact block, or all of it (``"dense"``).
+        exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
+            terms of a sample interact in the model. It takes a backward pass for each position.
+        max_factor_size: Of larger factors only the diagonal is computed.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors

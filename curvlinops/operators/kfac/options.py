@@ -9,27 +9,29 @@ from curvlinops.support.arguments import check_choice
 
 
 class FisherType(StrEnum):
-    """What is backpropagated to compute output gradients."""
+    """The vectors that are backpropagated to compute the gradient factors."""
 
     #: The columns of the square root of each term's loss Hessian.
     TYPE2 = "type-2"
     #: Sampled would-be gradients, whose outer products have the loss Hessian as expectation.
     MC = "mc"
-    #: The loss's own gradients, those of a sample's terms all together.
+    #: The gradients of the loss, for all terms of a sample together.
     EMPIRICAL = "empirical"
-    #: Nothing: the second moment of output gradients is replaced by the identity.
+    #: No vectors. The gradient factors are replaced by the identity.
     FORWARD_ONLY = "forward-only"
 
 
 class KFACType(StrEnum):
-    """How positions that share a weight are treated, see ``curvlinops.layers.factors``."""
+    """How positions that share a weight (tokens, pixels) are treated (Eschenhagen et al., 2023)."""
 
+    #: Positions are treated like samples.
     EXPAND = "expand"
+    #: Inputs are averaged and gradients are added up over the positions of a sample.
     REDUCE = "reduce"
 
 
 class Fallback(StrEnum):
-    """What parameters get that enter the model in a way without Kronecker structure."""
+    """The block of parameters whose use in the model has no Kronecker structure."""
 
     ERROR = "error"
     DIAGONAL = "diagonal"
