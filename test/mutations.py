@@ -32,7 +32,7 @@ TESTS = {
         vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms""",
     "autodiff": """
         contract::test_modes_agree contract::test_linear_and_adjoint errors rebinding
-        modules_in_code float16 default_device costs threads untouched::test_after_success
+        modules_in_code float16 ambient costs threads untouched::test_after_success
         untouched::test_attributes_of_parameters_and_buffers""",
     "autodiff/overrides": "overrides convolution constants",
     "risk": """

@@ -1,12 +1,13 @@
-"""In PyTorch's ambient modes all numbers are those without, bit by bit."""
+"""Numbers are the same, bit by bit, in PyTorch's ambient modes and with another default device."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import problems
 import pytest
 import torch
-from contract import ALL, matrix, vectors
+from contract import ALL, vectors
 from torch import Tensor, nn
 
 import curvlinops as C
@@ -19,11 +20,16 @@ def half() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+def meta() -> torch.device:
+    """Return another default device; tensors that lie there by mistake have no values."""
+    return torch.device("meta")
+
+
+@cache
 def spd(size: int, seed: int = 0) -> Tensor:
     """Return a well-conditioned symmetric matrix in float32."""
     root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
-    with torch.autocast("cpu", enabled=False):
-        return root @ root.T + size * torch.eye(size)
+    return root @ root.T + size * torch.eye(size)
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -59,12 +65,25 @@ def test_products(case: str, columns: tuple[int, ...]):
         assert same(kept @ v, before)
 
 
+ONES = torch.ones(20)
+
+
 def _kronecker() -> C.KroneckerProductLinearOperator:
     return C.KroneckerProductLinearOperator(spd(5), spd(4, 1))
 
 
+@cache
+def _problem() -> problems.Problem:
+    return problems.make(PROBLEM)
+
+
 def _kfac(case: str = "kfac") -> Any:
-    return ALL[case].build(problems.make(PROBLEM))
+    return ALL[case].build(_problem())
+
+
+def dense(operator: C.TorchLinearOperator) -> Tensor:
+    """Return the matrix."""
+    return operator.to_dense()
 
 
 COMPUTED: dict[str, Callable[[], Any]] = {
@@ -74,17 +93,17 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "norm": lambda: _kronecker().frobenius_norm(),
     "dense": lambda: _kronecker().to_dense(),
     "eigenvalues": lambda: _kronecker().eigh().eigenvalues,
-    "inverse": lambda: matrix(_kronecker().inverse(damping=0.1)),
-    "power": lambda: matrix(_kronecker() ** -0.5),
-    "sum": lambda: matrix(_kronecker() + 2.0 * C.IdentityLinearOperator(20)),
-    "product": lambda: matrix(_kronecker() @ _kronecker()),
+    "inverse": lambda: dense(_kronecker().inverse(damping=0.1)),
+    "power": lambda: dense(_kronecker() ** -0.5),
+    "sum": lambda: dense(_kronecker() + 2.0 * C.IdentityLinearOperator(20)),
+    "product": lambda: dense(_kronecker() @ _kronecker()),
     "sample": lambda: _kronecker().sample(torch.Generator().manual_seed(0), 3),
-    "eigh": lambda: matrix(C.EighDecomposedLinearOperator(torch.ones(20), spd(20))),
+    "eigh": lambda: dense(C.EighDecomposedLinearOperator(ONES, spd(20))),
     "factors": lambda: tuple(_kfac().gradient_covariances.values()),
-    "kfac inverse": lambda: matrix(_kfac().inverse(damping=1e-2)),
-    "heuristic": lambda: matrix(_kfac().inverse(damping=1e-2, use_heuristic_damping=True)),
-    "ekfac inverse": lambda: matrix(_kfac("ekfac").inverse(damping=1e-2)),
-    "kfac inverse, built directly": lambda: matrix(
+    "kfac inverse": lambda: dense(_kfac().inverse(damping=1e-2)),
+    "heuristic": lambda: dense(_kfac().inverse(damping=1e-2, use_heuristic_damping=True)),
+    "ekfac inverse": lambda: dense(_kfac("ekfac").inverse(damping=1e-2)),
+    "kfac inverse, built directly": lambda: dense(
         C.KFACInverseLinearOperator(_kfac(), damping=1e-2)
     ),
     "kfac trace": lambda: _kfac().trace(),
@@ -101,13 +120,13 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "rows' gram": lambda: _kfac("gradients").gram(),
     "second moment": lambda: _kfac("gradients").second_moment(),
     "variance": lambda: _kfac("gradients").variance(),
-    "submatrix": lambda: matrix(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
-    "cg": lambda: matrix(C.CGInverseLinearOperator(spd(20))),
-    "solve": lambda: C.CGInverseLinearOperator(spd(20)).solve(torch.ones(20)),
-    "minres": lambda: matrix(C.MINRESInverseLinearOperator(spd(20))),
-    "lsmr": lambda: matrix(C.LSMRInverseLinearOperator(spd(20))),
-    "lsmr info": lambda: C.LSMRInverseLinearOperator(spd(20)).matvec_with_info(torch.ones(20)),
-    "neumann": lambda: matrix(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
+    "submatrix": lambda: dense(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
+    "cg": lambda: dense(C.CGInverseLinearOperator(spd(20))),
+    "solve": lambda: C.CGInverseLinearOperator(spd(20)).solve(ONES),
+    "minres": lambda: dense(C.MINRESInverseLinearOperator(spd(20))),
+    "lsmr": lambda: dense(C.LSMRInverseLinearOperator(spd(20))),
+    "lsmr info": lambda: C.LSMRInverseLinearOperator(spd(20)).matvec_with_info(ONES),
+    "neumann": lambda: dense(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
     "eigsh": lambda: tuple(C.eigsh(spd(20), 2, seed=0)),
     "xtrace": lambda: C.xtrace(spd(20), 8, seed=0),
     "xdiag": lambda: C.xdiag(spd(20), 8, seed=0),
@@ -124,16 +143,34 @@ COMPUTED: dict[str, Callable[[], Any]] = {
         spd(20), 5, seed=0
     ).approximate_spectrum(2),
     "dottest": lambda: C.dottest(spd(20), seed=0),
+    "submatrix of a submatrix": lambda: dense(
+        C.SubmatrixLinearOperator(C.SubmatrixLinearOperator(spd(20), [0, 3], range(9)), [1], [2, 3])
+    ),
+    "power of the identity": lambda: dense(C.IdentityLinearOperator(9, 4.0) ** 0.5),
+    "preconditioned cg": lambda: dense(
+        C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1))
+    ),
+    "xtrace to a tolerance": lambda: C.xtrace(spd(20), 4, "gaussian", rtol=0.1, seed=0),
 }
 
 
 @pytest.mark.parametrize("kind", COMPUTED)
-@pytest.mark.parametrize("mode", [half, torch.inference_mode])
+@pytest.mark.parametrize("mode", [half, torch.inference_mode, meta])
 def test_what_is_computed(kind: str, mode: Callable):
     expected = COMPUTED[kind]()
     with mode():
         found = COMPUTED[kind]()
     assert same(found, expected)
+
+
+@pytest.mark.parametrize("problem", ["mlp-ce-mean", "tokens-bce-sum"])
+@pytest.mark.parametrize("case", ALL)
+def test_operators_with_another_default_device(case: str, problem: str):
+    operator, p = ALL[case].build(problems.make(problem)), problems.make(problem)
+    v = vectors(operator)
+    with meta():
+        found = ALL[case].build(p) @ v
+    torch.testing.assert_close(found, operator @ v)
 
 
 def test_autocast_inside_the_model_stays():

@@ -108,7 +108,7 @@ def across(seed: int = 2) -> Matrix:
 
 A, B, J, F = square(0), square(1), tall(), across()
 a, b, j, f = A.matrix, B.matrix, J.matrix, F.matrix
-eye = torch.eye(9, dtype=DOUBLE)
+eye, PLAIN = torch.eye(9, dtype=DOUBLE), IdentityLinearOperator(9)
 
 EXPRESSIONS = {
     "sum": (A + B, a + b),
@@ -138,28 +138,48 @@ EXPRESSIONS = {
     "damped": (A.damped(0.1), a + 0.1 * eye),
     "adjoint of a damped operator": (A.damped(0.1).T, a.T + 0.1 * eye),
     "damped between two spaces": (F.damped(0.1), f + 0.1 * eye),
-    "damped product": ((J.T @ J).damped(torch.tensor(0.1)), j.T @ j + 0.1 * eye),
+    "damped product": ((J.T @ J).damped(torch.tensor(0.5)), j.T @ j + 0.5 * eye),
     "plain and named spaces": (J.T @ J + A, j.T @ j + a),
     "square between two spaces": (F**2, f @ f),
     "power zero between two spaces": (F**0, eye),
     "adjoint of a power between two spaces": ((F**3).T, (f @ f @ f).T),
     "nested": ((A + B) @ (A - 3 * B) / 2 - B**2, (a + b) @ (a - 3 * b) / 2 - b @ b),
+    # the identity on plain vectors has no precision of its own
+    "sum with plain identity": (A + PLAIN, a + eye),
+    "from the left": (0.1 * PLAIN + A, a + 0.1 * eye),
+    "difference of identities": (A - PLAIN / 3, a - eye / 3),
+    "negative difference": (-(PLAIN - A), a - eye),
+    "sum of several": (PLAIN + A + B + 0.1 * PLAIN, a + b + 1.1 * eye),
+    "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye),
+    "sum of multiples": (3 * (2 * A + PLAIN), 6 * a + 3 * eye),
+    "product from the right": (A @ (0.1 * PLAIN), 0.1 * a),
+    "product from the left": (0.1 * PLAIN @ A, 0.1 * a),
+    "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
+    "product of adjoints": ((A + 0.1 * PLAIN).T @ (PLAIN @ B).T, (a + 0.1 * eye).T @ b.T),
+    "power of a sum": ((A + 0.1 * PLAIN) ** 2, (a + 0.1 * eye) @ (a + 0.1 * eye)),
 }
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_algebra_is_that_of_matrices(name: str):
     operator, expected = EXPRESSIONS[name]
-    assert isinstance(operator, TorchLinearOperator)
+    assert isinstance(operator, TorchLinearOperator) and operator.torch_dtype == DOUBLE
     assert operator.shape == tuple(expected.shape)
-    identity = torch.eye(expected.shape[1], dtype=DOUBLE)
-    torch.testing.assert_close(operator @ identity, expected)
-    torch.testing.assert_close(operator.to_dense(), expected)
-    left = torch.eye(expected.shape[0], dtype=DOUBLE)
-    torch.testing.assert_close(left @ operator, expected)
-    torch.testing.assert_close(operator.T @ left, expected.T)
-    torch.testing.assert_close(operator @ identity[0], expected[:, 0])
-    torch.testing.assert_close(left[0] @ operator, expected[0])
+    right, left = (torch.eye(size, dtype=DOUBLE) for size in reversed(operator.shape))
+    some = SubmatrixLinearOperator(operator, [1, 3], [0, 1])
+    for found, matrix in (
+        (operator @ right, expected),
+        (operator.to_dense(), expected),
+        (left @ operator, expected),
+        (operator.T @ left, expected.T),
+        (operator @ right[0], expected[:, 0]),
+        (left[0] @ operator, expected[0]),
+        (some.to_dense(), expected[[1, 3], :2]),
+    ):
+        torch.testing.assert_close(found, matrix, rtol=1e-12, atol=1e-12)
+    if operator.self_adjoint:
+        torch.testing.assert_close(expected, expected.T)
+        assert operator.T is operator
 
 
 @pytest.mark.parametrize("name", ["nested", "transpose", "adjoint"])
@@ -198,51 +218,11 @@ def test_methods_that_need_structure(name: str, remedy: str):
     assert hasattr(PLAIN, name)
 
 
-PLAIN = IdentityLinearOperator(9)
-#: With the identity on plain vectors, which are float32 if nothing else is in question.
-WITH_IDENTITY = {
-    "sum": (A + PLAIN, a + eye),
-    "from the left": (0.1 * PLAIN + A, a + 0.1 * eye),
-    "difference": (A - PLAIN / 3, a - eye / 3),
-    "negative difference": (-(PLAIN - A), a - eye),
-    "sum of several": (PLAIN + A + B + 0.1 * PLAIN, a + b + 1.1 * eye),
-    "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye),
-    "sum of multiples": (3 * (2 * A + PLAIN), 6 * a + 3 * eye),
-    "product": (A @ (0.1 * PLAIN), 0.1 * a),
-    "product from the left": (0.1 * PLAIN @ A, 0.1 * a),
-    "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
-    "adjoint": ((A + 0.1 * PLAIN).T @ (PLAIN @ B).T, (a + 0.1 * eye).T @ b.T),
-    "power": ((A + 0.1 * PLAIN) ** 2, (a + 0.1 * eye) @ (a + 0.1 * eye)),
-}
-
-
-@pytest.mark.parametrize("name", WITH_IDENTITY)
-def test_identity_has_no_precision_of_its_own(name: str):
-    operator, expected = WITH_IDENTITY[name]
-    assert operator.torch_dtype == DOUBLE
-    some = SubmatrixLinearOperator(operator, [1, 3], [0, 1])
-    vectors = torch.eye(len(expected), dtype=DOUBLE)
-    for found, matrix in (
-        (operator @ vectors, expected),
-        (operator.T @ vectors, expected.T),
-        (some @ torch.eye(2, dtype=DOUBLE), expected[[1, 3], :2]),
-    ):
-        torch.testing.assert_close(found, matrix, rtol=1e-13, atol=1e-13)
-
-
 def test_precision_of_the_identity_with_others():
     single = square(0, dtype=torch.float32)
     for operator in (single + PLAIN, PLAIN - single, single @ PLAIN, PLAIN @ PLAIN + PLAIN):
         assert operator.torch_dtype == torch.float32
     assert PLAIN.torch_dtype == torch.float32  # as before its use in sums
-
-
-@pytest.mark.parametrize("name", EXPRESSIONS)
-def test_self_adjoint_is_known(name: str):
-    operator, expected = EXPRESSIONS[name]
-    if operator.self_adjoint:
-        torch.testing.assert_close(expected, expected.T)
-        assert operator.T is operator
 
 
 def test_self_adjointness_is_kept():
@@ -278,8 +258,9 @@ def test_is_a_scipy_operator():
     torch.testing.assert_close((single + A) @ eye, a + single.matrix.double())
 
 
-NUMPY = {
-    "vector": lambda x: x[:, 0],
+#: One or several vectors, made of an array of several.
+VECTORS: dict[str, Callable] = {
+    "one": lambda x: x[:, 0],
     "one column": lambda x: x[:, :1],
     "columns": lambda x: x,
     "no column": lambda x: x[:, :0],
@@ -289,46 +270,30 @@ NUMPY = {
     "float32": lambda x: x.astype(np.float32),
     "integers": lambda x: (10 * x).astype(np.int64),
     "booleans": lambda x: x > 0,
+    "tensor": lambda x: torch.tensor(x),
+    "one tensor": lambda x: torch.tensor(x[:, 0]),
+    "tensor of slices": lambda x: torch.tensor(np.repeat(x, 2, axis=1))[:, ::2],
+    "bfloat16": lambda x: torch.tensor(x).bfloat16(),
+    "tensor of integers": lambda x: (10 * torch.tensor(x)).long(),
 }
 
 
-@pytest.mark.parametrize("name", NUMPY)
-def test_numpy_vectors(name: str):
-    x = NUMPY[name](np.random.default_rng(0).standard_normal((9, 3)))
-    x.flags.writeable = False
-    operator = square(0, Matrix)
-    expected = a.numpy() @ x
-    for y in (operator @ x, operator.dot(x), operator * x, operator(x), (x.T @ operator.T).T):
-        assert isinstance(y, np.ndarray) and y.dtype == np.float64
-        np.testing.assert_allclose(y, expected, atol=1e-12)
-    if x.ndim == 1:
-        np.testing.assert_allclose(operator.matvec(x), expected)
-        np.testing.assert_allclose(operator.rmatvec(x), a.numpy().T @ x)
-    else:
-        np.testing.assert_allclose(operator.matmat(x), expected)
-        np.testing.assert_allclose(operator.rmatmat(x), a.numpy().T @ x)
-
-
-TENSORS = {
-    "vector": lambda x: x[:, 0],
-    "columns": lambda x: x,
-    "float32": lambda x: x.float(),
-    "bfloat16": lambda x: x.bfloat16(),
-    "integers": lambda x: (10 * x).long(),
-    "requires grad": lambda x: x.clone().requires_grad_(),
-    "not contiguous": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensor_vectors(name: str):
-    generator = torch.Generator().manual_seed(0)
-    x = TENSORS[name](torch.randn(9, 3, generator=generator, dtype=DOUBLE))
-    for y in (A @ x, A.dot(x), A.matvec(x) if x.ndim == 1 else A.matmat(x)):
-        assert y.dtype == DOUBLE and y.requires_grad == x.requires_grad
-        torch.testing.assert_close(y.detach(), a @ x.detach().double())
-    y = A.rmatvec(x) if x.ndim == 1 else A.rmatmat(x)
-    torch.testing.assert_close(y.detach(), a.T @ x.detach().double())
+@pytest.mark.parametrize("name", VECTORS)
+def test_kinds_of_vectors(name: str):
+    x = VECTORS[name](np.random.default_rng(0).standard_normal((9, 3)))
+    operator, single = square(0, Matrix), x.ndim == 1
+    if isinstance(x, np.ndarray):
+        x.flags.writeable = False
+    kind = type(x)
+    wide = torch.from_numpy(x.astype(np.float64)) if kind is np.ndarray else x.double()
+    forward, backward = (
+        (operator.matvec, operator.rmatvec) if single else (operator.matmat, operator.rmatmat)
+    )
+    across = x @ operator.T if single else (x.T @ operator.T).T
+    for y in (operator @ x, operator.dot(x), operator * x, across, forward(x)):
+        assert type(y) is kind
+        torch.testing.assert_close(torch.as_tensor(y), a @ wide)
+    torch.testing.assert_close(torch.as_tensor(backward(x)), a.T @ wide)
 
 
 def flatten(x: dict[str, Tensor]) -> Tensor:

@@ -26,7 +26,6 @@ from curvlinops import (
     load,
 )
 from curvlinops.structured.layout import Layout, ParameterView
-from curvlinops.structured.linalg import eigh_batched
 
 DOUBLE = torch.float64
 CPU = torch.device("cpu")
@@ -167,7 +166,6 @@ ALL = {
     "identity factor": lambda: (Kron(IdentityLinearOperator(3), A), kron(eye(3), A)),
     "scaled identity factor": lambda: (Kron(3 * IdentityLinearOperator(3), A), kron(3 * eye(3), A)),
     "nested": lambda: (Kron(Kron(B, C), A), kron(B, C, A)),
-    "negative factors": lambda: (Kron(-B, -A), kron(B, A)),
     "diagonal": lambda: (Diag(a), a.diag()),
     "identity": lambda: (IdentityLinearOperator(PLAIN), eye(3)),
     "multiple of the identity": lambda: (0.3 * IdentityLinearOperator(PLAIN), 0.3 * eye(3)),
@@ -294,15 +292,15 @@ def test_nothing_is_changed(name: str):
     torch.testing.assert_close(operator.eigh().to_dense(), matrix)
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ALL)
-def test_results_are_not_the_operator(name: str, change: str):
+def test_results_are_not_the_operator(name: str):
     """Results may be changed in place."""
-    operator, _ = CHANGES[change](*ALL[name]())
-    before = operator.to_dense()
-    for quantity, _ in QUANTITIES.values():
-        quantity(operator).add_(100)
-    torch.testing.assert_close(operator.to_dense(), before)
+    for change in ("itself", "damped", "inverse", "eigendecomposition"):
+        operator, _ = CHANGES[change](*ALL[name]())
+        before = operator.to_dense()
+        for quantity, _ in QUANTITIES.values():
+            quantity(operator).add_(100)
+        torch.testing.assert_close(operator.to_dense(), before)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -321,16 +319,14 @@ def test_samples_have_the_covariance(name: str):
     torch.testing.assert_close(operator.sample(seed=3), operator.sample(None, 1, seed=3)[:, 0])
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_scipy(name: str):
-    operator, matrix = ALL[name]()
+def test_scipy():
+    operator, matrix = ALL["network"]()
     rhs = randn(len(matrix)).numpy()
     x, info = sla.cg(operator, rhs, rtol=1e-10, M=operator.inverse(0.1))
     assert info == 0
     np.testing.assert_allclose(matrix.numpy() @ x, rhs, atol=1e-7)
-    if len(matrix) > 2:
-        top = sla.eigsh(operator, k=1, return_eigenvectors=False, v0=rhs)
-        np.testing.assert_allclose(top, torch.linalg.eigvalsh(matrix)[-1:].numpy(), rtol=1e-8)
+    top = sla.eigsh(operator, k=1, return_eigenvectors=False, v0=rhs)
+    np.testing.assert_allclose(top, torch.linalg.eigvalsh(matrix)[-1:].numpy(), rtol=1e-8)
 
 
 # --- algebra
@@ -533,24 +529,16 @@ def test_dtypes_are_promoted():
 
 def test_identity_on_shapes():
     shapes, cpu = [(2, 3), (2,), ()], torch.device("cpu")
-    for identity, dtype in (
-        (IdentityLinearOperator(shapes), torch.float32),
-        (IdentityLinearOperator(shapes, cpu, DOUBLE), DOUBLE),
-        (IdentityLinearOperator(shapes, "cpu"), torch.float32),
-        (IdentityLinearOperator(shapes, device="cpu", dtype=DOUBLE), DOUBLE),
-        (IdentityLinearOperator(9, cpu, DOUBLE), DOUBLE),
-        (IdentityLinearOperator(ParameterSpace({"a": (9,)}), dtype=DOUBLE), DOUBLE),
-    ):
+    for arguments in ((shapes,), (shapes, cpu, DOUBLE), (9, "cpu", DOUBLE)):
+        identity = IdentityLinearOperator(*arguments)
+        dtype = DOUBLE if DOUBLE in arguments else torch.float32
         assert identity.torch_dtype == dtype and identity.device == cpu
         torch.testing.assert_close((3 * identity).to_dense(), 3 * torch.eye(9, dtype=dtype))
     vectors = [torch.randn(shape, dtype=DOUBLE) for shape in shapes]
     named = ParameterSpace(dict(zip("abc", shapes, strict=True)), DOUBLE)
-    for identity in (IdentityLinearOperator(shapes, cpu, DOUBLE), IdentityLinearOperator(shapes)):
-        damped = IdentityLinearOperator(named) + 2 * identity
-        for found, x in zip(damped @ vectors, vectors, strict=True):
-            torch.testing.assert_close(found, 3 * x, rtol=1e-14, atol=0.0)
-    with pytest.raises(TypeError):
-        IdentityLinearOperator(2.5)
+    damped = IdentityLinearOperator(named) + 2 * IdentityLinearOperator(shapes)
+    for found, x in zip(damped @ vectors, vectors, strict=True):
+        torch.testing.assert_close(found, 3 * x, rtol=1e-14, atol=0.0)
 
 
 def test_device():
@@ -598,15 +586,10 @@ def test_eigendecompositions_are_rescued(monkeypatch):
         return original(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", fails)
-    [(values, vectors)] = eigh_batched([GA.float()], ["GA"])
-    rebuilt = vectors * values.unsqueeze(-2) @ vectors.mT
-    torch.testing.assert_close(rebuilt, GA.float(), rtol=0, atol=1e-6)
-
-    def hopeless(matrix: Tensor):
-        raise torch.linalg.LinAlgError("did not converge")
-
-    monkeypatch.setattr(torch.linalg, "eigh", hopeless)
+    single = Kron(GB.float(), GA.float())
+    torch.testing.assert_close(single.eigh().to_dense(), single.to_dense())
     with pytest.raises(RuntimeError, match="'conv'.*did not converge"):
+        monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: fails(matrix.float()))
         Blocks({"conv": Kron(B, A)}).eigh()
 
 
@@ -616,12 +599,15 @@ def ill_conditioned() -> Tensor:
     return (vectors * torch.logspace(-5, 0, 30, dtype=DOUBLE) @ vectors.T).float()
 
 
-def test_inverse_is_retried_in_float64():
-    matrix = ill_conditioned()
-    matrix = (matrix + matrix.T) / 2
+@pytest.mark.parametrize("groups", [1, 3])
+def test_inverse_is_retried_in_float64(groups: int):
+    """In a batch only that of the matrix that needs it."""
+    matrix = torch.stack([ill_conditioned(), definite(30).float(), 2 * definite(30).float()])
+    matrix = ((matrix + matrix.mT) / 2)[:groups]
     expected = torch.linalg.inv(matrix.double())
     found, once = (Kron(matrix).inverse(0.0, retry).to_dense() for retry in (True, False))
     assert found.dtype == torch.float32
+    expected = torch.block_diag(*expected)
     assert (found - expected).norm() / expected.norm() < 1e-6
     assert (once - expected).norm() / expected.norm() > 1e-5
 
@@ -662,6 +648,15 @@ SINGULAR = {
 }
 
 
+INVERSES = [
+    lambda op: op.inverse(),
+    lambda op: op**-1,
+    lambda op: op**-0.5,
+    lambda op: op.eigh().inverse(),
+    lambda op: op.inverse(1e-18),  # eigenvalues that are given are exact
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("name", SINGULAR)
 def test_logdet_is_infinite_where_there_is_no_inverse(name: str, dtype: torch.dtype):
@@ -675,11 +670,11 @@ def test_logdet_is_infinite_where_there_is_no_inverse(name: str, dtype: torch.dt
 
         operator = SINGULAR[name](moment, moment)
         identity = IdentityLinearOperator(operator.space)
-        for damped in (operator, 3 * operator, operator + identity - identity):
-            assert damped.logdet() == -torch.inf and damped.det() == 0
-            for invert in (lambda op: op.inverse(), lambda op: op**-1, lambda op: op**-0.5):
+        for op in (operator, 3 * operator, operator + identity - identity):
+            assert op.logdet() == -torch.inf and op.det() == 0
+            for invert in INVERSES[: 4 if name == "decomposition" else 5]:
                 with pytest.raises(ValueError, match="singular to working precision"):
-                    invert(damped)
+                    invert(op)
         damped = operator + 0.1 * identity
         assert damped.inverse().to_dense().isfinite().all() and damped.logdet().isfinite()
 
@@ -815,36 +810,20 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
         (lambda: Kron(A, Kron(GA)), ValueError, "Factor 1 .* has groups"),
         (lambda: Kron(A, Kron(B).eigh()), TypeError, r"EighDecomposed.*to_dense\(\)"),
         (lambda: Kron(randn(2, 3)).trace(), ValueError, "needs square factors"),
-        (lambda: Kron(randn(2, 3)).diagonal(), ValueError, "needs square factors"),
-        (lambda: Kron(randn(2, 3)).det(), ValueError, "needs square factors"),
-        (lambda: Kron(randn(3, 3)).eigh(), ValueError, "needs a symmetric operator"),
         (lambda: Kron(randn(3, 3)).inverse(), ValueError, "needs a symmetric operator"),
-        (lambda: Kron(randn(3, 3)) ** -1, ValueError, "needs a symmetric operator"),
-        (lambda: Kron(randn(3, 3)).sample(), ValueError, "needs a symmetric operator"),
         (lambda: Kron(randn(2, 3)) ** 2, ValueError, "cannot be multiplied"),
         (lambda: Kron(A).inverse(float("nan")), ValueError, "damping must be a (finite )?number"),
-        (lambda: Kron(A) ** "2", ValueError, "exponent must be a number"),
         (lambda: Kron(A) ** float("inf"), ValueError, "exponent must be finite"),
         (lambda: Kron(B, 0 * A).inverse(), ValueError, "Factor 1 .* singular.*damping"),
-        (lambda: Kron(B, 0 * A) ** -0.5, ValueError, "Factor 1 .* singular.*damping"),
-        (lambda: Kron(B, Diag(0 * a)).inverse(), ValueError, "Factor 1 .* singular.*damping"),
-        (lambda: Diag(0 * a).inverse(), ValueError, "singular.*damping"),
         (lambda: (0 * IdentityLinearOperator(3)).inverse(), ValueError, "singular.*damping"),
         (lambda: NEGATIVE**0.5, ValueError, "not positive semidefinite.*lowest eigenvalue"),
-        (lambda: NEGATIVE.sample(), ValueError, "not positive semidefinite"),
         (lambda: NEGATIVE.sample(0), TypeError, "Integers are passed as seed"),
         (lambda: Diag(-a[:3]).logdet(), ValueError, "determinant is negative"),
         (lambda: Diag(A), ValueError, "diagonal must have 1 axes"),
         (lambda: Diag(a, PLAIN), ValueError, "4 entries, the space dimension 3"),
         (lambda: EighDecomposedLinearOperator(a, B), ValueError, r"shape \[4, 4\], got \[3, 3\]"),
-        (lambda: EighDecomposedLinearOperator(a, randn(4, 3)), ValueError, "must be square"),
-        (lambda: EighDecomposedLinearOperator(a, np.eye(4)), TypeError, "must be a tensor"),
-        (lambda: IdentityLinearOperator(3.0), TypeError, "integer"),
         (lambda: IdentityLinearOperator(-1), ValueError, "must not be negative, got -1"),
         (lambda: IdentityLinearOperator(3, 1e40), ValueError, "float32 cannot be 1e[+]40"),
-        (lambda: IdentityLinearOperator(3, float("nan")), ValueError, "cannot be nan"),
-        (lambda: IdentityLinearOperator(3, 1e-40).inverse(), ValueError, "no finite number"),
-        (lambda: Kron(A).eigh().eigenvectors.T.inverse(), ValueError, "symmetric"),
         (lambda: Blocks([]), ValueError, "at least one block"),
         (lambda: Blocks({"x": A}), TypeError, "'x' is a Tensor"),
         (lambda: Blocks({"x": Kron(randn(2, 3))}), ValueError, "'x' is not square"),
@@ -880,11 +859,8 @@ NEGATIVE = Kron(definite(3) - eye(3), A)
             ValueError,
             "max_dense_dim=11.*all factors diagonal.*iteratively",
         ),
-        (lambda: eigh_batched([A, A / 0], ["one", "two"]), ValueError, "two contains NaN"),
         (lambda: Kron(A) + Diag(b), ValueError, "cannot be added"),
         (lambda: Kron(A) @ Diag(b), ValueError, "cannot be multiplied"),
-        (lambda: Kron(A) @ (b[:-1],), ValueError, "Vector has shape"),
-        (lambda: Kron(A) @ (b, b), ValueError, "list of 2 tensors"),
     ],
 )
 def test_errors(expression, error, match):

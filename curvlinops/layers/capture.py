@@ -142,6 +142,7 @@ class Recorded(NamedTuple):
         function: What was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
         view_of: Which entries of a parameter it has, ``None`` if it is another function.
+        lookup: The lookup in a table of which it is a function, row by row.
         called: The call, the same for all tensors that it got.
     """
 
@@ -149,6 +150,7 @@ class Recorded(NamedTuple):
     function: Callable
     tensor: Tensor
     view_of: ViewOf | None
+    lookup: "LookedUp | None"
     called: Called
 
 
@@ -309,18 +311,17 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         called = Called(out, constant.values(), rule.in_place)
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(
-                known[key], func, tensor, self._views.get(id(tensor)), called
-            )
+            view, lookup = self._views.get(id(tensor)), self._lookup(tensor)
+            self.uses[index, key] = Recorded(known[key], func, tensor, view, lookup, called)
         return out
 
     def _fits(self, use: Use) -> bool:
         """Return whether the axes that number a use's rows may number samples."""
         if not self._num_samples:
-            return bool(use.lead)
+            return bool(use.row_shape)
         if self._num_samples == 1:
-            return 1 in use.lead
-        return bool(candidates(use.lead, self._num_samples))
+            return 1 in use.row_shape
+        return bool(candidates(use.row_shape, self._num_samples))
 
     def follows(self, x: Any) -> bool:
         """Return whether a tensor is a parameter or a function of parameters and constants."""
@@ -376,7 +377,7 @@ class Capture(TorchFunctionMode):
         """Return a call's arguments ``as_data``."""
         return map_leaves((args, kwargs), self.as_data)
 
-    def lookup(self, x: Tensor) -> "LookedUp | None":
+    def _lookup(self, x: Tensor) -> LookedUp | None:
         """Return the lookup in a table of which a tensor is a function, row by row."""
         while id(x) in self._origins:
             func, args, kwargs, _ = self._origins[id(x)]

@@ -34,7 +34,7 @@ class OuterProducts(PerSampleGradient):
 
     @property
     def kind(self) -> Hashable:
-        """Equal for forms whose entries mean the same, in the same dtype."""
+        """Equal for gradients whose entries mean the same, in the same dtype."""
         return self.entries, self.g.dtype, *self.x.shape[2:]
 
     def values(self, samples: slice) -> Tensor:
@@ -115,12 +115,12 @@ class OuterProducts(PerSampleGradient):
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self.entries.spread(squares[None, None])[0, 0]
 
-    def has_inner(self, other: PerSampleGradient) -> bool:
+    def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
         alike = isinstance(other, OuterProducts) and self.kind == other.kind
         return alike and self._is_cheaper_by_positions(other)
 
-    def inner(self, other: "OuterProducts") -> Tensor:
+    def inner_products(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
@@ -147,11 +147,11 @@ class OuterProducts(PerSampleGradient):
         return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
 
     @staticmethod
-    def merge(forms: list["OuterProducts"]) -> "OuterProducts":
-        """Return the sum of forms of one kind: their positions side by side."""
-        x = torch.cat([form.x[:] for form in forms], dim=1)
-        g = torch.cat([form.g for form in forms], dim=2)
-        return OuterProducts(x, g, forms[0].entries)
+    def merge(gradients: list["OuterProducts"]) -> "OuterProducts":
+        """Return the sum of gradients of one kind: their positions side by side."""
+        x = torch.cat([gradient.x[:] for gradient in gradients], dim=1)
+        g = torch.cat([gradient.g for gradient in gradients], dim=2)
+        return OuterProducts(x, g, gradients[0].entries)
 
     def parts(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
@@ -171,14 +171,12 @@ class OuterProducts(PerSampleGradient):
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
-def sum_of(forms: list[PerSampleGradient]) -> PerSampleGradient:
+def sum_of(gradients: list[PerSampleGradient]) -> PerSampleGradient:
     """Return the sum of several uses' gradients."""
-    if len(forms) == 1:
-        return forms[0]
+    if len(gradients) == 1:
+        return gradients[0]
     # patches would take much memory
-    outer = all(
-        isinstance(form, OuterProducts) and not isinstance(form.x, Patches) for form in forms
-    )
-    if outer and len({form.kind for form in forms}) == 1:
-        return OuterProducts.merge(forms)
-    return GradientSum(forms)
+    outer = all(isinstance(g, OuterProducts) and not isinstance(g.x, Patches) for g in gradients)
+    if outer and len({gradient.kind for gradient in gradients}) == 1:
+        return OuterProducts.merge(gradients)
+    return GradientSum(gradients)

@@ -327,7 +327,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
+        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain)[0]
 
     @in_default_modes
     def variance(self) -> Tensor:
@@ -398,10 +398,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield samples.backward(u.to(output.dtype)), place
 
 
-def _moments(form: PerSampleGradient) -> Tensor:
+def _moments(gradient: PerSampleGradient) -> Tensor:
     """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
-    form, ones = form.to(torch.float64), torch.ones(form.num_samples, device="cpu")
-    return torch.stack([form.weighted_sum(ones).sum(0), form.sum_of_squares()])
+    gradient, ones = gradient.to(torch.float64), torch.ones(gradient.num_samples, device="cpu")
+    return torch.stack([gradient.weighted_sum(ones).sum(0), gradient.sum_of_squares()])
 
 
 def _shapes(problem: BatchProblem) -> list[torch.Size]:

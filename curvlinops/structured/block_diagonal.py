@@ -12,7 +12,7 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import decompose
-from curvlinops.structured.layout import Layout, scatter
+from curvlinops.structured.layout import Layout
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
 
@@ -143,41 +143,45 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- vectors
 
-    def _split(self, columns: Columns) -> list[Columns]:
-        """Return the blocks' vectors."""
+    def _split(self, columns: Columns) -> Iterator[Columns]:
+        """Yield the blocks' vectors."""
         if self._is_named:
-            return [{name: columns[name] for name in block.domain.names} for block in self]
-        if self.layouts is not None:
-            return [{"": layout.gather(columns)} for layout in self.layouts]
-        flat = self.domain.join(columns)
-        vectors = flat.split([block.domain.dim for block in self], dim=1)
-        return [block.domain.split(own) for block, own in zip(self, vectors, strict=True)]
+            yield from ({name: columns[name] for name in block.domain.names} for block in self)
+        elif self.layouts is not None:
+            yield from ({"": layout.gather(columns)} for layout in self.layouts)
+        else:
+            sizes = [block.domain.dim for block in self]
+            vectors = self.domain.join(columns).split(sizes, dim=1)
+            yield from map(lambda block, own: block.domain.split(own), self, vectors)
 
-    def _join(self, parts: list[Columns]) -> Columns:
-        """Return vectors of which the blocks' vectors are parts."""
+    def _join(self, parts: Iterable[Columns]) -> Columns:
+        """Return vectors, given those of the blocks one after the other."""
+        out: Columns = {}
         if self._is_named:
-            merged = {name: column for part in parts for name, column in part.items()}
-            return {name: merged[name] for name in self.domain.names}
+            for part in parts:
+                out |= part
+            return {name: out[name] for name in self.domain.names}
         if self.layouts is not None:
-            return scatter(self.layouts, [part[""] for part in parts], self.domain.shapes)
+            for layout, part in zip(self.layouts, parts, strict=True):
+                out = out or self.domain.split(self.domain.empty(len(part[""])))
+                layout.write(part[""], out)
+            return out
         vectors = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
         return self.domain.split(torch.cat(vectors, dim=1))
 
     def _join_vectors(self, vectors: list[Tensor]) -> Tensor:
         """Return the vector ``[D]`` whose parts are the blocks' vectors, ``[D_b]`` each."""
-        parts = [
-            block.domain.split(vector.unsqueeze(0))
-            for block, vector in zip(self, vectors, strict=True)
-        ]
+        pairs = zip(self, vectors, strict=True)
+        parts = (block.domain.split(vector.unsqueeze(0)) for block, vector in pairs)
         return self.domain.join(self._join(parts))[0].clone()
 
     def _apply(self, columns: Columns) -> Columns:
-        parts = zip(self, self._split(columns), strict=True)
-        return self._join([block._apply(part) for block, part in parts])
+        pairs = zip(self, self._split(columns), strict=True)
+        return self._join(block._apply(part) for block, part in pairs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        parts = zip(self, self._split(columns), strict=True)
-        return self._join([block._apply_adjoint(part) for block, part in parts])
+        pairs = zip(self, self._split(columns), strict=True)
+        return self._join(block._apply_adjoint(part) for block, part in pairs)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         blocks = self.blocks.values()

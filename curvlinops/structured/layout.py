@@ -1,6 +1,6 @@
 """Where the entries of a block's vectors are in the parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -205,38 +205,14 @@ class Layout:
         ]
         return torch.cat(sides, dim=2).flatten(1)
 
-    def split(self, vectors: Tensor) -> Sequence[Tensor]:
-        """Turn vectors of the block, ``[K, n]``, into those of its views, ``[K, *]``."""
-        if len(self.views) == 1:
-            return [vectors]
-        matrices = vectors.reshape(vectors.shape[0], self.rows, sum(self.widths))
-        return matrices.split(self.widths, dim=2)
-
-
-def scatter(
-    layouts: Sequence[Layout], vectors: Sequence[Tensor], shapes: Mapping[str, Sequence[int]]
-) -> Columns:
-    """Turn blocks' vectors ``[K, n]`` into those of the parameters, the inverse of ``gather``.
-
-    Args:
-        layouts: The blocks' layouts, which have all entries of the parameters.
-        vectors: The blocks' vectors.
-        shapes: The parameters' shapes.
-
-    Returns:
-        Vectors ``{name: [K, *shape]}``.
-    """
-    K, out = vectors[0].shape[0], dict[str, Tensor]()
-    for layout, own in zip(layouts, vectors, strict=True):
-        for view, part in zip(layout.views, layout.split(own), strict=True):
-            name, size = view.name, prod(shapes[view.name])
-            if view.is_all(size):
-                out[name] = part
-            elif view.size == size and view.order is not None:
-                part = part.reshape(K, *view.sizes)
-                out[name] = part.permute(0, *(1 + axis for axis in view.order))
-            else:
-                if name not in out:
-                    out[name] = part.new_empty(K, size)
-                view.of(out[name]).copy_(part.reshape(K, *view.sizes))
-    return {name: out[name].reshape(K, *shape) for name, shape in shapes.items()}
+    def write(self, vectors: Tensor, columns: Columns) -> None:
+        """Write vectors of the block, ``[K, n]``, into those of parameters, unlike ``gather``."""
+        parts = (vectors,)
+        if len(self.views) > 1:
+            parts = vectors.reshape(len(vectors), self.rows, sum(self.widths)).split(
+                self.widths, dim=2
+            )
+        for view, part in zip(self.views, parts, strict=True):
+            out = flat(columns[view.name])
+            out = out if view.is_all(out.shape[1]) else view.of(out)
+            out.copy_(part.reshape(out.shape))

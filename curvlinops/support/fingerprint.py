@@ -31,12 +31,6 @@ REFERENCES = {
 }
 #: The types of PyTorch's operators.
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
-#: What Python itself writes into classes.
-_METADATA = {
-    *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__"),
-    *("__annotations__", "__annotate__", "__static_attributes__", "__firstlineno__"),
-    *("__abstractmethods__", "_abc_impl"),
-}
 #: Objects that refer to more than this, such as a trainer with its data set, are not watched.
 _MOST_OBJECTS = 10_000
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +46,8 @@ class Fingerprint:
     Watched are tensors and arrays; containers; attributes of objects; closures, defaults and
     classes of the user's code, and the globals that this code names. Code of the standard library
     and of installed packages (see ``is_installed``) is taken as constant. State that is not a
-    Python attribute is not seen: files, iterators, the contents of caches, objects of C.
+    Python attribute is not seen: files, iterators, the contents of caches, objects of C; nor is
+    what functions import when they run.
 
     Args:
         roots: What is watched.
@@ -245,8 +240,7 @@ def _of_module(module: ModuleType) -> tuple:
 def _of_class(part: type) -> tuple:
     if is_installed(part.__module__):
         return ()
-    items = [(name, value) for name, value in vars(part).items() if name not in _METADATA]
-    return (*part.__bases__, *(x for item in items for x in item))
+    return (*part.__bases__, *vars(part), *vars(part).values())
 
 
 def _of_function(function: FunctionType) -> tuple:
@@ -261,12 +255,9 @@ def _of_function(function: FunctionType) -> tuple:
 
 
 def used_globals(function: FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function names, and of modules of the user what it names of them."""
+    """Yield the globals that a function names; of a user's module the attributes that it names."""
     names, variables = names_in(function.__code__), function.__globals__
-    values = [variables[name] if name in variables else sys.modules.get(name) for name in names]
-    # `import a.b as c` in a function takes c from the module a
-    values += [sys.modules.get(_package(name)) for name in names if "." in name]
-    seen: set[int] = set()
+    values, seen = [variables[name] for name in names if name in variables], set[int]()
     while values:
         value = values.pop()
         if id(value) in seen:  # modules may refer to each other
@@ -275,7 +266,7 @@ def used_globals(function: FunctionType) -> Iterator[Any]:
         if not isinstance(value, ModuleType):
             yield value
         elif not is_installed(value.__name__):
-            yield id(value)  # not all that the module has
+            yield id(value)
             values += [vars(value)[name] for name in names if name in vars(value)]
 
 

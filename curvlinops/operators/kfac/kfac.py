@@ -111,8 +111,6 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
-    #: Whether eigenvalues are corrected in a second pass.
-    _needs_second_pass = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""
