@@ -182,7 +182,7 @@ class SampleBackward:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
             return RecordedBatch(problem, names)
-        except Exception as error:  # a user's model may raise anything
+        except Exception as error:  # a model that looks at its own graph may raise anything
             if lacks_memory(error):
                 raise
             autograd_sums(problem)  # raises what the model raises without being recorded

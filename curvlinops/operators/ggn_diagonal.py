@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import PerSampleGradient, add_sums
+from curvlinops.layers.gradients import add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.operators.base import DataLinearOperator
@@ -112,7 +112,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         gradients, out = self._capture(problem), self.space.zeros(1)
         terms = problem.terms(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
-            add_sums(out, gradients.backward(u, last), PerSampleGradient.sum_of_squares)
+            add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
         return out, terms
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
