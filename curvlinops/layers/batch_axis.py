@@ -121,7 +121,7 @@ def sketch(rows: Tensor, num_row_axes: int) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """What two backward passes say of a use's rows.
+    """The gradients of a use's rows in two backward passes.
 
     Attributes:
         row_shape: Lengths of the axes that number them.
@@ -154,7 +154,7 @@ def decide(
     for key, each in rows.items():
         axes = candidates(each.row_shape, len(r))
         found = [axis for axis in axes if _explains(axis, each, r, dtype)]
-        if not found:  # gradients may be but rounding errors of larger ones
+        if not found:  # the gradients may be rounding errors of larger ones
             noise = NOISE * rounding_of(dtype) * largest
             found = [axis for axis in axes if _explains(axis, each, r, dtype, noise)]
         distinct = {_samples(axis, each.row_shape, len(r)): axis for axis in reversed(found)}
@@ -171,7 +171,7 @@ def decide(
 def _explains(
     axis: BatchAxis, rows: Rows, r: Tensor, dtype: torch.dtype, noise: float = 0.0
 ) -> bool:
-    """Return whether the samples along an axis explain what weights make of the gradients."""
+    """Return whether the weighted gradients are those of samples along an axis."""
     num_axes = len(rows.row_shape)
     plain = axis.to_front(rows.plain.double(), 0, num_axes, len(r))
     weighted = axis.to_front(rows.weighted.double(), 0, num_axes, len(r))

@@ -84,7 +84,7 @@ def _window_of_output(
     groups: int,
 ) -> tuple[Window, list[int]]:
     """Return which patches of its output a transposed convolution writes, and the output's size."""
-    # how much of an axis all patches span
+    # the length of an axis that all patches span
     spans = [
         (count - 1) * s + d * (k - 1) + 1
         for count, s, d, k in zip(positions, stride, dilation, kernel, strict=True)
@@ -92,7 +92,7 @@ def _window_of_output(
     size = [
         span - 2 * p + extra for span, p, extra in zip(spans, padding, output_padding, strict=True)
     ]
-    # negative where patches end before the output does
+    # the padding is negative where patches end before the output does
     pads = [(p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True)]
     return Window(kernel, stride, pads, dilation, positions, groups), size
 

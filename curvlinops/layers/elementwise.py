@@ -97,7 +97,7 @@ _ELEMENTWISE = {
 
 
 def _register(function: Callable, name: str) -> None:
-    """Let all calls of an elementwise function by a name be known."""
+    """Register all calls of an elementwise function that have a name."""
     for owner in (torch, torch.special, Tensor):
         for known in (name, f"{name}_"):
             call = getattr(owner, known, None)

@@ -20,7 +20,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> dict[str, Use]:
-    """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
+    """Rows of ``weight``. An override makes the padding row constant."""
 
     def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         return EmbeddingGradient(sort(indices), wide(g), entries, padding_idx)
@@ -132,7 +132,7 @@ class EmbeddingGradient(PerSampleGradient):
 
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
-        # a table may be read by rows, and by entries
+        # a table may be read by rows or by entries
         return (
             isinstance(other, EmbeddingGradient)
             and self.entries == other.entries

@@ -107,7 +107,7 @@ class PerSampleGradient(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
-        # unlike squares and their sum, norms need no memory
+        # norms need no memory for squares
         norms = (torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.parts())
         return torch.cat(list(norms), dim=1).square()
 

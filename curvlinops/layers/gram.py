@@ -75,7 +75,7 @@ def _add_products(gradients: list[PerSampleGradient], out: Tensor) -> None:
     blocks = list(_blocks(gradients, out))
     if len(blocks) == 1:
         rows = _written(blocks[0], out)
-        if len(blocks[0]) > len(gradients):  # parts of several vectors lie between each other
+        if len(blocks[0]) > len(gradients):  # the rows of several vectors alternate
             rows = rows[_places(blocks[0]).argsort()]
         add_second_moment(out.unsqueeze(0), rows.unsqueeze(0))
         return

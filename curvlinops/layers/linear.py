@@ -92,7 +92,7 @@ def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
     out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     batch = [f"b{axis}" for axis in range(len(out))]
     aligned = zip(range(len(out) - (w.ndim - 2), len(out)), w.shape[:-2], strict=True)
-    # an axis of length one is the same for all that it meets
+    # an axis of length one is broadcast
     kept = [axis for axis, length in aligned if length != 1]
     of_x, of_w = " ".join(batch), " ".join(batch[axis] for axis in kept)
     if left:
@@ -107,7 +107,7 @@ def _vector_factor(x: Tensor, w: Tensor, left: bool, to_product: Callable[[Tenso
     """Return the same if at least one of both is a vector, all of which is summed over."""
     matrix = x if w.ndim == 1 else w
     others = [f"a{axis}" for axis in range(matrix.ndim - 1)]
-    # with a vector on its left, a matrix is summed over the axis before the last
+    # a vector on the left of a matrix contracts the axis before the last
     place = len(others) - 1 if left == (w.ndim == 1) else len(others)
     place = max(place, 0)
     of_matrix, out = " ".join([*others[:place], "i", *others[place:]]), " ".join(others)

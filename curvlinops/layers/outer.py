@@ -1,4 +1,4 @@
-"""Gradients that are sums of outer products: those of all matrix products and convolutions."""
+"""Gradients of matrix products and convolutions: sums of outer products."""
 
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -47,7 +47,9 @@ class OuterProducts(PerSampleGradient):
             return g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2)
         matrices = g.new_empty(*g.shape[:2], *g.shape[3:], x.shape[3])
         x = x.transpose(1, 2).flatten(0, 1)
-        for one, out in zip(g, matrices.flatten(1, 2), strict=True):  # without copies
+        for one, out in zip(
+            g, matrices.flatten(1, 2), strict=True
+        ):  # without copying x for each vector
             torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=out)
         return matrices
 
@@ -72,7 +74,7 @@ class OuterProducts(PerSampleGradient):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
         total: Tensor | float = 0.0
-        for part in self.parts(16 * self.num_inputs):  # and copies in the order of the product
+        for part in self.parts(16 * self.num_inputs):  # the product copies both factors
             g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
             total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
         return self.entries.spread(total.unsqueeze(1))[:, 0]
@@ -81,7 +83,7 @@ class OuterProducts(PerSampleGradient):
     def _by_convolution(self) -> bool:
         """Whether rows are faster without patches."""
         alone = isinstance(self.x, Patches) and self.num_vectors == 1
-        # several vectors share the patches; on GPUs nothing was measured
+        # several vectors share the patches; measured on CPUs only
         return alone and self.g.device.type == "cpu" and self.x.cost_more(self.g.shape[-1])
 
     @property
@@ -95,7 +97,7 @@ class OuterProducts(PerSampleGradient):
         positions, groups, inputs = self.x.shape[1:]
         outputs = self.g.shape[-1]
         if positions == 1:
-            # unlike squares and their sum, norms need no memory
+            # norms need no memory for squares
             x, g = (torch.linalg.vector_norm(z, dim=-1) for z in (self.x[:][:, 0], self.g[:, :, 0]))
             return (g * x).square().sum(-1)
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
@@ -175,7 +177,7 @@ def sum_of(gradients: list[PerSampleGradient]) -> PerSampleGradient:
     """Return the sum of several uses' gradients."""
     if len(gradients) == 1:
         return gradients[0]
-    # patches would take much memory
+    # written down, patches take much memory
     outer = all(isinstance(g, OuterProducts) and not isinstance(g.x, Patches) for g in gradients)
     if outer and len({gradient.kind for gradient in gradients}) == 1:
         return OuterProducts.merge(gradients)

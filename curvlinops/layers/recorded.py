@@ -166,7 +166,7 @@ class RecordedBatch:
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
-        # several vectors may turn out to need one pass each
+        # several vectors may need one pass each
         retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():

@@ -130,7 +130,7 @@ def contraction(
         x_shape: The other factor's shape, if ``x`` is a function.
 
     Returns:
-        The use, or ``None`` if an axis is repeated, or ``w`` is summed on its own.
+        The use, or ``None`` if an axis is repeated, or summed that only ``w`` has.
     """
     x_shape = x.shape if x_shape is None else x_shape
     axes = _Axes.of(equation, len(x_shape))
@@ -162,7 +162,7 @@ def contraction(
 
 
 class _Axes(NamedTuple):
-    """What the axes of a contraction are for.
+    """The roles of the axes of a contraction.
 
     In ``argument . other = output``, *rows* are the axes of other and output, *groups* those of all
     three, *outer* those of argument and output, and *inner* those that are summed.
@@ -188,7 +188,7 @@ class _Axes(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
     def of(cls, equation: str, x_ndim: int) -> "_Axes | None":
-        """Sort axes; ``None`` if one is repeated, or ``w`` is summed on its own."""
+        """Find the roles; ``None`` if an axis is repeated, or summed that only ``w`` has."""
         factors, _, output = equation.partition("->")
         x, w, out = ([*term.split()] for term in (*factors.split(","), output))
         dots = [f"...{axis}" for axis in range(x_ndim - len(x) + 1)] if "..." in x else []

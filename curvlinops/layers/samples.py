@@ -48,7 +48,7 @@ class SampleGradients:
         self._known = [] if batch is None else batch.names
         if len(self._known) < len(problem.space.names):
             self.output = self._whole[1]
-            if batch is None and len(self.output):  # else it was checked before it was sorted
+            if batch is None and len(self.output):  # a recorded output was checked before
                 problem.check(self.output)
         else:
             self.output = batch.output.detach()
@@ -151,7 +151,7 @@ class SampleBackward:
             del batch
             states.restore()
             batch = self._record(problem, by_sample)
-        if self.fallbacks:  # which evaluate the model again
+        if self.fallbacks:  # fallbacks evaluate the model again
             states.restore()
         return SampleGradients(problem, batch, self.fallbacks, self._fallback)
 

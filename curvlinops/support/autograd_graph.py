@@ -1,4 +1,4 @@
-"""What autograd graphs are made of."""
+"""Nodes, leaves and memory of autograd graphs."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +17,7 @@ from curvlinops.support.torch_internals import (
     strided_tensors,
 )
 
-#: What models and losses call to differentiate.
+#: Functions that models and losses call to differentiate.
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -98,7 +98,7 @@ def footprint(part: Any) -> int:
         sizes |= _storages(tensor)
     for node in nodes:
         for saved in saved_values(node):
-            # what checkpoints and other hooks saved in another form is not in memory
+            # hooks on saved tensors, as of checkpoints, may have saved something else
             held = getattr(saved, "data", None)
             if isinstance(held, Tensor):
                 sizes |= _storages(held)
