@@ -79,7 +79,7 @@ class ViewOf(NamedTuple):
         return None if view is None else Entries(view, tuple(shape))
 
 
-class Called:
+class CallOutput:
     """The output of a call, and the tensors that the call read.
 
     Args:
@@ -122,16 +122,16 @@ class Called:
         return any(version_of(x) != version for x, version in self._versions)
 
 
-class Recorded(NamedTuple):
+class RecordedUse(NamedTuple):
     """A use of a tracked tensor.
 
     Attributes:
         use: How it enters the output.
-        function: What was called.
+        function: The function that was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
         view_of: Which entries of a parameter it has, ``None`` if it is another function.
         lookup: The lookup in a table of which it is a function, row by row.
-        called: The call, the same for all tensors that it got.
+        output: The call's output, the same for all tensors that it got.
     """
 
     use: Use
@@ -139,7 +139,7 @@ class Recorded(NamedTuple):
     tensor: Tensor
     view_of: ViewOf | None
     lookup: "LookedUp | None"
-    called: Called
+    output: CallOutput
 
 
 class LookedUp(NamedTuple):
@@ -203,7 +203,7 @@ class Capture(TorchFunctionMode):
         num_samples: How many samples the batch has; ``None`` if that is not evident.
 
     Attributes:
-        uses: Recorded uses, in the order of the calls.
+        uses: RecordedUse uses, in the order of the calls.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -223,7 +223,7 @@ class Capture(TorchFunctionMode):
         self._num_samples = num_samples
         self._calls: Counter[Callable] = Counter()
         self._inside: set[tuple] = set()
-        self.uses: dict[tuple[Call, int | str], Recorded] = {}
+        self.uses: dict[tuple[Call, int | str], RecordedUse] = {}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -297,10 +297,10 @@ class Capture(TorchFunctionMode):
         args = tuple(copies.get(place, x) for place, x in enumerate(args))
         kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
-        called = Called(out, constant.values())
+        output = CallOutput(out, constant.values())
         for key, tensor in recorded.items():
             view, lookup = self._views.get(id(tensor)), self._lookup(tensor)
-            self.uses[index, key] = Recorded(known[key], func, tensor, view, lookup, called)
+            self.uses[index, key] = RecordedUse(known[key], func, tensor, view, lookup, output)
         return out
 
     def _fits(self, use: Use) -> bool:

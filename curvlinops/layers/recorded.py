@@ -19,7 +19,7 @@ from curvlinops.layers.batch_axis import (
     sketch,
     wiring,
 )
-from curvlinops.layers.capture import Capture, LookedUp, Recorded, ViewOf
+from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
 from curvlinops.layers.gradients import (
     DenseGradient,
@@ -89,7 +89,7 @@ class RecordedBatch:
         with torch.enable_grad():
             self.output = capture.as_data(output)
         self.num_samples = len(self.output)
-        self.uses: dict[Key, Recorded] = {}
+        self.uses: dict[Key, RecordedUse] = {}
         self.axes: dict[Key, BatchAxis] = {}
         self.ambiguous: set[Key] = set()
         self.unconnected: set[Key] = set()
@@ -101,9 +101,9 @@ class RecordedBatch:
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
         for ((_, index), place), recorded in capture.uses.items():
-            found, overwritten = _origins(recorded.tensor, by_id), recorded.called.overwritten
+            found, overwritten = _origins(recorded.tensor, by_id), recorded.output.overwritten
             key = Key(index, place, recorded.function, tuple(found))
-            if recorded.called.edge.node in self._nodes:
+            if recorded.output.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
             elif not overwritten:
                 self.unconnected.add(key)
@@ -113,8 +113,8 @@ class RecordedBatch:
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient of all recorded outputs."""
-        calls = (recorded.called for recorded in self.uses.values())
-        return sum(called.shape.numel() * called.dtype.itemsize for called in calls)
+        outputs = (recorded.output for recorded in self.uses.values())
+        return sum(output.shape.numel() * output.dtype.itemsize for output in outputs)
 
     @cached_property
     def precision(self) -> torch.dtype:
@@ -129,7 +129,7 @@ class RecordedBatch:
     @cached_property
     def moves_rows(self) -> bool:
         """Whether rows of layers may be moved by their numbers."""
-        return moves_rows(self._nodes, {use.called.edge.node for use in self.uses.values()})
+        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses.values()})
 
     @property
     def has_lookups(self) -> bool:
@@ -165,14 +165,14 @@ class RecordedBatch:
             last: Whether nothing is backpropagated later: one vector then frees the graph.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
+        calls = {recorded.output: recorded.output.edge for recorded in self.uses.values()}
         # several vectors may need one pass each
         retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
-        return {key: found[recorded.called] for key, recorded in self.uses.items()}
+        return {key: found[recorded.output] for key, recorded in self.uses.items()}
 
     # --- the axis of samples, and the check of rules
 
@@ -325,7 +325,7 @@ def _on_parameter(
     use: Use,
     g: Tensor,
     sort: Sort,
-    source: Recorded | LookedUp,
+    source: RecordedUse | LookedUp,
     leaf: Tensor,
     lookup: LookedUp | None = None,
 ) -> PerSampleGradient:

@@ -121,7 +121,7 @@ class EFLinearOperator(DataLinearOperator):
         return self._sum_of_outer_products(pieces, gradients.num_samples, terms)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
-        """Multiply if the loss is no function of the output; each sample is a term."""
+        """Prepare products for a loss that is no function of the output; each sample is a term."""
         num_samples, pieces = self._alone.gradients(problem)
         terms = torch.tensor(num_samples, device=self.device)
         return self._sum_of_outer_products(pieces, num_samples, terms)

@@ -14,7 +14,7 @@ from curvlinops.operators.vectors import (
     check_sampling,
     hessian_roots,
     mark_last,
-    would_be_gradients,
+    sampled_gradients,
 )
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
@@ -116,12 +116,12 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         return out, terms
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
-        """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
+        """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""
         output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
         if self.mc_samples:
-            vectors = would_be_gradients(problem, output, self.mc_samples, self.seed)
+            vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
             return
         for roots in hessian_roots(problem, output):

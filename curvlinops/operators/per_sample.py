@@ -41,7 +41,7 @@ Placed = tuple[Iterable[Piece], Place]
 
 
 class Selection(NamedTuple):
-    """What is computed of a batch.
+    """The samples of a batch that have wanted rows.
 
     Attributes:
         shapes: The shapes of the batch's tensors.
@@ -87,7 +87,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     _per_sample = True
 
     def __post_init__(self) -> None:
-        """Check the options, too."""
+        """Check the operator's own options, too."""
         check_choice("terms", self.terms, ("term", "sample"))
         self._fallbacks: dict[str, str] = {}
         super().__post_init__()
@@ -170,7 +170,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield batches if self._indices is None else self._selected(batches)
 
     def _selected(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield what is left of the batches.
+        """Yield the batches, cut to the samples that have wanted rows.
 
         Raises:
             RuntimeError: If rows may not be where they were at construction.

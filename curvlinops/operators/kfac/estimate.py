@@ -16,8 +16,8 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
     hessian_roots,
     mark_last,
+    sampled_gradients,
     signed_hessian_roots,
-    would_be_gradients,
 )
 from curvlinops.risk.empirical_risk import BatchProblem
 
@@ -51,7 +51,7 @@ def _all_vectors(
     if options.fisher_type is FisherType.EMPIRICAL:
         return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
     if options.fisher_type is FisherType.MC:
-        draws = would_be_gradients(problem, output, options.mc_samples, options.seed)
+        draws = sampled_gradients(problem, output, options.mc_samples, options.seed)
         return [draws / options.mc_samples**0.5]
     if options.exact:
         return hessian_roots(problem, output, num_samples)
