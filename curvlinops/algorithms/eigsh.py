@@ -205,7 +205,7 @@ def thick_restart_lanczos(
                 return basis, found, num_missed
             if is_full:
                 restarts, checked = restarts + 1, 0
-                keep = k + (k - num_missed) // 2 + (ncv - k) // 2
+                keep = k + (k - num_missed) // 3 + (ncv - k) // 3
                 keep = min(keep, ncv - 2 * max(basis.num_pending, 1))
                 basis.restart(pairs.select(order[:keep]))
         basis.expand()
