@@ -184,13 +184,10 @@ def _are_same(now: tuple, before: tuple) -> bool:
     """Return whether two tuples have the same objects, or equal plain values."""
     if len(now) != len(before):
         return False
-    return all(map(is_, now, before)) or all(map(_is_same, now, before))
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if now is before:
+    if all(map(is_, now, before)):
         return True
-    return type(now) is type(before) and isinstance(now, PLAIN) and now == before
+    others = [(x, y) for x, y in zip(now, before, strict=True) if x is not y]
+    return all(type(x) is type(y) and isinstance(x, PLAIN) and x == y for x, y in others)
 
 
 def children(part: Any) -> tuple:
