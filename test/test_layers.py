@@ -53,6 +53,19 @@ def loop(model: nn.Module, params: list[Tensor], data: Data, loss: Callable) -> 
     return torch.stack(rows)
 
 
+def rows_in_batches(
+    model: nn.Module, data: Data, loss: Callable, params: list[Tensor] | None = None
+) -> Tensor:
+    """Return the gradients of the samples' losses, through the graph of each batch."""
+    params, rows = list(model.parameters()) if params is None else params, []
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    for X, y in data:
+        for z, target in zip(model(X), y, strict=True):
+            grads = torch.autograd.grad(loss(z, target), params, **options)
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
 def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: Any) -> None:
     """Compare everything that is computed of single gradients with the loop."""
     model = model.double().eval()
@@ -912,19 +925,8 @@ def test_batches_unlike_the_first(name: str):
     model = Changing(forward).double()
     data = [(X, torch.randn_like(model(X)).detach()) for X in inputs()]
     params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
-    rows = []
-    for X, y in data:  # not one by one: what a sample is, the model itself says
-        output = model(X)
-        for n in range(len(y)):
-            grads = torch.autograd.grad(
-                loss(output[n], y[n]),
-                params,
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    rows = torch.stack(rows)
+    # not one by one: the model itself says what a sample is
+    rows = rows_in_batches(model, data, loss)
     operator = PerSampleGradients(model, loss, params, data, batch_size_fn=lambda X: 0)
     close = {"rtol": 1e-8, "atol": 1e-10 * float(rows.norm())}
     for _ in range(2):
@@ -1054,15 +1056,11 @@ def test_sets_of_other_sizes_in_batches_of_the_same_shapes():
     with torch.no_grad():
         data = [(X, torch.randn_like(model(X))) for X in map(_sets, sizes)]
     params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
-    rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(loss(z, t), params, retain_graph=True)])
-        for X, y in data
-        for z, t in zip(model(X), y, strict=True)
-    ]
+    rows = rows_in_batches(model, data, loss)
     options = {"batch_size_fn": lambda X: len(X["pooling"])}
     operator = PerSampleGradients(model, loss, params, data, **options)
-    torch.testing.assert_close(operator.dense(), torch.stack(rows))
+    torch.testing.assert_close(operator.dense(), rows)
     assert operator.fallbacks
     options["fisher_type"] = "empirical"
     corrected = EKFACLinearOperator(model, loss, params, data, **options)
-    torch.testing.assert_close(corrected.trace(), torch.stack(rows).square().sum())
+    torch.testing.assert_close(corrected.trace(), rows.square().sum())

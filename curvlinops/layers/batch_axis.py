@@ -22,8 +22,9 @@ _SKETCHED = 4
 _MOVING = ("Index", "Gather", "Scatter", "Segment", "Sort", "Topk", "Take")
 _MOVING += ("MaskedSelect", "MaskedScatter")
 
-#: Options that say which rows of an input are those of an output.
-_OPTIONS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts", "split_size", "split_sizes")
+#: Arguments of operations that say which rows of an input are those of an output.
+ROW_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts")
+ROW_ARGUMENTS += ("split_size", "split_sizes")
 
 
 class Key(NamedTuple):
@@ -184,26 +185,6 @@ def _explains(
     return bool((error <= tolerance * norms + noise).all())
 
 
-def wiring(nodes: Iterable[Any]) -> int:
-    """Return a hash of a graph: operations, their axes, and how they are connected.
-
-    Args:
-        nodes: The nodes of the graph, in the order in which they are found from its output.
-    """
-    nodes = list(nodes)
-    numbers = {node: number for number, node in enumerate(nodes)}
-    return hash(
-        tuple(
-            (
-                node.name(),
-                *(_option(node, name) for name in _OPTIONS),
-                *((numbers.get(source), index) for source, index in node.next_functions),
-            )
-            for node in nodes
-        )
-    )
-
-
 def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
     """Return whether something behind a layer may move rows by their numbers.
 
@@ -220,11 +201,6 @@ def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
             seen.add(node)
             stack += [source for source, _ in node.next_functions if source is not None]
     return False
-
-
-def _option(node: Any, name: str) -> str | None:
-    value = getattr(node, f"_saved_{name}", None)
-    return None if value is None or isinstance(value, Tensor) else str(value)
 
 
 def _may_move(node: Any) -> bool:

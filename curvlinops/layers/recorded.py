@@ -11,13 +11,13 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks, vjp_columns
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
+    ROW_ARGUMENTS,
     BatchAxis,
     Key,
     Rows,
     decide,
     moves_rows,
     sketch,
-    wiring,
 )
 from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
@@ -29,7 +29,7 @@ from curvlinops.layers.gradients import (
 )
 from curvlinops.layers.outer import OuterProducts, sum_of
 from curvlinops.layers.rules import Sort, Use
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise, signature
 from curvlinops.support.pytree import leaves
 
 #: The caller knows how many vectors the memory allows.
@@ -123,8 +123,8 @@ class RecordedBatch:
 
     @cached_property
     def wiring(self) -> int:
-        """A hash of the number of samples and of the graph, see ``batch_axis.wiring``."""
-        return hash((self.num_samples, wiring(self._nodes)))
+        """A hash of the number of samples, and of the graph up to sizes."""
+        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
 
     @cached_property
     def moves_rows(self) -> bool:

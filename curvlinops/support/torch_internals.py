@@ -50,9 +50,10 @@ def saved_values(node: Any) -> list[Any]:
     return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
 
 
-def plain_values(node: Any) -> list[Any]:
-    """Return the saved arguments of a node that are no tensors, such as axes."""
-    return [getattr(node, name) for name in _saved_names(type(node))[1]]
+def plain_values(node: Any) -> dict[str, Any]:
+    """Return the saved arguments of a node that are no tensors, such as axes, by name."""
+    names = _saved_names(type(node))[1]
+    return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
 
 
 @functools.cache
