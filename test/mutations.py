@@ -25,7 +25,7 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: files, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        arguments norms pytree changes modules_in_code keeping::test_changes_are_noticed
+        arguments norms pytree changes modules_in_code threads keeping::test_changes_are_noticed
         structured saving robustness""",
     "linear_operator": """
         operator matrix contract::test_kinds_of_vectors contract::test_linear_and_adjoint

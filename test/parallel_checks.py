@@ -143,40 +143,17 @@ for _name in PROBLEMS:
 
 
 @check()
-def kinds_of_vectors() -> None:
-    together, alone = both("ggn", classifier((4, 2, 3, 1)))
-    for v in (vector(alone), vector(alone, 3)):
-        expected = alone @ v
-        torch.testing.assert_close(together @ v, expected)
-        array = together @ v.numpy()
-        assert isinstance(array, np.ndarray)
-        torch.testing.assert_close(torch.from_numpy(array), expected)
-    torch.testing.assert_close(vector(alone) @ together, vector(alone) @ alone)
-    tensors = [torch.randn_like(x) for x in classifier().params]
-    torch.testing.assert_close(together @ tensors, alone @ tensors)
-    assert (together @ torch.zeros(alone.shape[1], 0).double()).shape == (alone.shape[1], 0)
-    some = curvlinops.SubmatrixLinearOperator(together, ["0.bias"], ["2.weight"])
-    expected = curvlinops.SubmatrixLinearOperator(alone, ["0.bias"], ["2.weight"])
-    torch.testing.assert_close(matrix(some), matrix(expected))
-
-
-class Scaled(nn.Module):
-    """A multiple of a model."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.factor = model, nn.Parameter(torch.tensor(1.5).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * self.model(x)
-
-
-@check()
-def scalar_parameters() -> None:
-    p = classifier()
-    model = Scaled(p.model)
-    p = replace(p, model=model, params=list(model.parameters()))
-    torch.testing.assert_close(*map(matrix, both("ggn", p)))
+def other_kinds_of_products() -> None:
+    together, alone = both("hessian", classifier((4, 2, 3, 1)), block_sizes=[2, 2])
+    found = []
+    for operator in (together, alone):
+        v = vector(alone).requires_grad_()
+        (v @ (operator @ v)).backward()  # a derivative of a product
+        some = curvlinops.SubmatrixLinearOperator(operator, ["0.bias"], ["2.weight"])
+        gradient, loss = operator.gradient_and_loss()
+        products = [operator @ vector(alone, 3), torch.from_numpy(operator @ np.ones(len(v)))]
+        found.append([v.grad, matrix(some), matrix(operator), *gradient, loss, *products])
+    torch.testing.assert_close(*found)
 
 
 @check()
@@ -189,31 +166,6 @@ def vectors_of_the_caller_stay() -> None:
     torch.testing.assert_close(found, alone @ v, rtol=1e-13, atol=0)
     assert_same_everywhere(found)
     assert torch.equal(drifted, before)
-
-
-@check()
-def gradients_and_losses() -> None:
-    for reduction in ("mean", "sum"):
-        p = classifier(reduction=reduction)
-        together, alone = both("hessian", p)
-        torch.testing.assert_close(together.gradient_and_loss(), alone.gradient_and_loss())
-
-
-@check()
-def blocks() -> None:
-    together, alone = both("hessian", classifier(), block_sizes=[2, 2])
-    torch.testing.assert_close(matrix(together), matrix(alone))
-
-
-@check()
-def derivatives_of_products() -> None:
-    together, alone = both("ggn", classifier())
-    found = []
-    for operator in (together, alone):
-        v = vector(alone).requires_grad_()
-        (v @ (operator @ v)).backward()
-        found.append(v.grad)
-    torch.testing.assert_close(*found)
 
 
 @check(3)
@@ -251,15 +203,6 @@ def random_numbers() -> None:
     only = [ALL["mc"].build(replace(p, data=p.data[:n]), mc_samples=1) for n in (2, 4)]
     for found, operator in zip(drawn, only, strict=True):
         torch.testing.assert_close(found, operator @ vector(operator))
-
-
-@check()
-def fewer_batches_on_one() -> None:
-    """No number is drawn twice, and none depends on how many batches others have."""
-    p = classifier((3, 2, 4))  # numbers 0 and 2 here, 1 there
-    for case in ("mc", "kfac", "ekfac"):
-        together, alone = both(case, p)
-        torch.testing.assert_close(matrix(together), matrix(alone))
 
 
 # --- algorithms -----------------------------------------------------------------------------------
@@ -488,15 +431,6 @@ def running_statistics() -> None:
 
 
 @check()
-def own_values_of_parameters() -> None:
-    """What the module has in their place does not matter."""
-    p = classifier()
-    params = {n: x.detach().clone() for n, x in p.model.named_parameters()}
-    changed(lambda p: p.params[0].add_(1.0), p)
-    torch.testing.assert_close(*map(matrix, both("hessian", replace(p, params=params))))
-
-
-@check()
 def ranks_without_samples() -> None:
     p = classifier()
     X, y = p.data[0]
@@ -706,16 +640,6 @@ def updates(case: str) -> Callable[[], None]:
 
 
 CHECKS[2] |= {f"updates-{case}": updates(case) for case in ("kfac", "ekfac")}
-
-
-@check(3)
-def three_shards() -> None:
-    p = classifier((5, 4, 6, 7, 4, 3, 2))
-    for case in ("kfac", "ekfac"):
-        for fisher in ("mc", "type-2", "empirical"):
-            together, alone = both(case, p, fisher_type=fisher)
-            assert error(matrix(together), matrix(alone)) <= 1e-12
-            assert_alike_everywhere(matrix(together))
 
 
 @check()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import error
+from test_layers import rows_in_batches
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,24 +20,6 @@ SEEDS = 5
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def loop(
-    model: nn.Module, data: list, loss: Callable, params: list[Tensor] | None = None
-) -> Tensor:
-    """Return the gradients of the samples' losses through the graph of each batch."""
-    params, rows = list(model.parameters()) if params is None else params, []
-    for X, y in data:
-        for z, target in zip(model(X), y, strict=True):
-            grads = torch.autograd.grad(
-                loss(z, target),
-                params,
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
 
 
 Layer = Callable[[Tensor], Tensor]
@@ -137,7 +120,7 @@ def test_orders(name: str, shapes: list[tuple[int, int]]):
         torch.manual_seed(seed)
         model, loss = Ordered(order).double(), nn.MSELoss(reduction="sum")
         data = [(torch.randn(*s, 3).double(), torch.randn(s[0], 2).double()) for s in shapes]
-        rows = loop(model, data, loss)
+        rows = rows_in_batches(model, data, loss)
         A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
         for _ in range(2):
             assert error(A.dense(), rows) <= 1e-10, seed
@@ -169,7 +152,7 @@ def test_adapters_before_and_after_their_first_step(shape: tuple[int, int]):
         return K.input_covariances["down"]
 
     for step in range(2):
-        assert error(A.dense(), loop(model, data, loss, params)) <= 1e-12
+        assert error(A.dense(), rows_in_batches(model, data, loss, params)) <= 1e-12
         assert not A.fallbacks
         x = torch.cat([X.flatten(0, 1) for X, _ in data])
         assert error(inputs("expand"), covariance(x)) <= 1e-12

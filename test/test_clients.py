@@ -176,30 +176,12 @@ def test_lists_of_parameters():
     torch.testing.assert_close(gradient, (G @ [torch.ones_like(p) for p in PARAMS])[0])
 
 
-def test_lists_for_outputs_of_unequal_shape():
-    model = nn.Linear(4, 2)
-    data = [(torch.randn(2, n, 4), None) for n in (3, 1)]
-    operator = JacobianLinearOperator(model, list(model.parameters()), data)
-    (found,) = operator @ [torch.ones_like(p) for p in model.parameters()]
-    torch.testing.assert_close(found, operator @ torch.ones(10))
-    assert found.shape == (16,)
-
-
 def test_lists_of_plain_vectors():
     part = SubmatrixLinearOperator(H, [2, 0, 5], [1, 3])
     (found,) = part @ [torch.ones(2)]
     torch.testing.assert_close(found, part @ torch.ones(2))
     (found,) = part.T @ [torch.ones(3, 4)]
     torch.testing.assert_close(found, part.T @ torch.ones(3, 4))
-
-
-def test_set_submatrix():
-    part = SubmatrixLinearOperator(H, [0, 1], [2])
-    part.set_submatrix([3, 1], [0, 2, 5])
-    np.testing.assert_allclose(part @ np.eye(3), h[[3, 1]][:, [0, 2, 5]], atol=1e-6)
-    with pytest.raises(ValueError, match="col_idxs"):
-        part.set_submatrix([4], [D])
-    np.testing.assert_allclose(part @ np.eye(3), h[[3, 1]][:, [0, 2, 5]], atol=1e-6)
 
 
 @pytest.mark.parametrize(

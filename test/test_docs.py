@@ -82,6 +82,17 @@ def test_docstrings_run():
     assert not sum(result.failed for result in results)
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/extending.md"])
+def test_pages_name_what_exists(page: str):
+    files = [*(ROOT / "curvlinops").rglob("*.py"), *(ROOT / "test").glob("*.py")]
+    source = "".join(path.read_text() for path in files if path != Path(__file__))
+    for name in re.findall(r"`([\w./]+)(?:\([\w, ]*\))?`", (ROOT / page).read_text()):
+        if "/" in name or name.endswith(".py"):
+            assert (ROOT / name).exists() or (ROOT / "curvlinops" / name).exists(), name
+        else:
+            assert name.rpartition(".")[2] in source, name
+
+
 def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a page of the gallery, which checks its own results, and check that it has figures."""
     monkeypatch.chdir(folder)

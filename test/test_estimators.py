@@ -215,13 +215,6 @@ def test_exact(row: str, dtype: torch.dtype):
         assert (found.double() - truth).norm() <= tolerance * truth.norm()
 
 
-def test_low_rank_methods_win_on_decaying_spectra():
-    A = MATRICES["decaying"]
-    spread = {n: float(repeat(n, A, "gaussian")[0].std()) for n in ["trace", "hutchpp", *X_FAMILY]
-              if n != "xdiag"}  # fmt: skip
-    assert spread["xnystrace"] < spread["xtrace"] < spread["hutchpp"] < spread["trace"]
-
-
 def test_variance_of_hutchinson():
     # Rademacher: 2 (|A|^2 - sum of squared diagonal entries); Gaussian: 2 |A|^2, for symmetric A
     A = MATRICES["indefinite"]
@@ -316,18 +309,16 @@ def test_seeds_kinds_and_chunks(name: str, distribution: str):
         assert torch.equal(first, e.call(A, 12, **options, **arguments))
 
 
-@pytest.mark.filterwarnings("ignore:The standard error is:curvlinops.ConvergenceWarning")
 @pytest.mark.parametrize("exponent", [-100, 100])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_scales_whose_squares_are_no_numbers(name: str, exponent: int):
     call, A = ESTIMATORS[name].call, MATRICES["decaying"].float()
     exponent = exponent // 2 if name == "fro" else exponent  # an estimate is a number
-    for options in ({}, {"rtol": 0.1}):
-        expected = call(A, 24, seed=0, return_error=True, **options)
-        found = call(2.0**exponent * A, 24, seed=0, return_error=True, **options)
-        unit = 2.0 ** (exponent * (2 if name == "fro" else 1))
-        for value, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(value.double() / unit, other.double(), rtol=1e-3, atol=1e-5)
+    unit = 2.0 ** (2 * exponent if name == "fro" else exponent)
+    expected = call(A, 24, seed=0, return_error=True)
+    found = call(2.0**exponent * A, 24, seed=0, return_error=True)
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value.double() / unit, other.double(), rtol=1e-3, atol=1e-5)
 
 
 def test_norm_of_a_matrix_that_is_not_square():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_layers import rows_in_batches
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -125,20 +126,6 @@ def wide(*lengths: int) -> Data:
     return [(torch.randn(n, 64), torch.randn(n, 2)) for n in lengths]
 
 
-def rows_of(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:
-    """Return gradients through the graph of whole batches, one sample after the other."""
-    params, rows = list(model.parameters()), []
-    for X, y in data:
-        z = model(X)
-        for n in range(len(y)):
-            value = loss(z[n : n + 1], y[n : n + 1])
-            grads = torch.autograd.grad(
-                value, params, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
-
-
 @pytest.fixture(autouse=True)
 def in_double():
     torch.set_default_dtype(torch.float64)
@@ -165,7 +152,7 @@ def test_samples(name: str):
     options = {"check_deterministic": False, "num_data": 8}
     if sampled is named:
         options["batch_size_fn"] = lambda X: len(X["x"])
-    rows = rows_of(model, loss, data)
+    rows = rows_in_batches(model, data, loss)
     A = PerSampleGradientLinearOperator(model, loss, params, data, **options)
     for _ in range(2):
         torch.testing.assert_close(A.dense(), rows)

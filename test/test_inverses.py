@@ -104,13 +104,11 @@ def test_tolerances_and_start(inverse: type):
 
 
 @each_inverse
-@pytest.mark.parametrize("name", ["positive", "singular"])
-def test_zero_right_hand_sides_have_zero_solutions(inverse: type, name: str):
-    A, B = system(name)
+def test_zero_right_hand_sides_have_zero_solutions(inverse: type):
+    A, B = system("positive")
     x0 = RNG.standard_normal(len(A))
-    for start in ({"x0": x0}, {"x0": x0, "atol": 1e-3}):
-        solution = inverse(A, **start).solve(np.zeros(len(A)))
-        assert not solution.x.any() and int(solution.iterations) == 0 and bool(solution.converged)
+    solution = inverse(A, x0=x0, atol=1e-3).solve(0 * x0)
+    assert not solution.x.any() and int(solution.iterations) == 0 and bool(solution.converged)
     solution = inverse(A).solve(B, x0=RNG.standard_normal(B.shape))
     assert solution.iterations[1] == 0 and not solution.x[:, 1].any()
     assert bool(solution.converged.all()) and int(solution.iterations[0]) > 0
@@ -193,26 +191,6 @@ def test_no_right_hand_sides(inverse: type):
 
 
 @each_inverse
-def test_calls_do_not_disturb_each_other(inverse: type):
-    # as if another thread used the inverse in the midst of every product
-    A, b, between = spectra.matrix("positive"), RNG.standard_normal(spectra.DIM), []
-
-    def multiply(x: np.ndarray) -> np.ndarray:
-        if len(between) < 3:
-            place = len(between)
-            between.append(None)
-            between[place] = outer @ b
-        return A @ x
-
-    outer = inverse(
-        sla.LinearOperator(A.shape, multiply, multiply, dtype=float), damping=1.0, rtol=1e-10
-    )
-    expected = np.linalg.solve(A + np.eye(len(A)), b)
-    for x in (outer @ b, *between):
-        np.testing.assert_allclose(x, expected, 1e-6)
-
-
-@each_inverse
 @pytest.mark.parametrize("name", ["singular", "zero"])
 def test_right_hand_side_out_of_range(inverse: type, name: str):
     A = spectra.matrix(name)
@@ -260,28 +238,22 @@ def steihaug(A: np.ndarray, b: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize("start", [False, True])
 def test_negative_curvature_has_its_direction_and_the_iterate(start: bool):
-    A = np.diag([3.0, 2.0, 1.0, -0.5, 5.0, 4.0])
+    A, x0 = np.diag([3.0, 2.0, 1.0, -0.5, 5.0, 4.0]), 1.0 * start * np.arange(6)
     B = np.random.default_rng(0).standard_normal((6, 3))
-    B[3, 1], x0 = 0.0, 1.0 * start * np.arange(6)
-    x0[3] = 0.0
-    expected = [steihaug(A, b, x0) for b in B[:, [0, 2]].T]
+    B[3, 1] = x0[3] = 0.0  # the second one does not meet it
+    expected = {i: steihaug(A, B[:, i], x0) for i in (0, 2)}
     inverse = CG(A, rtol=1e-12, x0=x0)
-    for i, b in ((0, B[:, 0]), (1, torch.from_numpy(B[:, 2]))):
+    for i, b in ((0, B[:, [0]]), (2, torch.from_numpy(B[:, [2]])), (None, B)):
         with pytest.raises(NegativeCurvatureError) as caught:
             inverse.solve(b)
-        error = caught.value
-        np.testing.assert_allclose(error.direction[:, 0], expected[i][0], atol=1e-10)
-        np.testing.assert_allclose(error.solution[:, 0], expected[i][1], atol=1e-10)
-    with pytest.raises(NegativeCurvatureError) as caught:
-        inverse @ B
-    error = caught.value  # as of the first that meets it
-    assert error.direction.shape == error.solution.shape == B.shape
-    lengths = np.linalg.norm(error.direction, axis=0)
-    assert set(lengths.round(10)) == {0.0, 1.0} and lengths[1] == 0
-    for i in np.flatnonzero(lengths):
-        direction, solution = expected[i // 2]
-        np.testing.assert_allclose(error.direction[:, i], direction, atol=1e-10)
-        np.testing.assert_allclose(error.solution[:, i], solution, atol=1e-10)
+        directions, solutions = caught.value.direction, caught.value.solution
+        assert directions.shape == solutions.shape == b.shape
+        met = np.flatnonzero(directions.abs().sum(0))  # those that meet it first
+        assert len(met) and 1 not in met
+        for column in met:
+            direction, solution = expected[column if i is None else i]
+            np.testing.assert_allclose(directions[:, column], direction, atol=1e-10)
+            np.testing.assert_allclose(solutions[:, column], solution, atol=1e-10)
 
 
 @each_inverse
@@ -329,15 +301,6 @@ def test_one_inverse_preconditions_the_other():
     assert float((A @ solution.x - b).norm()) <= 1e-9 * float(b.norm())
 
 
-def test_inverse_preconditions_scipy_lobpcg():
-    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
-    A = operator.damped(1e-3)
-    start = RNG.standard_normal((A.shape[0], 3))
-    M = CG(A, rtol=1e-3)
-    smallest, _ = sla.lobpcg(A, start, M=M, largest=False, tol=1e-9, maxiter=50)
-    np.testing.assert_allclose(smallest, np.linalg.eigvalsh(A @ np.eye(len(start)))[:3], rtol=1e-6)
-
-
 # --- least squares
 
 RECTANGULAR = {
@@ -379,25 +342,20 @@ def test_what_is_known_of_least_squares(name: str, damp: float):
     np.testing.assert_allclose([found.normx[0], found.normr[0]], [normx, normr], 1e-3, 1e-4)
 
 
-def test_least_squares_have_true_residuals():
-    """Estimates of scipy's do not see the rounding of products."""
-    A, b = RECTANGULAR["tall"].astype(np.float32), RNG.standard_normal(60)
-    products = (lambda x, M=M: (M @ x.astype(np.float32)).astype(float) for M in (A, A.T))
-    operator = sla.LinearOperator(A.shape, *products, dtype=float)
-    inverse = LSMR(operator, atol=1e-12, btol=1e-12)
-    with pytest.warns(ConvergenceWarning, match="rounding prevents it"):
-        found = inverse.matvec_with_info(b)
-    np.testing.assert_allclose(found.normr[0], np.linalg.norm(b - A @ found.x), rtol=1e-6)
-
-
 def test_least_squares_without_convergence():
-    A = np.diag(10.0 ** -np.arange(12))
-    b = np.ones(12)
+    A, b = np.diag(10.0 ** -np.arange(12)), np.ones(12)
     with pytest.warns(ConvergenceWarning, match="maxiter is reached"):
         found = LSMR(A, atol=1e-12, btol=1e-12, maxiter=3).matvec_with_info(b)
     assert int(found.istop) == 7 and int(found.itn) == 3
     with pytest.raises(ConvergenceError, match="conlim is exceeded"):
         LSMR(A, atol=0, btol=0, conlim=10, on_failure="raise") @ b
+    # scipy's estimates do not see the rounding of products
+    A = RECTANGULAR["tall"].astype(np.float32)
+    products = (lambda x, M=M: (M @ x.astype(np.float32)).astype(float) for M in (A, A.T))
+    rounding = LSMR(sla.LinearOperator(A.shape, *products, dtype=float), atol=1e-12, btol=1e-12)
+    with pytest.warns(ConvergenceWarning, match="rounding prevents it"):
+        found = rounding.matvec_with_info(np.ones(60))
+    np.testing.assert_allclose(found.normr[0], np.linalg.norm(1 - A @ found.x), rtol=1e-6)
 
 
 def test_least_squares_without_tolerances():
@@ -419,33 +377,19 @@ def test_neumann(num_terms: int):
         step = np.eye(6) - 0.5 * (A if preconditioner is None else P @ A)
         powers = [np.linalg.matrix_power(step, k) for k in range(num_terms + 1)]
         dense = 0.5 * sum(powers) @ (np.eye(6) if preconditioner is None else P)
-        for check_nan in (True, False):
-            inverse = NEUMANN(operator, num_terms, 0.5, check_nan, preconditioner, rtol=1)
-            np.testing.assert_allclose(inverse @ B, dense @ B)
-            np.testing.assert_allclose(inverse.T @ B, dense.T @ B)
+        inverse = NEUMANN(operator, num_terms, 0.5, preconditioner=preconditioner, rtol=1)
+        np.testing.assert_allclose(inverse @ B, dense @ B)
+        np.testing.assert_allclose(inverse.T @ B, dense.T @ B)
 
 
-def test_neumann_of_an_operator_converges():
-    operator = CASES["ggn"].build(problems.make("mlp-ce-all-mean"))
-    A, b = operator.damped(1.0), torch.ones(operator.shape[0], dtype=torch.float64)
-    largest = float(torch.linalg.matrix_norm(A.to_dense(), 2))
-    x = NEUMANN(A, num_terms=200, scale=1 / largest) @ b
-    torch.testing.assert_close(A @ x, b, rtol=0, atol=1e-3)
-    assert not NEUMANN(operator @ operator).self_adjoint
-
-
-@pytest.mark.parametrize("check_nan", [True, False])
-def test_neumann_says_that_it_has_not_converged(check_nan: bool):
+def test_neumann_says_that_it_has_not_converged():
     A, b = np.diag(np.logspace(-4, 0, 20)), np.ones(20)
     before = NEUMANN(A, num_terms=99, rtol=1) @ b
     residual = np.linalg.norm(b - A @ before) / np.linalg.norm(b)
-    assert residual > 0.5
-    options = {"num_terms": 100, "check_nan": check_nan}
-    enough = NEUMANN(A, **options, rtol=1.0001 * residual)
-    inverse = NEUMANN(A, **options, rtol=0.9999 * residual)
-    assert (enough @ (0 * b) == 0).all()
+    enough = NEUMANN(A, rtol=1.0001 * residual)
+    assert not (enough @ (0 * b)).any()
     with pytest.warns(ConvergenceWarning, match="not converged after 100 terms: .* up to 6.1e-01"):
-        np.testing.assert_array_equal(inverse @ b, enough @ b)
+        np.testing.assert_array_equal(NEUMANN(A, rtol=0.9999 * residual) @ b, enough @ b)
     with pytest.raises(ConvergenceError, match="pass rtol=1"):
         NEUMANN(A, on_failure="raise") @ b
 
@@ -463,24 +407,11 @@ def test_neumann_diverges(size: float, check_nan: bool):
 # --- errors, dot-tests
 
 
-@each_inverse
-def test_matrix_that_is_not_symmetric(inverse: type):
-    A = np.diag([2.0, 3, 4]) + np.diag([0.1, 0.1], 1)
-    with pytest.raises(ValueError, match="not symmetric"):
-        inverse(A) @ np.ones((3, 2))
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_least_squares_solved_exactly(scale: float):
-    b = np.random.default_rng(0).standard_normal((5, 20))
-    inverse = LSMR(scale * np.eye(5))
-    np.testing.assert_allclose(inverse @ b, b / scale, rtol=1e-12)
-    assert (inverse.matvec_with_info(b).istop == 1).all()
-
-
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda A: CG(np.triu(A)) @ A[:, :2], "not symmetric"),
+        (lambda A: MINRES(np.triu(A)) @ A[:, :2], "not symmetric"),
         (lambda A: CG(A[:, :3]), "square"),
         (lambda A: CG(A, rtol=-1.0), "rtol"),
         (lambda A: CG(A, rtol=0.0), "rtol and atol"),
@@ -492,14 +423,10 @@ def test_least_squares_solved_exactly(scale: float):
         (lambda A: CG(A) @ np.ones(3), "shape"),
         (lambda A: CG(A).solve(np.full(len(A), np.nan)), "NaN"),
         (lambda A: CG(A) @ np.full(len(A), 1e-200), "Scale the right-hand sides"),
-        (lambda A: MINRES(A) @ np.full(len(A), 1e200), "Scale the right-hand sides"),
         (lambda A: LSMR(A, atol=-1.0), "atol"),
-        (lambda A: LSMR(A, maxiter=0), "maxiter"),
         (lambda A: NEUMANN(A, num_terms=-1), "num_terms"),
         (lambda A: NEUMANN(A, scale=0.0), "scale"),
         (lambda A: NEUMANN(A, rtol=-1.0), "rtol"),
-        (lambda A: NEUMANN(A, on_failure="no"), "on_failure"),
-        (lambda A: NEUMANN(A, scale=float("nan")), "scale"),
         (lambda A: dottest(A, num_tests=0), "num_tests"),
     ],
 )

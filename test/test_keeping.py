@@ -49,7 +49,7 @@ SQUARE = [name for name, case in CASES.items() if case.square]
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("cache", ["graph", "auto", 10**9, 0])
+@pytest.mark.parametrize("cache", ["auto", 10**9, 0])
 @pytest.mark.parametrize("case, problem", pairs(EXACT, AWKWARD))
 def test_agrees_with_fresh_products(case: str, problem: str, cache):
     p = problems.make(problem)

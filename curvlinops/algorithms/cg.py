@@ -7,16 +7,14 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import NegativeCurvatureError
 from curvlinops.algorithms.iterative import (
-    Aliases,
     DampedMatrix,
     KrylovInverseLinearOperator,
+    SolverOptions,
     Systems,
     add_scaled,
     check_positive,
     scaled,
-    takes_aliases,
 )
-from curvlinops.algorithms.matrix import Preconditioner
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.progress import show_residuals
@@ -44,27 +42,17 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         TypeError: If an option is unknown, or given under two names.
     """
 
-    @takes_aliases
     def set_cg_hyperparameters(
         self,
         x0: Vectors | None = None,
         maxiter: int | None = None,
-        preconditioner: Preconditioner = None,
-        rtol: float = 1e-5,
-        atol: float | None = None,
-        **aliases: Unpack[Aliases],
+        /,
+        **options: Unpack[SolverOptions],
     ) -> None:
-        """Set options after construction; those that are not given have their defaults.
-
-        Args:
-            x0: Start of the iteration.
-            maxiter: Largest number of iterations.
-            preconditioner: See the constructor, as for the rest.
-            rtol: Relative tolerance.
-            atol: Absolute tolerance. ``None``: zero.
-            **aliases: The same under other names.
-        """
-        self._set_options(preconditioner, rtol, 0.0 if atol is None else atol, maxiter, x0)
+        """Set the options of the constructor again; those that are not given have defaults."""
+        positional = {"x0": x0, "maxiter": maxiter}
+        given = {name: value for name, value in positional.items() if value is not None}
+        self._set_options(given | options)
 
     def _improve(
         self, A: DampedMatrix, X: Tensor, iterations: Tensor, systems: Systems, budget: int

@@ -1,4 +1,4 @@
-"""What happens when an iteration does not reach its tolerance."""
+"""Warnings and errors of iterations that do not reach their tolerance."""
 
 from torch import Tensor
 
@@ -18,14 +18,14 @@ class NegativeCurvatureError(ConvergenceError):
     """A method for positive definite matrices has met a direction of negative curvature.
 
     Args:
-        message: What was met, and what to do.
+        message: The text.
         direction: See below.
         solution: See below.
 
     Attributes:
-        direction: For each right-hand side b the direction p that was met, of norm one, with
-            ``p^T A p < 0`` (damping included) and ``p^T (b - A x) >= 0``; zero if none was met. A
-            tensor ``[D, K]`` for K right-hand sides of any kind, ``[D, 1]`` for a single one.
+        direction: For each right-hand side b a direction p of norm one with ``p^T A p < 0``
+            (damping included) and ``p^T (b - A x) >= 0``; zero if none was met. A tensor ``[D, K]``
+            for K right-hand sides of any kind, ``[D, 1]`` for a single one.
         solution: The iterates x so far, ``[D, K]``.
     """
 
@@ -39,15 +39,15 @@ class DivergenceError(ConvergenceError, ValueError):
 
 
 def check_on_failure(on_failure: str) -> None:
-    """Check the argument that says what happens without convergence."""
+    """Check the argument ``on_failure``."""
     check_choice("on_failure", on_failure, ("warn", "raise"))
 
 
 def fail(message: str, on_failure: str) -> None:
-    """Say that an algorithm has not converged.
+    """Warn, or raise an error: an algorithm has not converged.
 
     Args:
-        message: What was not reached, and what to do.
+        message: The text.
         on_failure: ``"warn"`` or ``"raise"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whether an operator and its adjoint belong together."""
+"""The dot test of an adjoint."""
 
 import torch
 

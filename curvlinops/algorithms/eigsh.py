@@ -90,7 +90,7 @@ def eigsh(
             relative to the norm of ``A`` if that is larger. With zero they are as small as the
             accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        on_failure: Without convergence, ``"warn"`` and return what there is, or ``"raise"``.
+        on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
         seed: Seeds start vectors. Default: PyTorch's global generator does.
         generator: Draws start vectors, instead of ``seed``.
 
@@ -205,7 +205,7 @@ def thick_restart_lanczos(
                 return basis, found, num_missed
             if is_full:
                 restarts, checked = restarts + 1, 0
-                keep = k + (k - num_missed) // 2 + (ncv - k) // 2
+                keep = k + (k - num_missed) // 3 + (ncv - k) // 3
                 keep = min(keep, ncv - 2 * max(basis.num_pending, 1))
                 basis.restart(pairs.select(order[:keep]))
         basis.expand()
@@ -294,7 +294,7 @@ class LanczosBasis:
         self._norm = max(self._norm, largest)
         H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
         H[:start, :start], H[start:, :start] = self._H, self._B
-        # the first pass removes what theory says is there, the second one what rounding adds
+        # the first pass removes the parts that theory predicts, the second one rounding errors
         for first in (self._first_coupled, 0):
             rows = self._rows[first:end]
             coefficients = rows @ W.T
@@ -338,7 +338,7 @@ class LanczosBasis:
         return rows.T @ Y.to(rows)
 
     def _inject(self, block: Tensor) -> None:
-        """Let Q be the part of rows that is orthogonal to V."""
+        """Set Q to the parts of rows that are orthogonal to V."""
         sizes = block.norm(dim=1, keepdim=True)
         block = block / sizes.where(sizes > 0, 1.0)
         rows = self._rows[: self.size]

@@ -1,11 +1,9 @@
 """Inverses of symmetric matrices by iterations: options, products, and true residuals."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from inspect import signature
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from types import SimpleNamespace
-from typing import Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,11 +21,10 @@ from curvlinops.support.torch_modes import default_modes
 #: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
 ASYMMETRY = 1e-3
 
-P = ParamSpec("P")
 #: The kind of the right-hand sides.
 Kind = TypeVar("Kind")
 
-#: What SciPy and GPyTorch call the options.
+#: Names of options in SciPy and GPyTorch.
 _ALIASES = {
     "M": "preconditioner",
     "tol": "rtol",
@@ -42,32 +39,20 @@ _REFUSED = {
 }
 
 
-class Aliases(TypedDict, total=False):
-    """Other names of options."""
+class SolverOptions(TypedDict, total=False):
+    """Options of an iteration; ``KrylovInverseLinearOperator`` explains them."""
 
+    preconditioner: Preconditioner
+    rtol: float
+    atol: float | None
+    maxiter: int | None
+    x0: Vectors | None
+    # other names of these
     M: Preconditioner
     tol: float
     tolerance: float
     max_iter: int | None
     initial_guess: Vectors | None
-
-
-def takes_aliases(function: Callable[P, None]) -> Callable[P, None]:
-    """Return a decorator of a function that renames its options to this package's names."""
-    options = [name for name in signature(function).parameters if name not in ("self", "aliases")]
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() & _REFUSED.keys():
-            raise TypeError(f"There is no option '{name}': {_REFUSED[name]}.")
-        renamed = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
-        if unknown := sorted(renamed.keys() - set(options)):
-            raise TypeError(f"There are no options {unknown}; there are {options}.")
-        if len(renamed) < len(kwargs):
-            raise TypeError(f"One option is given twice, under two names: {sorted(kwargs)}.")
-        function(*args, **renamed)
-
-    return call
 
 
 class Solution(NamedTuple, Generic[Kind]):
@@ -94,18 +79,18 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
-        preconditioner: A symmetric positive definite operator or matrix that approximates the
-            inverse; or a function that multiplies by one: a vector ``[D]``, or if it does not take
-            these, several at once, ``[D, K]``, tensors like the products of ``A``.
-        rtol: See ``atol``.
-        atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
-        maxiter: Largest number of iterations. Default: ``10 D``.
         damping: Multiple of the identity that is added to ``A``.
-        x0: Start of the iteration for every right-hand side that is not zero, ``[D]``. Default:
-            zero.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
-        **aliases: The same under the names of SciPy (``M``, ``tol``) and of GPyTorch
-            (``tolerance``, ``max_iter``, ``initial_guess``).
+        **options: ``preconditioner``: a symmetric positive definite operator or matrix that
+            approximates the inverse; or a function that multiplies by one: a vector ``[D]``, or if
+            it does not take these, several at once, ``[D, K]``, tensors like the products of ``A``.
+            ``rtol=1e-5`` and ``atol=0``: a system is solved if
+            ``||b - A x|| <= max(rtol ||b||, atol)``.
+            ``maxiter``: largest number of iterations. Default: ``10 D``.
+            ``x0``: start of the iteration for every right-hand side that is not zero, ``[D]``.
+            Default: zero.
+            The same under the names of SciPy (``M``, ``tol``) and of GPyTorch (``tolerance``,
+            ``max_iter``, ``initial_guess``).
 
     Raises:
         ValueError: If an argument is out of its range, or products show that the matrix is not
@@ -114,46 +99,44 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         TypeError: If an option is unknown, or given under two names.
     """
 
-    @takes_aliases
     def __init__(
         self,
         A: AnyMatrix,
         *,
-        preconditioner: Preconditioner = None,
-        rtol: float = 1e-5,
-        atol: float = 0.0,
-        maxiter: int | None = None,
         damping: float = 0.0,
-        x0: Vectors | None = None,
         on_failure: str = "warn",
-        **aliases: Unpack[Aliases],
+        **options: Unpack[SolverOptions],
     ):
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         operator.domain.check_compatible(operator.codomain)
         super().__init__(operator.domain, self_adjoint=True)
-        self._set_options(preconditioner, rtol, atol, maxiter, x0)
+        self._set_options(options)
         self.damping = check_number("damping", damping)
         if not isfinite(self.damping):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
 
-    def _set_options(
-        self,
-        preconditioner: Preconditioner,
-        rtol: float,
-        atol: float,
-        maxiter: int | None,
-        x0: Vectors | None,
-    ) -> None:
-        rtol, atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
-        if rtol == atol == 0:
+    def _set_options(self, options: dict[str, Any]) -> None:
+        """Set options; those that are not given have their defaults."""
+        for name in options.keys() & _REFUSED.keys():
+            raise TypeError(f"There is no option '{name}': {_REFUSED[name]}.")
+        given = {_ALIASES.get(name, name): value for name, value in options.items()}
+        if len(given) < len(options):
+            raise TypeError(f"One option is given twice, under two names: {sorted(options)}.")
+        defaults = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None, "x0": None}
+        if unknown := sorted(given.keys() - defaults.keys()):
+            raise TypeError(f"There are no options {unknown}; there are {list(defaults)}.")
+        preconditioner, rtol, atol, maxiter, x0 = (defaults | given).values()
+        self.rtol = check_number("rtol", rtol, 0)
+        self.atol = 0.0 if atol is None else check_number("atol", atol, 0)
+        if self.rtol == self.atol == 0:
             raise ValueError("rtol and atol must not both be zero.")
-        maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
-        start = None if x0 is None else self._matrix.read_rows(x0)
+        maxiter = 10 * self.shape[0] if maxiter is None else maxiter
+        self.maxiter = check_count("maxiter", maxiter)
+        self._x0 = None if x0 is None else self._matrix.read_rows(x0)
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
-        self.rtol, self.atol, self.maxiter, self._x0 = rtol, atol, maxiter, start
 
     def _improve(
         self, A: "DampedMatrix", X: Tensor, iterations: Tensor, systems: "Systems", budget: int
@@ -207,7 +190,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
         with solver(type(self).__name__, self):
-            # each call has its own, so that calls in several threads do not meet
+            # an object for each call, so that several threads do not disturb each other
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = double_norm(B, 1)
             # float64 cannot hold the squares of other norms
@@ -229,10 +212,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             R = R[index]
             while len(index) and (done := int(iterations.max())) < self.maxiter:
                 before = residuals[index]
-                # a bit less, as recursions drift; but rounding limits what one run reaches
+                # a margin for drifting recursions; rounding limits the gain of a single run
                 target = (0.9 * goal[index]).maximum(rounding * before)
                 systems = Systems(index=index, R=R, goal=target)
-                # a restart is not worth more products than there were
+                # a restart gets at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
                 candidate = X.clone()
                 self._improve(A, candidate, iterations, systems, budget)

@@ -76,7 +76,7 @@ def _start(systems: Systems, z: Tensor) -> Systems:
         phi=beta,  # the residual's norm in the norm of M
         cos=-one,  # the last rotation
         sin=zero,
-        below=zero,  # what it has left for the next column: one above the diagonal,
+        below=zero,  # entries of the next column after it: one above the diagonal,
         above=zero,  # and two above
         w=rows,  # directions
         w_old=rows,
@@ -99,7 +99,7 @@ def _lanczos(A: DampedMatrix, s: Systems) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(s: Systems, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Update the directions and residuals; return the step's length, and whose space ends."""
+    """Update directions and residuals; return the step's length, and which systems end."""
     s.norm = s.norm.maximum(torch.hypot(alpha, s.beta))
     tiny = 10 * torch.finfo(v.dtype).eps * s.norm
     delta, gamma_bar = s.cos * s.below + s.sin * alpha, s.sin * s.below - s.cos * alpha

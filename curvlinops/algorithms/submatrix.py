@@ -1,4 +1,4 @@
-"""Parts of a matrix."""
+"""Submatrices: some rows and columns of a matrix."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray
 class SubmatrixLinearOperator(TorchLinearOperator):
     """Some rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
 
-    Only what is asked for is computed: of an operator on data, the model is differentiated with
-    respect to the parameters that have a row or column in the submatrix.
+    Products compute nothing else: an operator on data differentiates the model with respect to the
+    parameters that have a row or column in the submatrix.
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix. The submatrix of a submatrix is
@@ -73,17 +73,17 @@ class _Selection:
 
     Args:
         parent: The space.
-        names: The tensors in which they lie.
-        places: Where they lie in these tensors' flat vector, ``[n]``; ``None`` if they are all
+        names: The tensors that contain them.
+        positions: Their indices in these tensors' flat vector, ``[n]``; ``None`` if they are all
             coordinates of these tensors.
     """
 
-    def __init__(self, parent: ParameterSpace, names: list[str], places: Tensor | None = None):
-        self.parent, self.names, self._places = parent, names, places
+    def __init__(self, parent: ParameterSpace, names: list[str], positions: Tensor | None = None):
+        self.parent, self.names, self._positions = parent, names, positions
         self._inner = parent.restricted(names)
         self.space = self._inner
-        if places is not None:
-            self.space = ParameterSpace.flat(len(places), parent.dtype, parent.device)
+        if positions is not None:
+            self.space = ParameterSpace.flat(len(positions), parent.dtype, parent.device)
 
     @classmethod
     def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
@@ -101,36 +101,36 @@ class _Selection:
 
     def of_selection(self, other: "_Selection") -> "_Selection":
         """Return these coordinates of another selection as coordinates of its parent."""
-        if self._places is None and other._places is None:
+        if self._positions is None and other._positions is None:
             return _Selection(other.parent, self.names)
         return _Selection.of_indices(other.parent, other._indices()[self._indices()])
 
     def equals(self, other: "_Selection") -> bool:
         """Return whether both have the same coordinates in the same order."""
-        if self._places is None or other._places is None:
-            return self._places is other._places and self.names == other.names
+        if self._positions is None or other._positions is None:
+            return self._positions is other._positions and self.names == other.names
         return torch.equal(self._indices(), other._indices())
 
     def embed(self, columns: Columns) -> Columns:
-        """Return vectors of the tensors, with zeros where nothing is selected."""
-        if self._places is None:
+        """Return vectors of the tensors, with zeros at all other coordinates."""
+        if self._positions is None:
             return columns
         flat = self.space.join(columns)
         full = flat.new_zeros(len(flat), self._inner.dim)
-        full[:, self._places] = flat
+        full[:, self._positions] = flat
         return self._inner.split(full)
 
     def cut(self, columns: Columns) -> Columns:
-        """Return what is selected of vectors of the tensors."""
-        if self._places is None:
+        """Return the selected coordinates of vectors of the tensors."""
+        if self._positions is None:
             return columns
-        return self.space.split(self._inner.join(columns)[:, self._places])
+        return self.space.split(self._inner.join(columns)[:, self._positions])
 
     def _indices(self) -> Tensor:
         """Return the coordinates in the parent's flat vector, ``[n]``."""
         slices = [self.parent.slice(name) for name in self.names]
         every = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in slices])
-        return every if self._places is None else every[self._places.cpu()]
+        return every if self._positions is None else every[self._positions.cpu()]
 
 
 def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:

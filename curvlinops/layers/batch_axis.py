@@ -22,8 +22,9 @@ _SKETCHED = 4
 _MOVING = ("Index", "Gather", "Scatter", "Segment", "Sort", "Topk", "Take")
 _MOVING += ("MaskedSelect", "MaskedScatter")
 
-#: Options that say which rows of an input are those of an output.
-_OPTIONS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts", "split_size", "split_sizes")
+#: Arguments of operations that say which rows of an input are those of an output.
+ROW_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts")
+ROW_ARGUMENTS += ("split_size", "split_sizes")
 
 
 class Key(NamedTuple):
@@ -53,22 +54,22 @@ class BatchAxis(NamedTuple):
     axis: int | None
     inner: bool = False
 
-    def fits(self, lead: tuple[int, ...], num_samples: int) -> bool:
+    def fits(self, row_shape: tuple[int, ...], num_samples: int) -> bool:
         """Return whether the axis exists and can be divided among the samples."""
-        if self.axis is not None and self.axis >= len(lead):
+        if self.axis is not None and self.axis >= len(row_shape):
             return False
-        return (prod(lead) if self.axis is None else lead[self.axis]) % num_samples == 0
+        return (prod(row_shape) if self.axis is None else row_shape[self.axis]) % num_samples == 0
 
-    def to_front(self, x: Tensor, start: int, num_lead: int, num_samples: int) -> Tensor:
-        """Turn ``[*, *lead, *features]`` into ``[*, N, S, *features]``.
+    def to_front(self, x: Tensor, start: int, num_row_axes: int, num_samples: int) -> Tensor:
+        """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
 
         Args:
-            x: Rows, behind ``start`` other axes, along ``num_lead`` axes.
+            x: Rows, behind ``start`` other axes, along ``num_row_axes`` axes.
             start: Number of other axes.
-            num_lead: Number of axes that together number the rows.
+            num_row_axes: Number of axes that together number the rows.
             num_samples: N.
         """
-        end = start + num_lead
+        end = start + num_row_axes
         if not self.axis and not self.inner:  # samples are in front
             rows = prod(x.shape[start:end]) // num_samples
             return x.reshape(*x.shape[:start], num_samples, rows, *x.shape[end:])
@@ -83,35 +84,35 @@ ALL_ROWS = BatchAxis(None)
 
 
 @lru_cache(maxsize=1024)
-def candidates(lead: tuple[int, ...], num_samples: int) -> tuple[BatchAxis, ...]:
+def candidates(row_shape: tuple[int, ...], num_samples: int) -> tuple[BatchAxis, ...]:
     """Return the axes that may number the samples of rows along some axes, likely ones first."""
     if num_samples == 1:
         return (ALL_ROWS,)
-    axes = range(len(lead))
-    alone = [BatchAxis(axis) for axis in axes if lead[axis] == num_samples]
+    axes = range(len(row_shape))
+    alone = [BatchAxis(axis) for axis in axes if row_shape[axis] == num_samples]
     merged = [BatchAxis(axis, inner) for inner in (False, True) for axis in axes]
-    merged = [each for each in merged if each.axis is not None and lead[each.axis] != num_samples]
-    rows = [ALL_ROWS] if len(lead) > 1 else []
-    return tuple(each for each in (*alone, *merged, *rows) if each.fits(lead, num_samples))
+    merged = [each for each in merged if row_shape[each.axis] != num_samples]
+    rows = [ALL_ROWS] if len(row_shape) > 1 else []
+    return tuple(each for each in (*alone, *merged, *rows) if each.fits(row_shape, num_samples))
 
 
 @lru_cache(maxsize=1024)
-def _samples(axis: BatchAxis, lead: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
+def _samples(axis: BatchAxis, row_shape: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
     """Return the sample of each row."""
-    rows = torch.arange(prod(lead), device="cpu").reshape(lead)
-    rows = axis.to_front(rows, 0, len(lead), num_samples)
-    out = torch.empty(prod(lead), dtype=torch.int64, device="cpu")
+    rows = torch.arange(prod(row_shape), device="cpu").reshape(row_shape)
+    rows = axis.to_front(rows, 0, len(row_shape), num_samples)
+    out = torch.empty(prod(row_shape), dtype=torch.int64, device="cpu")
     out[rows.flatten()] = torch.arange(num_samples, device="cpu").repeat_interleave(rows.shape[1])
     return tuple(out.tolist())
 
 
-def sketch(rows: Tensor, num_lead: int) -> Tensor:
-    """Return what is compared of rows ``[*lead, *features]``: ``[*lead, F]``, F small.
+def sketch(rows: Tensor, num_row_axes: int) -> Tensor:
+    """Return what is compared of rows ``[*row_shape, *features]``: ``[*row_shape, F]``, F small.
 
     These are random combinations of the features: one row is a multiple of another one if these
     are. In half precision, in which they might cancel, they are the features themselves.
     """
-    rows = rows.reshape(*rows.shape[:num_lead], prod(rows.shape[num_lead:]))
+    rows = rows.reshape(*rows.shape[:num_row_axes], prod(rows.shape[num_row_axes:]))
     width = rows.shape[-1]
     if width <= _SKETCHED or rows.dtype.itemsize < 4:
         return rows
@@ -121,15 +122,15 @@ def sketch(rows: Tensor, num_lead: int) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """What two backward passes say of a use's rows.
+    """The gradients of a use's rows in two backward passes.
 
     Attributes:
-        lead: Lengths of the axes that number them.
+        row_shape: Lengths of the axes that number them.
         plain: Sketches of the gradients of the sum of the samples' losses.
         weighted: Those of the sum weighted by r.
     """
 
-    lead: tuple[int, ...]
+    row_shape: tuple[int, ...]
     plain: Tensor
     weighted: Tensor
 
@@ -152,32 +153,29 @@ def decide(
     largest = max((float(each.plain.double().norm()) for each in rows.values()), default=0.0)
     possible: dict[Key, list[BatchAxis]] = {}
     for key, each in rows.items():
-        found = [axis for axis in candidates(each.lead, len(r)) if _explains(axis, each, r, dtype)]
-        if not found:  # gradients may be but rounding errors of larger ones
+        axes = candidates(each.row_shape, len(r))
+        found = [axis for axis in axes if _explains(axis, each, r, dtype)]
+        if not found:  # the gradients may be rounding errors of larger ones
             noise = NOISE * rounding_of(dtype) * largest
-            found = [
-                axis
-                for axis in candidates(each.lead, len(r))
-                if _explains(axis, each, r, dtype, noise)
-            ]
-        distinct = {_samples(axis, each.lead, len(r)): axis for axis in reversed(found)}
+            found = [axis for axis in axes if _explains(axis, each, r, dtype, noise)]
+        distinct = {_samples(axis, each.row_shape, len(r)): axis for axis in reversed(found)}
         possible[key] = [axis for axis in found if axis in distinct.values()]
-    axes, several = {}, set()
+    chosen, ambiguous = {}, set()
     for key, found in possible.items():
         if found:
-            axes[key] = known[key] if known.get(key) in found else found[0]
-        if len(found) > 1 and axes[key] != known.get(key):
-            several.add(key)
-    return axes, several
+            chosen[key] = known[key] if known.get(key) in found else found[0]
+        if len(found) > 1 and chosen[key] != known.get(key):
+            ambiguous.add(key)
+    return chosen, ambiguous
 
 
 def _explains(
     axis: BatchAxis, rows: Rows, r: Tensor, dtype: torch.dtype, noise: float = 0.0
 ) -> bool:
-    """Return whether the samples along an axis explain what weights make of the gradients."""
-    plain, weighted = (
-        axis.to_front(g.double(), 0, len(rows.lead), len(r)) for g in (rows.plain, rows.weighted)
-    )
+    """Return whether the weighted gradients are those of samples along an axis."""
+    num_axes = len(rows.row_shape)
+    plain = axis.to_front(rows.plain.double(), 0, num_axes, len(r))
+    weighted = axis.to_front(rows.weighted.double(), 0, num_axes, len(r))
     norms, tolerance = plain.norm(dim=2), tolerance_of(dtype)
     error = (weighted - r.double().reshape(-1, 1, 1) * plain).norm(dim=2)
     # rounding errors are relative to the largest numbers
@@ -185,26 +183,6 @@ def _explains(
     if torch.finfo(dtype).bits == 16:
         noise = 0.2 * tolerance * float(norms.max()) if norms.numel() else 0.0
     return bool((error <= tolerance * norms + noise).all())
-
-
-def wiring(nodes: Iterable[Any]) -> int:
-    """Return a hash of a graph: operations, their axes, and how they are connected.
-
-    Args:
-        nodes: The nodes of the graph, in the order in which they are found from its output.
-    """
-    nodes = list(nodes)
-    numbers = {node: number for number, node in enumerate(nodes)}
-    return hash(
-        tuple(
-            (
-                node.name(),
-                *(_option(node, name) for name in _OPTIONS),
-                *((numbers.get(source), index) for source, index in node.next_functions),
-            )
-            for node in nodes
-        )
-    )
 
 
 def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
@@ -223,11 +201,6 @@ def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
             seen.add(node)
             stack += [source for source, _ in node.next_functions if source is not None]
     return False
-
-
-def _option(node: Any, name: str) -> str | None:
-    value = getattr(node, f"_saved_{name}", None)
-    return None if value is None or isinstance(value, Tensor) else str(value)
 
 
 def _may_move(node: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -79,13 +79,12 @@ class ViewOf(NamedTuple):
         return None if view is None else Entries(view, tuple(shape))
 
 
-class Called:
-    """What a call returned, and what it read.
+class CallOutput:
+    """The output of a call, and the tensors that the call read.
 
     Args:
-        output: What it returned.
+        output: The output.
         inputs: The call's tensors that are not tracked.
-        in_place: Whether the output was written to.
 
     Attributes:
         edge: Where the output's gradient passes, perhaps in another shape.
@@ -93,16 +92,12 @@ class Called:
         dtype: The output's dtype.
     """
 
-    def __init__(self, output: Tensor, inputs: Iterable[Tensor], in_place: bool):
+    def __init__(self, output: Tensor, inputs: Iterable[Tensor]):
         self.shape, self.dtype = output.shape, output.dtype
         kept = list(inputs)
-        # writing to a view takes its node out of the graph, but not that of what it is a view of
-        self._entries: Tensor | None = None
+        # writing to a view takes its node out of the graph, but not the node of its base
         base = base_of(output)
         if base is not None and _covers(output, base):
-            output = base
-        elif base is not None and in_place and _lies_in(output, base):
-            self._entries = _entries(output, base)
             output = base
         elif base is not None:
             kept.append(output.detach())
@@ -119,14 +114,7 @@ class Called:
         if not parts or parts[0] is None:
             return u.new_zeros(u.shape[0], *self.shape, dtype=self.dtype)
         g = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._entries is not None:
-            g = g.flatten(1)[:, self._entries]
         return g.reshape(g.shape[0], *self.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether what passes the edge has the output's entries, in their order."""
-        return self._entries is None
 
     @property
     def overwritten(self) -> bool:
@@ -134,22 +122,24 @@ class Called:
         return any(version_of(x) != version for x, version in self._versions)
 
 
-class Recorded(NamedTuple):
+class RecordedUse(NamedTuple):
     """A use of a tracked tensor.
 
     Attributes:
         use: How it enters the output.
-        function: What was called.
+        function: The function that was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
         view_of: Which entries of a parameter it has, ``None`` if it is another function.
-        called: The call, the same for all tensors that it got.
+        lookup: The lookup in a table of which it is a function, row by row.
+        output: The call's output, the same for all tensors that it got.
     """
 
     use: Use
     function: Callable
     tensor: Tensor
     view_of: ViewOf | None
-    called: Called
+    lookup: "LookedUp | None"
+    output: CallOutput
 
 
 class LookedUp(NamedTuple):
@@ -169,7 +159,7 @@ class LookedUp(NamedTuple):
 
 
 class _Tensors:
-    """A set of tensors, without those that were written to since they were added."""
+    """A set of tensors; one that is written to leaves it."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()):
         self._entries: dict[int, tuple[ref, int]] = {}
@@ -213,7 +203,7 @@ class Capture(TorchFunctionMode):
         num_samples: How many samples the batch has; ``None`` if that is not evident.
 
     Attributes:
-        uses: Recorded uses, in the order of the calls.
+        uses: RecordedUse uses, in the order of the calls.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -233,7 +223,7 @@ class Capture(TorchFunctionMode):
         self._num_samples = num_samples
         self._calls: Counter[Callable] = Counter()
         self._inside: set[tuple] = set()
-        self.uses: dict[tuple[Call, int | str], Recorded] = {}
+        self.uses: dict[tuple[Call, int | str], RecordedUse] = {}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -267,7 +257,7 @@ class Capture(TorchFunctionMode):
         if rule is not None:
             return self._record(func, rule, args, kwargs)
         call = (func, *map(id, tensors))
-        if inner is func or call in self._inside:  # it still asks whether someone watches
+        if inner is func or call in self._inside:  # it would call itself through this mode
             args, kwargs = self._with_data(args, kwargs)
             return func(*args, **kwargs)
         self._inside.add(call)
@@ -290,10 +280,10 @@ class Capture(TorchFunctionMode):
         known = rule(tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()})
         places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         recorded = {key: places[key] for key in known if self.follows(places[key])}
-        if (rule.in_place and 0 in recorded) or not recorded:
+        if not recorded or (rule.in_place and (0 in recorded or _is_part(args[0]))):
             return func(*args, **kwargs)
         unfit = {key: x for key, x in recorded.items() if not self._fits(known[key])}
-        if self._num_samples == 1:  # of one sample, what has all axes may have a row for it
+        if self._num_samples == 1:  # a tensor with all axes may have a row for the sample
             num_axes = max(1, *(x.ndim for x in constant.values()))
             unfit |= {k: x for k, x in recorded.items() if x.ndim == num_axes and len(x) == 1}
         data = {key: self.as_data(x) for key, x in unfit.items()}
@@ -307,20 +297,19 @@ class Capture(TorchFunctionMode):
         args = tuple(copies.get(place, x) for place, x in enumerate(args))
         kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
         out = func(*args, **kwargs)
-        called = Called(out, constant.values(), rule.in_place)
+        output = CallOutput(out, constant.values())
         for key, tensor in recorded.items():
-            self.uses[index, key] = Recorded(
-                known[key], func, tensor, self._views.get(id(tensor)), called
-            )
+            view, lookup = self._views.get(id(tensor)), self._lookup(tensor)
+            self.uses[index, key] = RecordedUse(known[key], func, tensor, view, lookup, output)
         return out
 
     def _fits(self, use: Use) -> bool:
         """Return whether the axes that number a use's rows may number samples."""
         if not self._num_samples:
-            return bool(use.lead)
+            return bool(use.row_shape)
         if self._num_samples == 1:
-            return 1 in use.lead
-        return bool(candidates(use.lead, self._num_samples))
+            return 1 in use.row_shape
+        return bool(candidates(use.row_shape, self._num_samples))
 
     def follows(self, x: Any) -> bool:
         """Return whether a tensor is a parameter or a function of parameters and constants."""
@@ -376,7 +365,7 @@ class Capture(TorchFunctionMode):
         """Return a call's arguments ``as_data``."""
         return map_leaves((args, kwargs), self.as_data)
 
-    def lookup(self, x: Tensor) -> "LookedUp | None":
+    def _lookup(self, x: Tensor) -> LookedUp | None:
         """Return the lookup in a table of which a tensor is a function, row by row."""
         while id(x) in self._origins:
             func, args, kwargs, _ = self._origins[id(x)]
@@ -414,7 +403,7 @@ class Capture(TorchFunctionMode):
         view = self._views.get(id(source))
         if source is None or view is None:
             return unknown
-        if func in _COPIES:
+        if func in _COPIES and outputs:
             # the derivative of a cast between real and complex numbers is not one
             same = source.is_floating_point() and outputs[0].device == source.device
             return [view] if same else unknown
@@ -440,54 +429,30 @@ def _selects(index: Any) -> bool:
 
 
 def _covers(view: Tensor, base: Tensor) -> bool:
-    """Return whether a view has all entries of a tensor, in their order."""
-    same = view.is_contiguous() and view.numel() == base.numel()
-    return same and _lies_in(view, base)
+    """Return whether a view has all entries of a tensor with a gradient, in their order."""
+    same = view.is_contiguous() and view.numel() == base.numel() and view.dtype == base.dtype
+    return same and base.is_contiguous() and base.requires_grad
 
 
-def _lies_in(view: Tensor, base: Tensor) -> bool:
-    """Return whether a view has some entries of a tensor with a gradient."""
-    return base.is_contiguous() and base.requires_grad and base.dtype == view.dtype
-
-
-def _entries(view: Tensor, base: Tensor) -> Tensor:
-    """Return which entries of a contiguous tensor a view of it has."""
-    places = torch.arange(base.numel(), device=base.device)
-    start = view.storage_offset() - base.storage_offset()
-    return places.as_strided(view.shape, view.stride(), start)
+def _is_part(x: Tensor) -> bool:
+    """Return whether a tensor is a view of some entries of another one."""
+    base = base_of(x)
+    return base is not None and not (x.is_contiguous() and x.numel() == base.numel())
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _UNWRAPPED: dict[Callable, Callable] = {}
 
 
-class _Unwatched(ModuleType):
-    """PyTorch, or one of its modules, where nobody watches calls."""
-
-    def __init__(self, module: ModuleType):
-        super().__init__(module.__name__)
-        self.__module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__module, name)
-        if name in _CHECKS:
-            return lambda *args: False
-        return _Unwatched(value) if value is torch.overrides else value
-
-
 def _unwrapped(func: Callable) -> Callable:
     """Return a Python function such that the calls inside of it can be watched.
 
-    PyTorch's own, and users' that follow its protocol, would ask whether someone watches, and then
-    call themselves through the watcher.
+    PyTorch's own would ask whether someone watches, and then call themselves through the watcher.
     """
     if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
         return func
     if func not in _UNWRAPPED:
         names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *args: False)}
-        for name, value in func.__globals__.items():
-            if value is torch or value is torch.overrides:
-                names[name] = _Unwatched(value)
         inner = FunctionType(
             func.__code__, names, func.__name__, func.__defaults__, func.__closure__
         )

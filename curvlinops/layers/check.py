@@ -1,4 +1,4 @@
-"""Checks of rules: what they say of a parameter has to add up to autograd's gradient."""
+"""Checks of rules: the gradients of samples have to add up to autograd's gradient."""
 
 from collections.abc import Iterable, Mapping
 
@@ -51,7 +51,7 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
 
 
 def autograd_sums(problem: Problem) -> dict[str, Tensor]:
-    """Return autograd's gradients of a weighted sum of the output, in a forward pass of its own."""
+    """Return autograd's gradients of a weighted sum of the output; runs the model once."""
     with problem.recording("once") as (_, leaves, output):
         u = probe(output.detach())
         u = weighted(u, sample_weights(len(u), u))
@@ -81,7 +81,7 @@ def disagreeing(
         eps: The relative rounding error of the output's dtype.
     """
     tolerance, tiny = tolerance_of(dtype), torch.finfo(torch.float32).tiny
-    # of what adds up to about zero, rounding errors are left, also those of a softmax in float32
+    # sums that cancel leave rounding errors, also those of a softmax in float32
     noise = max(0.01 * tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
     sizes = {name: float(double_norm(found)) for name, found in truth.items()}
     slack = NOISE * rounding_of(dtype) * max(sizes.values(), default=0.0)
@@ -98,7 +98,7 @@ def disagreeing(
 def reason_of(wrong: list[str], truth: Tensors, problem: Problem) -> str:
     """Return why rules and autograd differ for some parameters, given autograd's sums."""
     again = autograd_sums(problem) if wrong else truth
-    # what is random differs by more than any rounding
+    # random gradients differ by more than rounding
     if disagreeing(wrong, again, {}, truth, torch.float32, 0.0):
         return (
             "two passes over one batch differ, as with Dropout in train mode "

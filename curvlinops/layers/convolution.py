@@ -7,10 +7,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from curvlinops.layers import rules
 from curvlinops.layers.gradients import Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Lengths, Padding, Patches, Window, lengths, make_patches
-from curvlinops.layers.rules import Sort, Use, contraction, handles, shift
+from curvlinops.layers.rules import Sort, Use, contraction, handles
 from curvlinops.support.norms import wide
 
 
@@ -28,16 +29,16 @@ def _convolution(
     x = input if batched else input.unsqueeze(0)
     window = Window.of(x, weight.shape[2:], stride, padding, dilation, groups)
 
-    def split(g: Tensor) -> Tensor:
+    def to_rows(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
         return g.unflatten(2, (groups, -1)).flatten(4)
 
-    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         patches = Patches(wide(sort(x)), window)
         # [V, N, S, G, O, P]: images of one sample, and positions in them
         return OuterProducts(patches, wide(g).movedim(-1, 3).flatten(2, 3), entries)
 
-    return {"weight": Use((x.shape[0],), split, form), **_bias(bias, x, window.size, batched)}
+    return {"weight": Use((x.shape[0],), to_rows, gradient), **_bias(bias, x, window.size, batched)}
 
 
 def _transposed(
@@ -56,7 +57,7 @@ def _transposed(
     each = (lengths(option, dims) for option in (stride, padding, output_padding, dilation))
     window, size = _window_of_output(x.shape[2:], weight.shape[2:], *each, groups)
 
-    def split(g: Tensor) -> Tensor:
+    def to_product(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
         patches = make_patches(g.flatten(0, 1), window)
         return patches.unflatten(0, g.shape[:2])
@@ -65,11 +66,12 @@ def _transposed(
         "n group in position, group in out -> n position group out",
         x.unflatten(1, (groups, -1)).flatten(3),
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
-        split,
+        to_product,
     )
     biases = _bias(bias, x, size, batched)
     # positions of the filters are those of the input
-    return {"weight": use} | {name: replace(use, elsewhere=True) for name, use in biases.items()}
+    biases = {name: replace(each, other_positions=True) for name, each in biases.items()}
+    return {"weight": use, **biases}
 
 
 def _window_of_output(
@@ -82,7 +84,7 @@ def _window_of_output(
     groups: int,
 ) -> tuple[Window, list[int]]:
     """Return which patches of its output a transposed convolution writes, and the output's size."""
-    # how much of an axis all patches span
+    # the length of an axis that all patches span
     spans = [
         (count - 1) * s + d * (k - 1) + 1
         for count, s, d, k in zip(positions, stride, dilation, kernel, strict=True)
@@ -90,7 +92,7 @@ def _window_of_output(
     size = [
         span - 2 * p + extra for span, p, extra in zip(spans, padding, output_padding, strict=True)
     ]
-    # negative where patches end before the output does
+    # the padding is negative where patches end before the output does
     pads = [(p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True)]
     return Window(kernel, stride, pads, dilation, positions, groups), size
 
@@ -105,7 +107,7 @@ def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) ->
     if bias is None:
         return {}
     batch = [x.shape[0]] if batched else []
-    return {"bias": shift(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
+    return {"bias": rules.bias(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
 
 
 del _function

@@ -62,7 +62,7 @@ def mirror(matrix: Tensor) -> None:
 
 
 def _quarters(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield rows of ``[G, d, d]`` that are computed at once, and those behind them."""
+    """Yield slices of the rows of ``[G, d, d]`` to compute at once, and of the rows behind them."""
     size = matrix.shape[1]
     step = -(-size // 4) if size >= _HALVED else max(size, 1)
     for start in range(0, size, step):

@@ -1,4 +1,4 @@
-"""Calls that are replaced, while parameters are watched, by compositions of calls rules know."""
+"""Calls that are replaced by compositions of calls with rules while a forward pass is recorded."""
 
 import string
 from collections import Counter
@@ -320,7 +320,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # what may see nothing sees zeros
+    # a query that may attend to no key gets zeros
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     return F.dropout(weights, dropout_p) @ value
@@ -333,7 +333,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply the rows up to each offset by a matrix of their own, as experts do."""
+    """Multiply the rows up to each offset by the next matrix, as for routed experts."""
     if offs is None:
         product = mat_a @ mat_b
     elif mat_a.ndim == 2 and mat_b.ndim == 3:
@@ -377,7 +377,7 @@ def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) ->
     return _written(watch, input, None, lambda: input, src, input.copy_)
 
 
-#: Calls that write: what they are replaced by gets the watching mode, which is off, before them.
+#: Replacements of calls that write. They get the recording mode, which is off, as first argument.
 WRITING: dict[Callable, Callable] = {Tensor.__setitem__: _setitem, Tensor.copy_: _copy}
 
 

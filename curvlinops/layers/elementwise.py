@@ -97,7 +97,7 @@ _ELEMENTWISE = {
 
 
 def _register(function: Callable, name: str) -> None:
-    """Let all calls of an elementwise function by a name be known."""
+    """Register all calls of an elementwise function that have a name."""
     for owner in (torch, torch.special, Tensor):
         for known in (name, f"{name}_"):
             call = getattr(owner, known, None)
@@ -139,10 +139,10 @@ def repeat(input: Tensor, *sizes: Any, **options: Any) -> dict[str, Use]:
     single = [length for entries in lengths for length in (1, entries)]
     use = broadcast(single, apart)
 
-    def split(g: Tensor) -> Tensor:
-        return use.split(g.reshape(-1, *apart))
+    def to_rows(g: Tensor) -> Tensor:
+        return use.to_rows(g.reshape(-1, *apart))
 
-    return {"input": Use(use.lead, split, use.form)}
+    return {"input": Use(use.row_shape, to_rows, use.gradient)}
 
 
 # --- scale and shift of normalized inputs

@@ -20,12 +20,12 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> dict[str, Use]:
-    """Rows of ``weight``; uses of the padding row are made constant elsewhere."""
+    """Rows of ``weight``. An override makes the padding row constant."""
 
-    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         return EmbeddingGradient(sort(indices), wide(g), entries, padding_idx)
 
-    return {"weight": Use(tuple(indices.shape), lambda g: g, form)}
+    return {"weight": Use(tuple(indices.shape), lambda g: g, gradient)}
 
 
 def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
@@ -38,20 +38,20 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
             function(axis.expand(num_rows, *input.shape[1:]).reshape_as(input), *args, **options)
             for axis in (numbers, columns)
         )
-        lead, indices = tuple(rows.shape), rows * width + columns
+        row_shape, indices = tuple(rows.shape), rows * width + columns
         whole = width > 1 and _are_whole(rows, columns, input.shape)
         if whole:
-            lead, indices = lead[: 1 - input.ndim], rows.reshape(-1, width)[:, 0]
-        lead = lead or (1,)
-        indices = indices.reshape(lead)
+            row_shape, indices = row_shape[: 1 - input.ndim], rows.reshape(-1, width)[:, 0]
+        row_shape = row_shape or (1,)
+        indices = indices.reshape(row_shape)
 
-        def split(g: Tensor) -> Tensor:
-            return g.reshape(len(g), *lead, width if whole else 1)
+        def to_rows(g: Tensor) -> Tensor:
+            return g.reshape(len(g), *row_shape, width if whole else 1)
 
-        def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+        def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
             return EmbeddingGradient(sort(indices), wide(g), entries)
 
-        return {0: Use(lead, split, form)}
+        return {0: Use(row_shape, to_rows, gradient)}
 
     return uses
 
@@ -130,16 +130,16 @@ class EmbeddingGradient(PerSampleGradient):
         out = squares.new_zeros(self.num_rows, squares.shape[-1])
         return self.entries.spread(out.index_add_(0, rows, squares)[None, None])[0, 0]
 
-    def has_inner(self, other: PerSampleGradient) -> bool:
+    def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
-        # a table may be read by rows, and by entries
+        # a table may be read by rows or by entries
         return (
             isinstance(other, EmbeddingGradient)
             and self.entries == other.entries
             and self.num_rows == other.num_rows
         )
 
-    def inner(self, other: "EmbeddingGradient") -> Tensor:
+    def inner_products(self, other: "EmbeddingGradient") -> Tensor:
         """Return all inner products; only rows that both looked up count."""
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
         out = left.new_zeros(

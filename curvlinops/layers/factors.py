@@ -33,7 +33,7 @@ class Kind(NamedTuple):
         inputs: I, the size of a group's inputs.
         view: The entries ``[G, O, I]``.
         lookup: Whether inputs have a single one among zeros.
-        shift: Whether inputs are ones, as those of biases are.
+        is_bias: Whether inputs are ones, as those of biases are.
     """
 
     groups: int
@@ -41,17 +41,17 @@ class Kind(NamedTuple):
     inputs: int
     view: ParameterView
     lookup: bool = False
-    shift: bool = False
+    is_bias: bool = False
 
     @classmethod
-    def of(cls, form: PerSampleGradient, shift: bool) -> "Kind | None":
+    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "Kind | None":
         """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
-        if isinstance(form, OuterProducts):
-            groups, inputs = form.x.shape[2:]
-            return cls(groups, form.g.shape[-1], inputs, form.entries.view, shift=shift)
-        if isinstance(form, EmbeddingGradient):
-            rows, width = form.num_rows, form.g.shape[-1]
-            view = form.entries.view.permuted((width, rows), (1, 0))
+        if isinstance(gradient, OuterProducts):
+            groups, inputs = gradient.x.shape[2:]
+            return cls(groups, gradient.g.shape[-1], inputs, gradient.entries.view, is_bias=is_bias)
+        if isinstance(gradient, EmbeddingGradient):
+            rows, width = gradient.num_rows, gradient.g.shape[-1]
+            view = gradient.entries.view.permuted((width, rows), (1, 0))
             return cls(1, width, rows, view, lookup=True)
         return None
 
@@ -63,7 +63,7 @@ def relation(kind: Kind, other: Kind) -> str | None:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
         ``None``.
     """
-    if (kind.groups, kind.shift) != (other.groups, other.shift):
+    if (kind.groups, kind.is_bias) != (other.groups, other.is_bias):
         return None
     groups, outputs, inputs = kind.groups, kind.outputs, kind.inputs
     if (outputs, inputs, kind.view) == (other.outputs, other.inputs, other.view):
@@ -95,7 +95,7 @@ def input_factor(
 
 def gradient_factor(parts: Sequence[Part], reduce: bool, diagonal: bool) -> Tensor:
     """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
-    gradients = [_gradients(part.form) for part in parts]
+    gradients = [_gradients(part.gradient) for part in parts]
     if reduce:
         return moment(total(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
     return total(_expanded_gradients(g, diagonal) for g in gradients)
@@ -119,31 +119,31 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
     return moment(g.flatten(0, 2), diagonal=False)
 
 
-def _gradients(form: PerSampleGradient) -> Tensor:
+def _gradients(gradient: PerSampleGradient) -> Tensor:
     """Return output gradients, ``[V, N, S, G, O]``."""
-    return form.g.unsqueeze(3) if isinstance(form, EmbeddingGradient) else form.g
+    return gradient.g.unsqueeze(3) if isinstance(gradient, EmbeddingGradient) else gradient.g
 
 
 def _positions(part: Part) -> Tensor:
     """Return the number of each sample's positions, ``[N]``."""
-    form, device = part.form, _gradients(part.form).device
-    return torch.full((form.num_samples,), float(form.num_positions), device=device)
+    gradient, device = part.gradient, _gradients(part.gradient).device
+    return torch.full((gradient.num_samples,), float(gradient.num_positions), device=device)
 
 
 def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
-    form = part.form
-    if isinstance(form, EmbeddingGradient):
-        found = form.indices[_is_lookup(part)]
-        counts = torch.bincount(found, minlength=form.num_rows).to(form.g).unsqueeze(0)
+    gradient = part.gradient
+    if isinstance(gradient, EmbeddingGradient):
+        found = gradient.indices[_is_lookup(part)]
+        counts = torch.bincount(found, minlength=gradient.num_rows).to(gradient.g).unsqueeze(0)
         return counts, counts.sum()
     count = _positions(part).sum()
-    if isinstance(form.x, Patches) and not diagonal:
-        found = input_covariance(form.x.images.flatten(0, 1), form.x.window)
+    if isinstance(gradient.x, Patches) and not diagonal:
+        found = input_covariance(gradient.x.images.flatten(0, 1), gradient.x.window)
     else:
-        some = (form.x[some].flatten(0, 1) for some in form.parts(form.num_inputs))
+        some = (gradient.x[some].flatten(0, 1) for some in gradient.parts(gradient.num_inputs))
         found = total(moment(x, diagonal) for x in some)
     if bias is not None:
-        found = _with_bias(found, _totals(form).sum(0), count, bias)
+        found = _with_bias(found, _totals(gradient).sum(0), count, bias)
     return found, count
 
 
@@ -163,13 +163,13 @@ def _with_bias(found: Tensor, total: Tensor, count: Tensor, bias: float) -> Tens
 def _reduced_inputs(
     parts: Sequence[Part], bias: float | None, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    if any(isinstance(part.form, EmbeddingGradient) for part in parts):
+    if any(isinstance(part.gradient, EmbeddingGradient) for part in parts):
         counts = total(_lookups(part) for part in parts)
         positions = counts.sum(-1, keepdim=True)
         means = counts / positions.clamp(min=1.0)
         return means.square().sum(0), (positions > 0).sum()
     positions = total(_positions(part) for part in parts)
-    totals = total(_totals(part.form) for part in parts)
+    totals = total(_totals(part.gradient) for part in parts)
     means = totals / positions.clamp(min=1.0).to(totals).reshape(-1, 1, 1)
     if bias is not None:
         means = torch.cat([means, torch.full_like(means[..., :1], bias)], dim=2)
@@ -177,24 +177,24 @@ def _reduced_inputs(
     return moment(means, diagonal), (positions > 0).sum()
 
 
-def _totals(form: OuterProducts) -> Tensor:
+def _totals(gradient: OuterProducts) -> Tensor:
     """Return the sums of the samples' inputs, ``[N, G, I]``."""
-    if isinstance(form.x, Patches):
-        sums = patch_sums(form.x.images.flatten(0, 1), form.x.window)
-        return sums.unflatten(0, form.x.images.shape[:2]).sum(1)
-    return torch.cat([form.x[some].sum(1) for some in form.parts(form.num_inputs)])
+    if isinstance(gradient.x, Patches):
+        sums = patch_sums(gradient.x.images.flatten(0, 1), gradient.x.window)
+        return sums.unflatten(0, gradient.x.images.shape[:2]).sum(1)
+    return torch.cat([gradient.x[some].sum(1) for some in gradient.parts(gradient.num_inputs)])
 
 
 def _lookups(part: Part) -> Tensor:
     """Return how often samples looked up the rows of a table, ``[N, 1, I]``; padding is none."""
-    form = part.form
-    counts = form.g.new_zeros(form.num_samples, form.num_rows)
-    return counts.scatter_add_(1, form.indices, _is_lookup(part).to(counts)).unsqueeze(1)
+    gradient = part.gradient
+    counts = gradient.g.new_zeros(gradient.num_samples, gradient.num_rows)
+    return counts.scatter_add_(1, gradient.indices, _is_lookup(part).to(counts)).unsqueeze(1)
 
 
 def _is_lookup(part: Part) -> Tensor:
     """Return which indices are no padding, ``[N, S]``."""
-    return part.form.indices != part.form.padding
+    return part.gradient.indices != part.gradient.padding
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:

@@ -27,7 +27,7 @@ _LOGGER = logging.getLogger("curvlinops")
 
 
 class _Task(NamedTuple):
-    """What is backpropagated, and to which parameters.
+    """Vectors to backpropagate, and the parameters that get gradients.
 
     Attributes:
         problem: The model on the batch.
@@ -91,7 +91,7 @@ class OneByOne:
                 if not self._ways[way]:
                     _check_gradients(found, task, apply)
                     self._ways[way] = True
-            except Exception as error:  # whatever the user's model raises on parts of a batch
+            except Exception as error:  # a user's model may raise anything on a part of a batch
                 if lacks_memory(error):
                     raise
                 _LOGGER.info("Samples are not backpropagated by way of %s: %s", way, error)
@@ -257,7 +257,7 @@ def _loss_gradient(problem: BatchProblem, n: int, num_samples: int) -> tuple[Ten
 
     try:
         value, gradient, _ = backward.gradient(alone, loss)
-    except Exception as error:  # whatever model and loss raise
+    except Exception as error:  # a user's model or loss may raise anything
         if lacks_memory(error):
             raise
         raise ValueError(

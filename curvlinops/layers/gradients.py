@@ -1,8 +1,7 @@
-"""Gradients of single samples with respect to a parameter, in the form that needs least memory.
+"""Gradients of single samples with respect to a parameter, not necessarily written down.
 
-A form belongs to one use of a parameter on one batch. It holds, for V backpropagated vectors and N
-samples, what the V x N gradients are made of, and computes with them without writing them down
-where that is cheaper.
+An object has the V x N gradients of V backpropagated vectors and N samples. A kind of gradient
+knows cheaper ways to norms, inner products and sums where there are any.
 """
 
 from abc import ABC, abstractmethod
@@ -70,6 +69,14 @@ class PerSampleGradient(ABC):
         return self.entries.shape
 
     @property
+    def of_value(self) -> "PerSampleGradient":
+        """The gradients with respect to the value that a layer uses, a function of the parameter.
+
+        The same gradients if that is the parameter, or some entries of it.
+        """
+        return self
+
+    @property
     def num_entries(self) -> int:
         """The number of the parameter's entries."""
         return prod(self.shape)
@@ -100,7 +107,7 @@ class PerSampleGradient(ABC):
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
-        # unlike squares and their sum, norms need no memory
+        # norms need no memory for squares
         norms = (torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.parts())
         return torch.cat(list(norms), dim=1).square()
 
@@ -109,12 +116,12 @@ class PerSampleGradient(ABC):
         total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.parts())
         return self.entries.spread(total[None, None])[0, 0]
 
-    def has_inner(self, other: "PerSampleGradient") -> bool:
-        """Return whether ``inner`` is cheaper than inner products of gradients."""
+    def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
+        """Return whether ``inner_products`` are cheaper than inner products of gradients."""
         return False
 
-    def inner(self, other: "PerSampleGradient") -> Tensor:
-        """Return all inner products with the gradients of a form, ``[V, N, W, M]``, if it has."""
+    def inner_products(self, other: "PerSampleGradient") -> Tensor:
+        """Return all inner products with other gradients, ``[V, N, W, M]``, if there are."""
         raise NotImplementedError
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
@@ -146,45 +153,53 @@ class DenseGradient(PerSampleGradient):
 
 
 class GradientSum(PerSampleGradient):
-    """The sum of several uses' gradients."""
+    """The sum of the gradients of several uses of a parameter."""
 
-    def __init__(self, forms: list[PerSampleGradient]):
-        self._forms = forms
-        self.num_vectors, self.num_samples = forms[0].num_vectors, forms[0].num_samples
-        self.entries = Entries.all(forms[0].shape)
+    def __init__(self, summands: list[PerSampleGradient]):
+        self._summands = summands
+        self.num_vectors, self.num_samples = summands[0].num_vectors, summands[0].num_samples
+        self.entries = Entries.all(summands[0].shape)
 
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return sum(form.rows(samples) for form in self._forms)
+        return sum(each.rows(samples) for each in self._summands)
 
     def to(self, dtype: torch.dtype) -> "GradientSum":
         """Return the same gradients in another dtype."""
-        return GradientSum([form.to(dtype) for form in self._forms])
+        return GradientSum([each.to(dtype) for each in self._summands])
 
 
 class PulledBackGradient(PerSampleGradient):
     """Gradients with respect to a parameter of which a layer uses a function.
 
     Args:
-        form: The gradients with respect to the function's value.
+        inner: The gradients with respect to the function's value.
         pullback: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
         shape: The parameter's shape.
     """
 
     def __init__(
-        self, form: PerSampleGradient, pullback: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+        self,
+        inner: PerSampleGradient,
+        pullback: Callable[[Tensor], Tensor],
+        shape: Sequence[int],
     ):
-        self.form, self._pullback = form, pullback
-        self.num_vectors, self.num_samples = form.num_vectors, form.num_samples
+        self._inner, self._pullback = inner, pullback
+        self.num_vectors, self.num_samples = inner.num_vectors, inner.num_samples
         self.entries = Entries.all(shape)
+
+    @property
+    def of_value(self) -> PerSampleGradient:
+        """The gradients with respect to the function's value."""
+        return self._inner
 
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pullback(self.form.rows(samples))
+        return self._pullback(self._inner.rows(samples))
 
     def to(self, dtype: torch.dtype) -> "PulledBackGradient":
         """Return the same gradients in another dtype."""
-        return PulledBackGradient(self.form.to(dtype), self._pullback, self.shape)
+        return PulledBackGradient(self._inner.to(dtype), self._pullback, self.shape)
 
 
 #: Some of a batch's samples, and their gradients by parameter.

@@ -38,43 +38,44 @@ def _first(gradients: dict[str, PerSampleGradient]) -> PerSampleGradient:
     return next(iter(gradients.values()))
 
 
-def _num_rows(form: PerSampleGradient) -> int:
-    return form.num_vectors * form.num_samples
+def _num_rows(gradient: PerSampleGradient) -> int:
+    return gradient.num_vectors * gradient.num_samples
 
 
-def _add(forms: list[PerSampleGradient], out: Tensor) -> None:
+def _add(gradients: list[PerSampleGradient], out: Tensor) -> None:
     """Add the inner products on and above the diagonal, for one parameter."""
-    pairs = list(combinations_with_replacement(range(len(forms)), 2))
-    if all(forms[i].has_inner(forms[j]) for i, j in pairs):
-        ends = list(accumulate(map(_num_rows, forms)))
-        places = [slice(end - _num_rows(f), end) for end, f in zip(ends, forms, strict=True)]
+    pairs = list(combinations_with_replacement(range(len(gradients)), 2))
+    if all(gradients[i].prefers_inner_products(gradients[j]) for i, j in pairs):
+        ends = list(accumulate(map(_num_rows, gradients)))
+        places = [slice(end - _num_rows(f), end) for end, f in zip(ends, gradients, strict=True)]
         for i, j in pairs:
-            out[places[i], places[j]] += forms[i].inner(forms[j]).flatten(2).flatten(0, 1)
+            products = gradients[i].inner_products(gradients[j])
+            out[places[i], places[j]] += products.flatten(2).flatten(0, 1)
         return
-    for piece in _pieces(forms, len(out)):
+    for piece in _pieces(gradients, len(out)):
         _add_products(piece, out)
 
 
-def _pieces(forms: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerSampleGradient]]:
+def _pieces(gradients: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerSampleGradient]]:
     """Yield the gradients with respect to parts of the parameter that fit the memory."""
-    outer = all(isinstance(form, OuterProducts) for form in forms)
-    if not outer or len({form.kind for form in forms}) > 1:
-        yield forms
+    outer = all(isinstance(gradient, OuterProducts) for gradient in gradients)
+    if not outer or len({gradient.kind for gradient in gradients}) > 1:
+        yield gradients
         return
-    if sum(form.num_samples * form.num_inputs for form in forms) * 4 <= BYTES:
-        forms = [form.made() for form in forms]
-    outputs = forms[0].g.shape[-1]
-    step = max(BYTES // 2 * outputs // max(4 * num_rows * forms[0].entries.view.size, 1), 1)
+    if sum(gradient.num_samples * gradient.num_inputs for gradient in gradients) * 4 <= BYTES:
+        gradients = [gradient.made() for gradient in gradients]
+    outputs = gradients[0].g.shape[-1]
+    step = max(BYTES // 2 * outputs // max(4 * num_rows * gradients[0].entries.view.size, 1), 1)
     for start in range(0, outputs, step):
-        yield [form.narrowed(slice(start, start + step)) for form in forms]
+        yield [gradient.narrowed(slice(start, start + step)) for gradient in gradients]
 
 
-def _add_products(forms: list[PerSampleGradient], out: Tensor) -> None:
+def _add_products(gradients: list[PerSampleGradient], out: Tensor) -> None:
     """Write gradients down, as many at once as fit the memory, and add their inner products."""
-    blocks = list(_blocks(forms, out))
+    blocks = list(_blocks(gradients, out))
     if len(blocks) == 1:
         rows = _written(blocks[0], out)
-        if len(blocks[0]) > len(forms):  # parts of several vectors lie between each other
+        if len(blocks[0]) > len(gradients):  # the rows of several vectors alternate
             rows = rows[_places(blocks[0]).argsort()]
         add_second_moment(out.unsqueeze(0), rows.unsqueeze(0))
         return
@@ -89,20 +90,20 @@ def _add_products(forms: list[PerSampleGradient], out: Tensor) -> None:
                 out[columns[:, None], rows] += found.T
 
 
-def _blocks(forms: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
+def _blocks(gradients: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
     """Yield samples whose gradients fit the memory at once."""
     block, size, start = [], 0, 0
-    for form in forms:
-        places = torch.arange(start, start + _num_rows(form), device=out.device)
-        places = places.reshape(form.num_vectors, form.num_samples)
+    for gradient in gradients:
+        places = torch.arange(start, start + _num_rows(gradient), device=out.device)
+        places = places.reshape(gradient.num_vectors, gradient.num_samples)
         start += places.numel()
-        for part in form.parts():
+        for part in gradient.parts():
             place = places[:, part].flatten()
-            more = len(place) * form.num_entries * 4
+            more = len(place) * gradient.num_entries * 4
             if block and size + more > BYTES:
                 yield block
                 block, size = [], 0
-            block.append((form, part, place))
+            block.append((gradient, part, place))
             size += more
     yield block
 
@@ -114,5 +115,5 @@ def _places(block: Block) -> Tensor:
 
 def _written(block: Block, out: Tensor) -> Tensor:
     """Return gradients as rows."""
-    rows = [form.rows(part).reshape(len(at), form.num_entries) for form, part, at in block]
+    rows = [each.rows(part).reshape(len(at), each.num_entries) for each, part, at in block]
     return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(out)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.rules import Use, contraction, handles, shift
+from curvlinops.layers import rules
+from curvlinops.layers.rules import Use, contraction, handles
 
 
 @handles(F.linear)
@@ -15,7 +16,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[st
     equation = "... i, o i -> ... o" if weight.ndim == 2 else "... i, i -> ..."
     uses = {"weight": contraction(equation, input, weight.shape)}
     if bias is not None:
-        uses["bias"] = shift(bias.shape, [*input.shape[:-1], *weight.shape[:-1]])
+        uses["bias"] = rules.bias(bias.shape, [*input.shape[:-1], *weight.shape[:-1]])
     return uses
 
 
@@ -45,7 +46,7 @@ def addmm(
 ) -> dict[str, Use]:
     """``beta input + alpha mat1 @ mat2``."""
     return {
-        "input": shift(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
+        "input": rules.bias(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
         "mat1": _factor(mat2, mat1, left=True, scale=alpha),
         "mat2": _factor(mat1, mat2, left=False, scale=alpha),
     }
@@ -57,7 +58,7 @@ def addmv(
 ) -> dict[str, Use]:
     """``beta input + alpha mat @ vec``."""
     return {
-        "input": shift(input.shape, mat.shape[:1], float(beta)),
+        "input": rules.bias(input.shape, mat.shape[:1], float(beta)),
         "mat": _factor(vec, mat, left=True, scale=alpha),
         "vec": _factor(mat, vec, left=False, scale=alpha),
     }
@@ -76,7 +77,7 @@ def bilinear(
     equation = "... i j, o i j -> ... o"
     uses = {"weight": contraction(equation, product, weight.shape, x_shape=shape)}
     if bias is not None:
-        uses["bias"] = shift(bias.shape, [*input1.shape[:-1], weight.shape[0]])
+        uses["bias"] = rules.bias(bias.shape, [*input1.shape[:-1], weight.shape[0]])
     return uses
 
 
@@ -85,13 +86,13 @@ def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
 
     A scale of the product multiplies gradients, which are there for a short time only.
     """
-    split = (lambda g: g) if scale == 1 else (lambda g: g * scale)
+    to_product = (lambda g: g) if scale == 1 else (lambda g: g * scale)
     if x.ndim == 1 or w.ndim == 1:
-        return _vector_factor(x, w, left, split)
+        return _vector_factor(x, w, left, to_product)
     out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     batch = [f"b{axis}" for axis in range(len(out))]
     aligned = zip(range(len(out) - (w.ndim - 2), len(out)), w.shape[:-2], strict=True)
-    # an axis of length one is the same for all that it meets
+    # an axis of length one is broadcast
     kept = [axis for axis, length in aligned if length != 1]
     of_x, of_w = " ".join(batch), " ".join(batch[axis] for axis in kept)
     if left:
@@ -99,16 +100,16 @@ def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
     else:
         equation = f"{of_x} rows i, {of_w} i o -> {of_x} rows o"
     x_full, shape = x.expand(*out, *x.shape[-2:]), [*(out[axis] for axis in kept), *w.shape[-2:]]
-    return contraction(equation, x_full, shape, split)
+    return contraction(equation, x_full, shape, to_product)
 
 
-def _vector_factor(x: Tensor, w: Tensor, left: bool, split: Callable[[Tensor], Tensor]) -> Use:
+def _vector_factor(x: Tensor, w: Tensor, left: bool, to_product: Callable[[Tensor], Tensor]) -> Use:
     """Return the same if at least one of both is a vector, all of which is summed over."""
     matrix = x if w.ndim == 1 else w
     others = [f"a{axis}" for axis in range(matrix.ndim - 1)]
-    # with a vector on its left, a matrix is summed over the axis before the last
+    # a vector on the left of a matrix contracts the axis before the last
     place = len(others) - 1 if left == (w.ndim == 1) else len(others)
     place = max(place, 0)
     of_matrix, out = " ".join([*others[:place], "i", *others[place:]]), " ".join(others)
     equation = f"{of_matrix}, i -> {out}" if w.ndim == 1 else f"i, {of_matrix} -> {out}"
-    return contraction(equation, x, w.shape, split)
+    return contraction(equation, x, w.shape, to_product)

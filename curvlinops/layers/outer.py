@@ -1,4 +1,4 @@
-"""Gradients that are sums of outer products: those of all matrix products and convolutions."""
+"""Gradients of matrix products and convolutions: sums of outer products."""
 
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -34,7 +34,7 @@ class OuterProducts(PerSampleGradient):
 
     @property
     def kind(self) -> Hashable:
-        """Equal for forms whose entries mean the same, in the same dtype."""
+        """Equal for gradients whose entries mean the same, in the same dtype."""
         return self.entries, self.g.dtype, *self.x.shape[2:]
 
     def values(self, samples: slice) -> Tensor:
@@ -47,7 +47,9 @@ class OuterProducts(PerSampleGradient):
             return g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2)
         matrices = g.new_empty(*g.shape[:2], *g.shape[3:], x.shape[3])
         x = x.transpose(1, 2).flatten(0, 1)
-        for one, out in zip(g, matrices.flatten(1, 2), strict=True):  # without copies
+        for one, out in zip(
+            g, matrices.flatten(1, 2), strict=True
+        ):  # without copying x for each vector
             torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=out)
         return matrices
 
@@ -72,7 +74,7 @@ class OuterProducts(PerSampleGradient):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the weighted sum, as one matrix product."""
         total: Tensor | float = 0.0
-        for part in self.parts(16 * self.num_inputs):  # and copies in the order of the product
+        for part in self.parts(16 * self.num_inputs):  # the product copies both factors
             g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
             total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
         return self.entries.spread(total.unsqueeze(1))[:, 0]
@@ -81,7 +83,7 @@ class OuterProducts(PerSampleGradient):
     def _by_convolution(self) -> bool:
         """Whether rows are faster without patches."""
         alone = isinstance(self.x, Patches) and self.num_vectors == 1
-        # several vectors share the patches; on GPUs nothing was measured
+        # several vectors share the patches; measured on CPUs only
         return alone and self.g.device.type == "cpu" and self.x.cost_more(self.g.shape[-1])
 
     @property
@@ -95,7 +97,7 @@ class OuterProducts(PerSampleGradient):
         positions, groups, inputs = self.x.shape[1:]
         outputs = self.g.shape[-1]
         if positions == 1:
-            # unlike squares and their sum, norms need no memory
+            # norms need no memory for squares
             x, g = (torch.linalg.vector_norm(z, dim=-1) for z in (self.x[:][:, 0], self.g[:, :, 0]))
             return (g * x).square().sum(-1)
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
@@ -115,12 +117,12 @@ class OuterProducts(PerSampleGradient):
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self.entries.spread(squares[None, None])[0, 0]
 
-    def has_inner(self, other: PerSampleGradient) -> bool:
+    def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
         alike = isinstance(other, OuterProducts) and self.kind == other.kind
         return alike and self._is_cheaper_by_positions(other)
 
-    def inner(self, other: "OuterProducts") -> Tensor:
+    def inner_products(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
@@ -147,11 +149,11 @@ class OuterProducts(PerSampleGradient):
         return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
 
     @staticmethod
-    def merge(forms: list["OuterProducts"]) -> "OuterProducts":
-        """Return the sum of forms of one kind: their positions side by side."""
-        x = torch.cat([form.x[:] for form in forms], dim=1)
-        g = torch.cat([form.g for form in forms], dim=2)
-        return OuterProducts(x, g, forms[0].entries)
+    def merge(gradients: list["OuterProducts"]) -> "OuterProducts":
+        """Return the sum of gradients of one kind: their positions side by side."""
+        x = torch.cat([gradient.x[:] for gradient in gradients], dim=1)
+        g = torch.cat([gradient.g for gradient in gradients], dim=2)
+        return OuterProducts(x, g, gradients[0].entries)
 
     def parts(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
@@ -171,14 +173,12 @@ class OuterProducts(PerSampleGradient):
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
-def sum_of(forms: list[PerSampleGradient]) -> PerSampleGradient:
+def sum_of(gradients: list[PerSampleGradient]) -> PerSampleGradient:
     """Return the sum of several uses' gradients."""
-    if len(forms) == 1:
-        return forms[0]
-    # patches would take much memory
-    outer = all(
-        isinstance(form, OuterProducts) and not isinstance(form.x, Patches) for form in forms
-    )
-    if outer and len({form.kind for form in forms}) == 1:
-        return OuterProducts.merge(forms)
-    return GradientSum(forms)
+    if len(gradients) == 1:
+        return gradients[0]
+    # written down, patches take much memory
+    outer = all(isinstance(g, OuterProducts) and not isinstance(g.x, Patches) for g in gradients)
+    if outer and len({gradient.kind for gradient in gradients}) == 1:
+        return OuterProducts.merge(gradients)
+    return GradientSum(gradients)

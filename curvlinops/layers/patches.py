@@ -225,7 +225,7 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
     matrices = [_seen(window, axis, length, x) for axis, length in enumerate(lengths)]
     if prod(lengths) <= _FEW_POSITIONS:
         matrices, lengths = [reduce(torch.kron, matrices)], [prod(lengths)]
-    if not x.is_contiguous() and x.movedim(1, -1).is_contiguous():  # as channels last lie
+    if not x.is_contiguous() and x.movedim(1, -1).is_contiguous():  # channels last
         sums = _contract(x.movedim(1, -1), matrices, lengths)
         sums = sums.reshape(samples, kernel, channels).transpose(1, 2)
     else:

@@ -1,4 +1,4 @@
-"""One forward pass with all its uses of parameters, and the gradients that they make up."""
+"""One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,15 +11,15 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks, vjp_columns
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
+    ROW_ARGUMENTS,
     BatchAxis,
     Key,
     Rows,
     decide,
     moves_rows,
     sketch,
-    wiring,
 )
-from curvlinops.layers.capture import Capture, LookedUp, Recorded, ViewOf
+from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
 from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
 from curvlinops.layers.gradients import (
     DenseGradient,
@@ -29,34 +29,35 @@ from curvlinops.layers.gradients import (
 )
 from curvlinops.layers.outer import OuterProducts, sum_of
 from curvlinops.layers.rules import Sort, Use
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise, signature
 from curvlinops.support.pytree import leaves
 
-#: Those who ask know how many vectors the memory allows.
+#: The caller knows how many vectors the memory allows.
 _ANY_NUMBER = 2**31
 
 
 class Part(NamedTuple):
-    """The gradients that a use contributes to a parameter.
+    """The gradients that one use contributes to a parameter.
 
     Attributes:
         key: The use.
         name: The parameter.
-        form: The gradients.
-        open: Whether it is not known to which samples rows without a gradient belong.
-        unsorted: Whether the gradients are those of one sample that has all rows of the batch,
-            since it is not known to which samples they belong.
-        shift: See ``Use``.
-        elsewhere: See ``Use``.
+        gradient: The gradients.
+        ambiguous: Whether some rows have no gradient, so that it is not known to which samples
+            they belong.
+        unsorted: Whether it is not known for any row. The gradients are then those of one sample
+            that has all rows of the batch.
+        bias_scale: See ``Use``.
+        other_positions: See ``Use``.
     """
 
     key: Key
     name: str
-    form: PerSampleGradient
-    open: bool
+    gradient: PerSampleGradient
+    ambiguous: bool
     unsorted: bool
-    shift: float | None
-    elsewhere: bool
+    bias_scale: float | None
+    other_positions: bool
 
 
 class RecordedBatch:
@@ -71,8 +72,8 @@ class RecordedBatch:
         output: The model's output, with samples along the first axis.
         num_samples: How many there are; each has as many neighboring rows of the output.
         uses: What was recorded.
-        axes: Which axis of a use's rows numbers the samples.
-        open: Uses for which other axes are possible; they differ in rows without a gradient.
+        axes: The axis that numbers the samples, of each use whose rows have one.
+        ambiguous: Uses for which other axes are possible; they differ in rows without a gradient.
         unconnected: Uses on which the output does not depend.
     """
 
@@ -88,34 +89,32 @@ class RecordedBatch:
         with torch.enable_grad():
             self.output = capture.as_data(output)
         self.num_samples = len(self.output)
-        self.uses: dict[Key, Recorded] = {}
+        self.uses: dict[Key, RecordedUse] = {}
         self.axes: dict[Key, BatchAxis] = {}
-        self.open: set[Key] = set()
+        self.ambiguous: set[Key] = set()
         self.unconnected: set[Key] = set()
-        # no method of this object, which would keep the graph in memory after its last use
+        # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._origins: dict[Key, dict[str, Tensor]] = {}
-        self._lookups: dict[Key, LookedUp | None] = {}
         self._nodes = dict.fromkeys(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
         for ((_, index), place), recorded in capture.uses.items():
-            found, overwritten = origins(recorded.tensor, by_id), recorded.called.overwritten
+            found, overwritten = _origins(recorded.tensor, by_id), recorded.output.overwritten
             key = Key(index, place, recorded.function, tuple(found))
-            if recorded.called.edge.node in self._nodes:
+            if recorded.output.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
-                self._lookups[key] = capture.lookup(recorded.tensor)
             elif not overwritten:
                 self.unconnected.add(key)
-            if overwritten:  # perhaps its place in the graph is another one now
+            if overwritten:  # its place in the graph may have changed
                 self._lost |= set(found)
 
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient of all recorded outputs."""
-        calls = (recorded.called for recorded in self.uses.values())
-        return sum(called.shape.numel() * called.dtype.itemsize for called in calls)
+        outputs = (recorded.output for recorded in self.uses.values())
+        return sum(output.shape.numel() * output.dtype.itemsize for output in outputs)
 
     @cached_property
     def precision(self) -> torch.dtype:
@@ -124,25 +123,25 @@ class RecordedBatch:
 
     @cached_property
     def wiring(self) -> int:
-        """A hash of the number of samples and of the graph, see ``batch_axis.wiring``."""
-        return hash((self.num_samples, wiring(self._nodes)))
+        """A hash of the number of samples, and of the graph up to sizes."""
+        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
 
     @cached_property
     def moves_rows(self) -> bool:
         """Whether rows of layers may be moved by their numbers."""
-        return moves_rows(self._nodes, {use.called.edge.node for use in self.uses.values()})
+        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses.values()})
 
     @property
     def has_lookups(self) -> bool:
         """Whether a table is read at the same indices for all samples."""
-        return any(lookup is not None for lookup in self._lookups.values())
+        return any(recorded.lookup is not None for recorded in self.uses.values())
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
         return sorted(self._lost.intersection(self.names))
 
     def unsorted(self) -> list[str]:
-        """Return the parameters with uses whose rows could not be sorted by samples."""
+        """Return the parameters with uses whose rows have no axis of samples."""
         keys = self.uses.keys() - self.axes.keys()
         return sorted({name for key in keys for name in self._origins[key]})
 
@@ -156,15 +155,9 @@ class RecordedBatch:
         }
         self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
 
-    def recall(self, axes: Mapping[Key, BatchAxis]) -> None:
-        """Take the axes of samples that uses had on other batches, where they fit."""
-        for key, recorded in self.uses.items():
-            if self.num_samples == 1:
-                self.axes[key] = ALL_ROWS
-            elif key in axes and axes[key].fits(recorded.use.lead, self.num_samples):
-                self.axes[key] = axes[key]
+    # --- backward passes
 
-    def gradients(self, u: Tensor, last: bool = False) -> dict[Key, Tensor]:
+    def backward(self, u: Tensor, last: bool = False) -> dict[Key, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``.
 
         Args:
@@ -172,14 +165,24 @@ class RecordedBatch:
             last: Whether nothing is backpropagated later: one vector then frees the graph.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        calls = {recorded.called: recorded.called.edge for recorded in self.uses.values()}
-        # several vectors may turn out to need one pass each
+        calls = {recorded.output: recorded.output.edge for recorded in self.uses.values()}
+        # several vectors may need one pass each
         retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
-        return {key: found[recorded.called] for key, recorded in self.uses.items()}
+        return {key: found[recorded.output] for key, recorded in self.uses.items()}
+
+    # --- the axis of samples, and the check of rules
+
+    def recall(self, axes: Mapping[Key, BatchAxis]) -> None:
+        """Take the axes that uses had on other batches, where they fit."""
+        for key, recorded in self.uses.items():
+            if self.num_samples == 1:
+                self.axes[key] = ALL_ROWS
+            elif key in axes and axes[key].fits(recorded.use.row_shape, self.num_samples):
+                self.axes[key] = axes[key]
 
     def examine(self, axes: Mapping[Key, BatchAxis] | None) -> dict[Key, Tensor]:
         """Find the axis of samples of each use.
@@ -192,20 +195,20 @@ class RecordedBatch:
         """
         u = probe(self.output.detach())
         r = sample_weights(self.num_samples, u)
-        plain = {} if axes is None else self._sketches(self.gradients(u[None]))
-        gradients = self.gradients(weighted(u, r)[None])
+        plain = {} if axes is None else self._sketches(self.backward(u[None]))
+        gradients = self.backward(weighted(u, r)[None])
         if axes is not None:
             found = self._sketches(gradients)
             rows = {
-                key: Rows(recorded.use.lead, plain[key], found[key])
+                key: Rows(recorded.use.row_shape, plain[key], found[key])
                 for key, recorded in self.uses.items()
             }
-            self.axes, self.open = decide(rows, r, self.precision, axes)
+            self.axes, self.ambiguous = decide(rows, r, self.precision, axes)
         return gradients
 
     def _sketches(self, gradients: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         return {
-            key: sketch(recorded.use.split(gradients[key])[0], len(recorded.use.lead))
+            key: sketch(recorded.use.to_rows(gradients[key])[0], len(recorded.use.row_shape))
             for key, recorded in self.uses.items()
         }
 
@@ -227,9 +230,11 @@ class RecordedBatch:
         sums: dict[str, Tensor] = {}
         one = torch.ones(1, device=self.output.device)
         for part in self._parts(dict(gradients), {}, absolute=absolute):
-            total = part.form.weighted_sum(one)[0]
+            total = part.gradient.weighted_sum(one)[0]
             sums[part.name] = sums[part.name] + total if part.name in sums else total
         return sums
+
+    # --- gradients of samples
 
     def parts(self, gradients: dict[Key, Tensor]) -> Iterator[Part]:
         """Yield the gradients of the uses, one by one.
@@ -239,6 +244,25 @@ class RecordedBatch:
                 become sums over positions, with inputs of one, and are not written down.
         """
         return self._parts(gradients, self.axes, by_position=True)
+
+    def by_parameter(
+        self, gradients: dict[Key, Tensor], num_vectors: int
+    ) -> dict[str, PerSampleGradient]:
+        """Return the gradients of all parameters.
+
+        Args:
+            gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
+            num_vectors: How many.
+        """
+        found: dict[str, list[PerSampleGradient]] = {}
+        for part in self._parts(gradients, self.axes):
+            found.setdefault(part.name, []).append(part.gradient)
+        for name in self.names:
+            if name not in found:  # the gradients are zero
+                leaf = self._leaves[name]
+                zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
+                found[name] = [DenseGradient(zeros)]
+        return {name: sum_of(found[name]) for name in self.names}
 
     def _parts(
         self,
@@ -262,40 +286,17 @@ class RecordedBatch:
             def sort(
                 x: Tensor, start: int = 0, use: Any = use, axis: Any = axis, count: int = count
             ) -> Tensor:
-                rows = axis.to_front(x, start, len(use.lead), count)
+                rows = axis.to_front(x, start, len(use.row_shape), count)
                 return rows.abs() if absolute else rows
 
-            g = sort(use.split(gradients.pop(key)), 1)
-            if by_position and use.shift is not None:
-                use = replace(use, form=_as_products)
+            g = sort(use.to_rows(gradients.pop(key)), 1)
+            if by_position and use.bias_scale is not None:
+                use = replace(use, gradient=_as_products)
             for name, leaf in self._origins[key].items():
-                is_open, is_unsorted = key in self.open, key not in axes
-                lookup = None if is_unsorted else self._lookups[key]
-                own = on_parameter(use, g, sort, recorded, leaf, lookup)
-                yield Part(key, name, own, is_open, is_unsorted, use.shift, use.elsewhere)
-
-    def forms(self, gradients: dict[Key, Tensor], num_vectors: int) -> dict[str, PerSampleGradient]:
-        """Return the gradients of all parameters.
-
-        Args:
-            gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
-            num_vectors: How many.
-        """
-        found: dict[str, list[PerSampleGradient]] = {}
-        for part in self._parts(gradients, self.axes):
-            found.setdefault(part.name, []).append(part.form)
-        for name in self.names:
-            if name not in found:  # the gradients are zero
-                leaf = self._leaves[name]
-                zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [DenseGradient(zeros)]
-        return {name: sum_of(found[name]) for name in self.names}
-
-
-def _as_products(g: Tensor, sort: Sort, entries: Entries) -> OuterProducts:
-    """Return gradients of a bias as outer products with inputs of one, see ``Use.form``."""
-    ones = g.new_ones(*g.shape[1:3], 1, 1)
-    return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
+                lookup = recorded.lookup if key in axes else None
+                own = _on_parameter(use, g, sort, recorded, leaf, lookup)
+                states = key in self.ambiguous, key not in axes
+                yield Part(key, name, own, *states, use.bias_scale, use.other_positions)
 
 
 def evident_samples(problem: Problem) -> int | None:
@@ -306,7 +307,7 @@ def evident_samples(problem: Problem) -> int | None:
         return None
 
 
-def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
+def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     """Return the parameters of which a tensor is a function."""
     if id(tensor) in by_id:
         return {by_id[id(tensor)]: tensor}
@@ -314,11 +315,17 @@ def origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
 
 
-def on_parameter(
+def _as_products(g: Tensor, sort: Sort, entries: Entries) -> OuterProducts:
+    """Return gradients of a bias as outer products with inputs of one, see ``Use.gradient``."""
+    ones = g.new_ones(*g.shape[1:3], 1, 1)
+    return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
+
+
+def _on_parameter(
     use: Use,
     g: Tensor,
     sort: Sort,
-    source: Recorded | LookedUp,
+    source: RecordedUse | LookedUp,
     leaf: Tensor,
     lookup: LookedUp | None = None,
 ) -> PerSampleGradient:
@@ -326,7 +333,7 @@ def on_parameter(
 
     Args:
         use: How a function of the parameter is used.
-        g: Rows sorted by samples, see ``Use.form``.
+        g: Rows sorted by samples, see ``Use.gradient``.
         sort: Sorts others in the same way.
         source: Has the function's value, and says which entries of the parameter it has.
         leaf: The parameter.
@@ -335,16 +342,16 @@ def on_parameter(
     tensor = source.tensor
     entries = source.view_of and source.view_of.entries(use.layout, leaf.shape)
     if entries is not None:
-        return use.form(g, sort, entries)
+        return use.gradient(g, sort, entries)
     whole = ViewOf.whole("", tensor.shape)
-    form = use.form(g, sort, whole.entries(use.layout, tensor.shape))
-    if lookup is not None and isinstance(form, DenseGradient):
-        return _on_table(form, tensor, lookup, leaf)
-    return PulledBackGradient(form, _pull_back(tensor, leaf), leaf.shape)
+    gradient = use.gradient(g, sort, whole.entries(use.layout, tensor.shape))
+    if lookup is not None and isinstance(gradient, DenseGradient):
+        return _on_table(gradient, tensor, lookup, leaf)
+    return PulledBackGradient(gradient, _pull_back(tensor, leaf), leaf.shape)
 
 
 def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
+    """Return a function that turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
     if tensor is source:
         return lambda rows: rows
     chunks = in_chunks(lambda u: vjp_columns({"": tensor}, u, {"": source}), _ANY_NUMBER)
@@ -359,16 +366,16 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _on_table(
-    form: PerSampleGradient, tensor: Tensor, lookup: LookedUp, leaf: Tensor
+    gradient: DenseGradient, tensor: Tensor, lookup: LookedUp, leaf: Tensor
 ) -> PerSampleGradient:
     """Return gradients with respect to a table that all samples read at the same indices."""
-    rows = _pull_back(tensor, lookup.output)(form.rows(slice(None)))
+    rows = _pull_back(tensor, lookup.output)(gradient.rows(slice(None)))
     num_vectors, num_samples = rows.shape[:2]
-    num_axes = len(lookup.use.lead)
-    rows = lookup.use.split(rows.flatten(0, 1)).flatten(1, num_axes)
+    num_axes = len(lookup.use.row_shape)
+    rows = lookup.use.to_rows(rows.flatten(0, 1)).flatten(1, num_axes)
 
     def of_each_sample(x: Tensor) -> Tensor:
         return x.flatten(0, num_axes - 1).expand(num_samples, *[-1] * (x.ndim - num_axes + 1))
 
     g = rows.unflatten(0, (num_vectors, num_samples))
-    return on_parameter(lookup.use, g, of_each_sample, lookup, leaf)
+    return _on_parameter(lookup.use, g, of_each_sample, lookup, leaf)

@@ -7,7 +7,7 @@ import the file in ``layers/__init__.py``.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradien
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
 
-#: Sorts rows ``[*lead, *features]`` by samples, to ``[N, S, *features]``.
+#: Sorts rows ``[*rows, *features]`` by samples, to ``[N, S, *features]``.
 Sort = Callable[[Tensor], Tensor]
 
 #: A derivative, the same everywhere, or a function that returns it in the output's shape.
@@ -31,23 +31,23 @@ class Use:
     """How one argument enters a call's output.
 
     Attributes:
-        lead: Lengths of the axes that number the rows of ``split``.
-        split: Turns gradients of the output, ``[V, *output]``, into rows ``[V, *lead, *features]``:
-            each row belongs to one sample.
-        form: Takes the rows sorted by samples, ``[V, N, S, *features]``, a function that sorts
-            others in the same way, and the entries of the parameter in the order of ``layout``.
-            Returns the gradients.
+        row_shape: Lengths of the axes that number the rows.
+        to_rows: Turns gradients of the output, ``[V, *output]``, into rows
+            ``[V, *row_shape, *features]``. Each row belongs to one sample.
+        gradient: Takes rows that are sorted by samples, ``[V, N, S, *features]``, a function that
+            sorts others in the same way, and the entries of the parameter in the order of
+            ``layout``. Returns the samples' gradients.
         layout: Turns the argument into a view of its entries in the order of the gradients.
-        shift: For a bias that is added to a product with a matrix: by what it is multiplied before.
-        elsewhere: Whether its positions are others than those of the product.
+        bias_scale: Of a bias that is added to a product with a matrix: by what it is multiplied.
+        other_positions: Whether a bias is added at other positions than those of the product.
     """
 
-    lead: tuple[int, ...]
-    split: Callable[[Tensor], Tensor]
-    form: Callable[[Tensor, Sort, Entries], PerSampleGradient]
+    row_shape: tuple[int, ...]
+    to_rows: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Sort, Entries], PerSampleGradient]
     layout: Callable[[Tensor], Tensor] = lambda argument: argument
-    shift: float | None = None
-    elsewhere: bool = False
+    bias_scale: float | None = None
+    other_positions: bool = False
 
 
 class Rule:
@@ -116,7 +116,7 @@ def contraction(
     equation: str,
     x: Tensor | Callable[[], Tensor],
     w_shape: Sequence[int],
-    split: Callable[[Tensor], Tensor] = lambda g: g,
+    to_product: Callable[[Tensor], Tensor] = lambda g: g,
     x_shape: Sequence[int] | None = None,
 ) -> Use | None:
     """Return the use of ``w`` in ``out = einsum(equation, x, w)``.
@@ -126,11 +126,11 @@ def contraction(
             ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
         x: The other factor, or a function that returns it.
         w_shape: The argument's shape, perhaps in other axes than those that the call got.
-        split: Turns gradients of the call's output, ``[V, *]``, into gradients of ``out``.
+        to_product: Turns gradients of the call's output, ``[V, *]``, into those of ``out``.
         x_shape: The other factor's shape, if ``x`` is a function.
 
     Returns:
-        The use, or ``None`` if an axis is repeated, or ``w`` is summed on its own.
+        The use, or ``None`` if an axis is repeated, or summed that only ``w`` has.
     """
     x_shape = x.shape if x_shape is None else x_shape
     axes = _Axes.of(equation, len(x_shape))
@@ -139,48 +139,48 @@ def contraction(
     lengths = [w_shape[place] for place in axes.of_argument]
     num_groups, num_outer = prod(lengths[: axes.num_groups]), prod(lengths[axes.outer])
     num_inner = prod(lengths[axes.outer.stop :])
-    num_lead = len(axes.lead)
+    num_axes = len(axes.rows)
 
-    def rows(g: Tensor) -> Tensor:
-        g = split(g).permute(0, *axes.of_rows)
-        return g.reshape(*g.shape[: 1 + num_lead], num_groups, num_outer)
+    def to_rows(g: Tensor) -> Tensor:
+        g = to_product(g).permute(0, *axes.of_rows)
+        return g.reshape(*g.shape[: 1 + num_axes], num_groups, num_outer)
 
     def inputs() -> Tensor:
         value = x() if callable(x) else x
         value = value if value.layout is torch.strided else value.to_dense()
-        value = value.sum(axes.alone) if axes.alone else value
+        value = value.sum(axes.summed) if axes.summed else value
         value = value.permute(axes.of_inputs)
-        return value.reshape(*value.shape[:num_lead], num_groups, num_inner)
+        return value.reshape(*value.shape[:num_axes], num_groups, num_inner)
 
-    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         return OuterProducts(wide(sort(inputs())), wide(g), entries)
 
     def layout(w: Tensor) -> Tensor:
         return w.reshape(w_shape).permute(axes.of_argument)
 
-    return Use(tuple(x_shape[place] for place in axes.lead), rows, form, layout)
+    return Use(tuple(x_shape[place] for place in axes.rows), to_rows, gradient, layout)
 
 
 class _Axes(NamedTuple):
-    """What the axes of a contraction are for.
+    """The roles of the axes of a contraction.
 
-    In ``argument . other = output``, *lead* are those of other and output, which number rows;
-    *groups* those of all three; *outer* those of argument and output; *inner* what is summed.
+    In ``argument . other = output``, *rows* are the axes of other and output, *groups* those of all
+    three, *outer* those of argument and output, and *inner* those that are summed.
 
     Attributes:
-        lead: Places of lead in the other factor.
+        rows: Places of rows in the other factor.
         num_groups: The number of groups.
         outer: Where outer are among groups, outer and inner, which begin where it ends.
-        alone: Places of axes that only the other factor has.
-        of_rows: Places of lead, groups and outer in the output, behind one more axis.
-        of_inputs: Places of lead, groups and inner in the other factor, without ``alone``.
+        summed: Places of axes that only the other factor has.
+        of_rows: Places of rows, groups and outer in the output, behind one more axis.
+        of_inputs: Places of rows, groups and inner in the other factor, without ``summed``.
         of_argument: Places of groups, outer and inner in the argument.
     """
 
-    lead: tuple[int, ...]
+    rows: tuple[int, ...]
     num_groups: int
     outer: slice
-    alone: tuple[int, ...]
+    summed: tuple[int, ...]
     of_rows: tuple[int, ...]
     of_inputs: tuple[int, ...]
     of_argument: tuple[int, ...]
@@ -188,7 +188,7 @@ class _Axes(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
     def of(cls, equation: str, x_ndim: int) -> "_Axes | None":
-        """Sort axes; ``None`` if one is repeated, or ``w`` is summed on its own."""
+        """Find the roles; ``None`` if an axis is repeated, or summed that only ``w`` has."""
         factors, _, output = equation.partition("->")
         x, w, out = ([*term.split()] for term in (*factors.split(","), output))
         dots = [f"...{axis}" for axis in range(x_ndim - len(x) + 1)] if "..." in x else []
@@ -201,15 +201,15 @@ class _Axes(NamedTuple):
         groups = tuple(axis for axis in w if axis in x and axis in out)
         inner = tuple(axis for axis in w if axis in x and axis not in out)
         outer = tuple(axis for axis in w if axis not in x)
-        lead = tuple(axis for axis in out if axis in x and axis not in w)
+        rows = tuple(axis for axis in out if axis in x and axis not in w)
         rest = [axis for axis in x if axis in w or axis in out]
         return cls(
-            lead=tuple(x.index(axis) for axis in lead),
+            rows=tuple(x.index(axis) for axis in rows),
             num_groups=len(groups),
             outer=slice(len(groups), len(groups) + len(outer)),
-            alone=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
-            of_rows=tuple(1 + out.index(axis) for axis in (*lead, *groups, *outer)),
-            of_inputs=tuple(rest.index(axis) for axis in (*lead, *groups, *inner)),
+            summed=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
+            of_rows=tuple(1 + out.index(axis) for axis in (*rows, *groups, *outer)),
+            of_inputs=tuple(rest.index(axis) for axis in (*rows, *groups, *inner)),
             of_argument=tuple(w.index(axis) for axis in (*groups, *outer, *inner)),
         )
 
@@ -226,24 +226,22 @@ def broadcast(
         aligned: Number of axes of the output behind the argument's last one.
     """
     full = (1,) * (len(output) - len(shape) - aligned) + tuple(shape) + (1,) * aligned
-    lead = [axis for axis, length in enumerate(full) if length == 1]
+    rows = [axis for axis, length in enumerate(full) if length == 1]
     kept = [axis for axis, length in enumerate(full) if length != 1]
 
-    def split(g: Tensor) -> Tensor:
+    def to_rows(g: Tensor) -> Tensor:
         g = wide(g)
         if callable(slope) or slope != 1.0:
             g = g * (slope() if callable(slope) else slope)
             g = g.real if g.is_complex() else g
-        return g.permute(0, *(1 + axis for axis in (*lead, *kept)))
+        return g.permute(0, *(1 + axis for axis in (*rows, *kept)))
 
-    def form(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
         return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
-    return Use(tuple(output[axis] for axis in lead), split, form)
+    return Use(tuple(output[axis] for axis in rows), to_rows, gradient)
 
 
-def shift(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
+def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
-    use = broadcast(shape, output, scale, aligned)
-    use.shift = scale
-    return use
+    return replace(broadcast(shape, output, scale, aligned), bias_scale=scale)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class SampleGradients:
         self._known = [] if batch is None else batch.names
         if len(self._known) < len(problem.space.names):
             self.output = self._whole[1]
-            if batch is None and len(self.output):  # else it was checked before it was sorted
+            if batch is None and len(self.output):  # a recorded output was checked before
                 problem.check(self.output)
         else:
             self.output = batch.output.detach()
@@ -72,7 +73,7 @@ class SampleGradients:
         """
         if self._batch is None:
             return iter(())
-        return self._batch.parts(self._batch.gradients(u, last))
+        return self._batch.parts(self._batch.backward(u, last))
 
     def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its own share of the output.
@@ -81,14 +82,15 @@ class SampleGradients:
             u: See ``parts``.
             last: See ``parts``.
 
-        Yields:
+        Returns:
             Some samples, and their gradients by parameter: first those of all samples for the
             parameters with rules, then the others.
         """
+        known: list[Piece] = []
         if self._batch is not None:
-            gradients = self._batch.forms(self._batch.gradients(u, last), len(u))
-            yield slice(0, self.num_samples), gradients
-        yield from self.rest(u)
+            gradients = self._batch.by_parameter(self._batch.backward(u, last), len(u))
+            known.append((slice(0, self.num_samples), gradients))
+        return chain(known, self.rest(u))
 
     def rest(self, u: Tensor) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
@@ -97,17 +99,18 @@ class SampleGradients:
     def one_by_one(self, u: Tensor, names: Collection[str]) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
         names = [name for name in self._problem.space.names if name in names]
-        if names:
-            yield from self._fallback.gradients(self._problem, *self._whole, u, names)
+        if not names:  # nothing keeps the graph in memory
+            return iter(())
+        return self._fallback.gradients(self._problem, *self._whole, u, names)
 
 
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    On a first batch, what the rules say of a parameter is compared with autograd, and two backward
-    passes show which axis of each layer's output numbers the samples. They do so again where they
-    left a choice, and on batches whose graph is wired in a new way, or may move rows by their
-    numbers. Other parameters get one backward pass for each sample.
+    On a first batch, each rule is compared with autograd, and two backward passes show which axis
+    of each layer's output numbers the samples. They do so again where they left a choice, and on
+    batches whose graph is wired in a new way or may move rows by their numbers. Parameters without
+    a rule, or without such an axis, get one backward pass for each sample.
 
     Args:
         name: Names the operator in messages.
@@ -123,9 +126,9 @@ class SampleBackward:
     def __init__(self, name: str, independent: bool = True, sums_rows: bool = False):
         self._name, self._independent, self._sums_rows = name, independent, sums_rows
         self.fallbacks: dict[str, str] = {}
-        self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by wiring of the graph
+        self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by the wiring of the graph
         self._checked: set[Key] = set()
-        self._grouped = False
+        self._rows_are_parts = False
         self._fallback = OneByOne()
 
     @property
@@ -140,15 +143,15 @@ class SampleBackward:
             problem: The model on a batch.
             by_sample: Whether it matters to which samples the rows of products belong.
         """
-        learning = not (self._checked or self.fallbacks)
+        is_first = not (self._checked or self.fallbacks)
         states = GeneratorStates()
         batch = self._record(problem, by_sample)
-        if learning and not states.are_current():
+        if is_first and not states.are_current():
             # the model is random, and was evaluated several times
             del batch
             states.restore()
             batch = self._record(problem, by_sample)
-        if self.fallbacks:  # which evaluate the model again
+        if self.fallbacks:  # fallbacks evaluate the model again
             states.restore()
         return SampleGradients(problem, batch, self.fallbacks, self._fallback)
 
@@ -162,24 +165,16 @@ class SampleBackward:
         batch = self._run(problem, names)
         if batch is None or batch.num_samples == 0:
             return None
-        problem.check(batch.output)  # else numbers that are none tell which rows belong where
+        problem.check(batch.output)  # NaN would be taken for a wrong axis
         self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        if self._grouped:
-            self._group(problem, batch)
+        if self._rows_are_parts:
+            _join_rows(problem, batch)
         batch.recall(self._axes.get(batch.wiring, {}))
         new = (batch.uses.keys() | batch.unconnected) - self._checked
-        moved = (by_sample or batch.has_lookups) and batch.moves_rows
-        asks = batch.num_samples > 1 and (moved or batch.axes.keys() != batch.uses.keys())
-        if asks or new:
-            try:
-                self._examine(problem, batch, asks, bool(new), truth)
-            except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
-                if lacks_memory(error):
-                    raise
-                # a combination of arguments that nobody thought of
-                reason = f"a rule for layers fails on this model: {first_line(error)}"
-                self._refuse(batch.names, reason)
-            self._checked |= new
+        may_move = (by_sample or batch.has_lookups) and batch.moves_rows
+        lacks_axes = may_move or batch.axes.keys() != batch.uses.keys()
+        self._examine(problem, batch, lacks_axes and batch.num_samples > 1, bool(new), truth)
+        self._checked |= new
         batch.drop(self.fallbacks)
         return batch
 
@@ -187,10 +182,10 @@ class SampleBackward:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
             return RecordedBatch(problem, names)
-        except Exception as error:  # whatever the user's model raises
+        except Exception as error:  # a model that looks at its own graph may raise anything
             if lacks_memory(error):
                 raise
-            autograd_sums(problem)  # raises what the model does without being recorded
+            autograd_sums(problem)  # raises what the model raises without being recorded
             self._refuse(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
@@ -198,55 +193,49 @@ class SampleBackward:
         self,
         problem: Problem,
         batch: RecordedBatch,
-        asks: bool,
-        checks: bool,
+        lacks_axes: bool,
+        is_new: bool,
         truth: dict[str, Tensor] | None,
     ) -> None:
         """Find the axes of a batch's samples, and compare the rules with autograd."""
-        gradients = batch.examine(self._known_axes() if asks else None)
-        if checks:
-            truth = truth or autograd_sums(problem)
-            wrong = batch.check(gradients, truth)
-            self._refuse(wrong, reason_of(wrong, truth, problem))
+        if not (lacks_axes or is_new):
+            return
+        try:
+            gradients = batch.examine(self._latest_axes() if lacks_axes else None)
+            if is_new:
+                truth = truth or autograd_sums(problem)
+                wrong = batch.check(gradients, truth)
+                self._refuse(wrong, reason_of(wrong, truth, problem))
+        except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+            if lacks_memory(error):
+                raise
+            # a combination of arguments that the rule does not foresee
+            self._refuse(batch.names, f"a rule for layers fails on this model: {first_line(error)}")
+            return
         del gradients
-        if asks:
+        if lacks_axes:
             self._take_axes(problem, batch)
 
     def _take_axes(self, problem: Problem, batch: RecordedBatch) -> None:
         """Remember the axes of samples; refuse the parameters for which there are none."""
         batch.drop(self.fallbacks)
-        if batch.unsorted() and self._sums_rows and not self._grouped:
+        if batch.unsorted() and self._sums_rows and not self._rows_are_parts:
             num_samples = evident_samples(problem) or batch.num_samples
             if num_samples < batch.num_samples and batch.num_samples % num_samples == 0:
-                self._grouped = True
+                self._rows_are_parts = True
                 self._axes.clear()
-                self._group(problem, batch)
+                _join_rows(problem, batch)
                 batch.examine({})
         if batch.unsorted() and self._independent and couples_samples(problem, batch.output, 1):
             raise ValueError(COUPLED)
         if not self._sums_rows:
             self._refuse(batch.unsorted(), "its gradients could not be assigned to samples")
-        sure = {key: axis for key, axis in batch.axes.items() if key not in batch.open}
+        sure = {key: axis for key, axis in batch.axes.items() if key not in batch.ambiguous}
         self._axes.setdefault(batch.wiring, {}).update(sure)
 
-    def _known_axes(self) -> dict[Key, BatchAxis]:
+    def _latest_axes(self) -> dict[Key, BatchAxis]:
         """Return the axes that were found last, whatever the wiring."""
         return {key: axis for axes in self._axes.values() for key, axis in axes.items()}
-
-    def _group(self, problem: Problem, batch: RecordedBatch) -> None:
-        """Let neighboring rows of the output be parts of one sample.
-
-        Raises:
-            ValueError: If samples have unequal numbers of rows.
-        """
-        num_rows, num_samples = len(batch.output), problem.num_samples
-        if num_samples == 0 or num_rows % num_samples:
-            raise ValueError(
-                f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
-                "earlier batch had as many rows each. Give samples an axis in front of their rows, "
-                "or say with batch_size_fn how many a batch has."
-            )
-        batch.num_samples = num_samples
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         names = [name for name in names if name not in self.fallbacks]
@@ -259,3 +248,19 @@ class SampleBackward:
                 said if len(names) <= 3 else f"{said} and {len(names) - 3} more",
                 reason,
             )
+
+
+def _join_rows(problem: Problem, batch: RecordedBatch) -> None:
+    """Let neighboring rows of the output be parts of one sample.
+
+    Raises:
+        ValueError: If samples have unequal numbers of rows.
+    """
+    num_rows, num_samples = len(batch.output), problem.num_samples
+    if num_samples == 0 or num_rows % num_samples:
+        raise ValueError(
+            f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
+            "earlier batch had as many rows each. Give samples an axis in front of their rows, "
+            "or say with batch_size_fn how many a batch has."
+        )
+    batch.num_samples = num_samples

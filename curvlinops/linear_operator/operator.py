@@ -139,18 +139,18 @@ class TorchLinearOperator(LinearOperator):
 
     T: "TorchLinearOperator"
     H: "TorchLinearOperator"
-    trace: Any = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
-    diagonal: Any = _NeedsStructure(
+    trace = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
+    diagonal = _NeedsStructure(
         "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator computes "
         "that of the GGN."
     )
-    frobenius_norm: Any = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
-    logdet: Any = _NeedsStructure("Estimate it by lanczos_logdet(A).")
-    det: Any = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
-    eigh: Any = _NeedsStructure(
+    frobenius_norm = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
+    logdet = _NeedsStructure("Estimate it by lanczos_logdet(A).")
+    det = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
+    eigh = _NeedsStructure(
         "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
     )
-    inverse: Any = _NeedsStructure(
+    inverse = _NeedsStructure(
         "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
     )
 

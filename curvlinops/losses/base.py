@@ -1,4 +1,4 @@
-"""What curvature needs to know of a loss."""
+"""The interface of losses: their terms, and the terms' derivatives and samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,11 +21,10 @@ KNOWN_LOSSES: dict[type[nn.Module], type["Loss"]] = {}
 class Loss(ABC):
     """A loss as a sum over terms, ``L = c * sum_t l_t``.
 
-    A term depends on C entries of the model's output, one *row*: subclasses say how an output falls
-    into rows z, ``[T, C]``, and what they need of the target, y; all formulas are for z and y. The
-    scale ``c`` never occurs here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C
-    of the squared error) and on whether ``c`` is 1 or one over the sum of ``denominator`` over the
-    data.
+    A term depends on C entries of the model's output, one *row*. Subclasses turn outputs into rows
+    z, ``[T, C]``, and targets into y; all formulas are for z and y. The scale ``c`` never occurs
+    here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
+    and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
 
     Half-precision outputs are treated in float32.
 
@@ -38,7 +37,7 @@ class Loss(ABC):
     #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
     #: (weight decay). Then there are no derivatives with respect to the output alone.
     needs_graph = False
-    #: Whether the loss has no other source than the values of output and target.
+    #: Whether the loss is known to depend on the values of output and target alone.
     is_function_of_values = True
     #: Whether the loss is linear in the output, so that its output Hessian is zero.
     is_linear = False

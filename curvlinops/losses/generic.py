@@ -1,4 +1,4 @@
-"""Any loss that is a sum or mean of its samples' losses."""
+"""All other losses: sums or means of their samples' losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +21,14 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 class AdditiveLoss(Loss):
-    """A loss of which nothing is known but that it adds up, or averages, over the samples.
+    """Any loss that adds up, or averages, over the samples.
 
     A term is one sample, l_t the loss of a batch that consists of this sample alone. Output
-    derivatives are PyTorch's, of the whole batch's loss. If it needs the graph of the output, it
-    cannot be evaluated on single samples, and is taken at its word.
+    derivatives are PyTorch's, of the whole batch's loss. A loss that needs the graph of the output
+    cannot be evaluated on single samples, so that this assumption is not checked.
 
-    Modules in it, such as the loss itself, are restored after each evaluation: a moving average
-    must not depend on how often the loss was evaluated before.
+    Its modules, such as the loss itself, are restored after each evaluation: a moving average must
+    not depend on how often the loss was evaluated before.
     """
 
     is_function_of_values = False
@@ -78,10 +78,8 @@ class AdditiveLoss(Loss):
 
     def _one_by_one(self, output: Tensor, target: Any) -> Tensor:
         """Return the losses of single samples, ``[N]``, float64."""
-        values, num_samples = (
-            torch.zeros(len(output), dtype=torch.float64, device="cpu"),
-            len(output),
-        )
+        num_samples = len(output)
+        values = torch.zeros(num_samples, dtype=torch.float64, device=output.device)
         try:
             for n in range(num_samples):
                 one = select_samples(target, slice(n, n + 1), num_samples)

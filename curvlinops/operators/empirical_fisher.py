@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.autodiff.backward import Apply, evaluate
 from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
 from curvlinops.layers.fallback import LossesOneByOne
-from curvlinops.layers.gradients import Piece, PulledBackGradient, write_rows
+from curvlinops.layers.gradients import Piece, write_rows
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
@@ -94,9 +94,9 @@ class EFLinearOperator(DataLinearOperator):
             return False
         operations = 0
         for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
-            form = part.form.form if isinstance(part.form, PulledBackGradient) else part.form
-            if isinstance(form, OuterProducts):  # others are as cheap as biases
-                operations += 4 * form.num_positions * form.entries.view.size
+            gradient = part.gradient.of_value
+            if isinstance(gradient, OuterProducts):  # others are as cheap as biases
+                operations += 4 * gradient.num_positions * gradient.entries.view.size
         return operations > 16 * self.space.dim
 
     def _is_finer(self, problem: BatchProblem, output: Tensor) -> bool:
@@ -121,7 +121,7 @@ class EFLinearOperator(DataLinearOperator):
         return self._sum_of_outer_products(pieces, gradients.num_samples, terms)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
-        """Multiply if the loss is no function of the output; each sample is a term."""
+        """Prepare products for a loss that is no function of the output; each sample is a term."""
         num_samples, pieces = self._alone.gradients(problem)
         terms = torch.tensor(num_samples, device=self.device)
         return self._sum_of_outer_products(pieces, num_samples, terms)

@@ -9,7 +9,7 @@ from curvlinops.autodiff.backward import Apply
 from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.operators.vectors import check_sampling, would_be_gradients
+from curvlinops.operators.vectors import check_sampling, sampled_gradients
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.warnings import warn
 
@@ -99,7 +99,7 @@ def sampled_curvature(problem: BatchProblem, num_samples: int, seed: int) -> Any
 
     def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
         terms = problem.terms(output)
-        vectors = would_be_gradients(problem, output, num_samples, seed)
+        vectors = sampled_gradients(problem, output, num_samples, seed)
         return problem.loss.outer(vectors, output), terms
 
     return curvature

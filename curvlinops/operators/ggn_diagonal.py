@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import PerSampleGradient, add_sums
+from curvlinops.layers.gradients import add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.operators.base import DataLinearOperator
@@ -14,7 +14,7 @@ from curvlinops.operators.vectors import (
     check_sampling,
     hessian_roots,
     mark_last,
-    would_be_gradients,
+    sampled_gradients,
 )
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
@@ -112,16 +112,16 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         gradients, out = self._capture(problem), self.space.zeros(1)
         terms = problem.terms(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
-            add_sums(out, gradients.backward(u, last), PerSampleGradient.sum_of_squares)
+            add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
         return out, terms
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
-        """Yield what is backpropagated, ``[V, *output]``, as many at once as the memory allows."""
+        """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""
         output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
         if self.mc_samples:
-            vectors = would_be_gradients(problem, output, self.mc_samples, self.seed)
+            vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
             return
         for roots in hessian_roots(problem, output):

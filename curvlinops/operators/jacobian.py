@@ -15,7 +15,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 
 class OutputsLinearOperator(RowsLinearOperator):
-    """What the Jacobian and its transpose share: all outputs, and no loss."""
+    """Base of the Jacobian and its transpose, which have a row for each output and no loss."""
 
     def __init__(
         self,

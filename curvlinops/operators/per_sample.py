@@ -41,7 +41,7 @@ Placed = tuple[Iterable[Piece], Place]
 
 
 class Selection(NamedTuple):
-    """What is computed of a batch.
+    """The samples of a batch that have wanted rows.
 
     Attributes:
         shapes: The shapes of the batch's tensors.
@@ -87,7 +87,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     _per_sample = True
 
     def __post_init__(self) -> None:
-        """Check the options, too."""
+        """Check the operator's own options, too."""
         check_choice("terms", self.terms, ("term", "sample"))
         self._fallbacks: dict[str, str] = {}
         super().__post_init__()
@@ -170,7 +170,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield batches if self._indices is None else self._selected(batches)
 
     def _selected(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield what is left of the batches.
+        """Yield the batches, cut to the samples that have wanted rows.
 
         Raises:
             RuntimeError: If rows may not be where they were at construction.
@@ -327,7 +327,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means("second_moment", lambda f: f.sum_of_squares()[None], self.domain)[0]
+        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain)[0]
 
     @in_default_modes
     def variance(self) -> Tensor:
@@ -398,10 +398,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield samples.backward(u.to(output.dtype)), place
 
 
-def _moments(form: PerSampleGradient) -> Tensor:
+def _moments(gradient: PerSampleGradient) -> Tensor:
     """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
-    form, ones = form.to(torch.float64), torch.ones(form.num_samples, device="cpu")
-    return torch.stack([form.weighted_sum(ones).sum(0), form.sum_of_squares()])
+    gradient, ones = gradient.to(torch.float64), torch.ones(gradient.num_samples, device="cpu")
+    return torch.stack([gradient.weighted_sum(ones).sum(0), gradient.sum_of_squares()])
 
 
 def _shapes(problem: BatchProblem) -> list[torch.Size]:

@@ -35,7 +35,7 @@ class RowsLinearOperator(DataLinearOperator):
     __matmul__: Product[Tensor]
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning for rows, too."""
+        """Refuse process groups, too."""
         if self.process_group is not None:
             raise ValueError(
                 f"{type(self).__name__} has rows for the data of one process: omit process_group."
@@ -61,7 +61,7 @@ class RowsLinearOperator(DataLinearOperator):
         return mode.jacobian(problem, lambda output: self._row_maps(problem, output)[0])
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
-        """Do all on a batch for transposed products that does not depend on the vectors."""
+        """Prepare transposed products on a batch; nothing here depends on the vectors."""
         apply, output = backward.transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(output)

@@ -1,4 +1,4 @@
-"""What is backpropagated such that outer products of gradients add up to a curvature matrix."""
+"""Vectors whose backpropagated outer products add up to a curvature matrix."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -30,9 +30,7 @@ def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tup
     return mc_samples, seed
 
 
-def would_be_gradients(
-    problem: BatchProblem, output: Tensor, num_samples: int, seed: int
-) -> Tensor:
+def sampled_gradients(problem: BatchProblem, output: Tensor, num_samples: int, seed: int) -> Tensor:
     """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
     problem.check(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
     generator = seeded(output.device, seed, problem.number)
@@ -86,7 +84,7 @@ def _roots(problem: BatchProblem, output: Tensor, num_samples: int | None) -> Te
 
 
 def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Yield items, each when the next one is known, and whether there is none."""
+    """Yield each item, and whether it is the last one."""
     items = iter(items)
     for item in items:
         for following in items:

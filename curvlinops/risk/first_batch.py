@@ -123,7 +123,7 @@ def facts_of(
             model_differentiates=watch.differentiates,
             stops_gradients=watch.stops_gradients,
             loss_needs_graph=loss_needs_graph,
-            signature=signature(value),
+            signature=signature(graph_nodes(value)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Arguments that are numbers, devices, one of a few choices, or constants to autograd."""
+"""Checks of arguments: numbers, devices, choices, and tensors without a graph."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,13 @@ from torch.autograd import forward_ad
 
 Choice = TypeVar("Choice", bound=str)
 
-#: What has a tensor for each parameter, in their order or by name.
+#: Containers with one tensor for each parameter, in their order or by name.
 LISTS = list | tuple | nn.ParameterList
 MAPPINGS = Mapping | nn.ParameterDict
 
 
 def as_integer(value: Any) -> int | None:
-    """Return an integer of Python, NumPy, or in a tensor; ``None`` if it is none."""
+    """Return a value as an integer, ``None`` if it is no integer of Python, NumPy or PyTorch."""
     try:
         # True is an integer to Python
         return None if isinstance(value, bool) else index(value)
@@ -27,12 +27,12 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return a device as tensors there name it: ``"cuda"`` becomes ``cuda:0``."""
+    """Return a device with its number: ``"cuda"`` becomes ``cuda:0``."""
     return torch.empty(0, device=device).device
 
 
 def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return a number that must be an integer: Python's, NumPy's, or a tensor with one.
+    """Return an argument as an integer; Python's, NumPy's and PyTorch's are accepted.
 
     Args:
         name: Of the argument.
@@ -51,7 +51,7 @@ def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = 
 
 
 def check_number(name: str, value: Any, at_least: float = -inf) -> float:
-    """Return a number that must be real: Python's, NumPy's, or a tensor with one.
+    """Return an argument as a real number; Python's, NumPy's and PyTorch's are accepted.
 
     Args:
         name: Of the argument.
@@ -75,7 +75,7 @@ def check_number(name: str, value: Any, at_least: float = -inf) -> float:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
-    """Return that one of some strings, or members of an enumeration of strings, that is chosen.
+    """Return the choice that equals an argument.
 
     Raises:
         ValueError: If there is no such choice.
@@ -88,7 +88,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
 
 
 def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return ``name=value`` for each argument of a class that has not its default.
+    """Return ``name=value`` for each argument of a class whose value is not the default.
 
     Args:
         cls: The class. Arguments whose default is None are left out.
@@ -101,7 +101,7 @@ def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def without_graph(x: Any, name: str) -> Any:
-    """Return an argument that becomes part of an operator, or of a solver.
+    """Return an argument of an operator or a solver; refuse tensors that autograd follows.
 
     Raises:
         ValueError: If derivatives with respect to it are recorded: they would be missing.

@@ -1,6 +1,6 @@
-"""What autograd graphs are made of."""
+"""Nodes, leaves and memory of autograd graphs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -17,7 +17,7 @@ from curvlinops.support.torch_internals import (
     strided_tensors,
 )
 
-#: What models and losses call to differentiate.
+#: Functions that models and losses call to differentiate.
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -32,16 +32,25 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             stack += [following for following, _ in node.next_functions]
 
 
-def signature(output: Tensor) -> int:
-    """Return a hash of a graph: operations, their plain arguments, and how they are connected."""
-    numbers: dict[Any, int] = {None: -1}
-    nodes = list(graph_nodes(output))
-    numbers |= {node: number for number, node in enumerate(nodes)}
+def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) -> int:
+    """Return a hash of a graph: operations, their plain arguments, and how they are connected.
+
+    Args:
+        nodes: The nodes of the graph, in the order in which they are found from its output.
+        arguments: The names of the arguments that count. Default: all.
+    """
+    nodes = list(nodes)
+    numbers: dict[Any, int] = {None: -1} | {node: number for number, node in enumerate(nodes)}
+
+    def plain(node: Any) -> str:
+        values = plain_values(node)
+        return repr([(k, v) for k, v in values.items() if arguments is None or k in arguments])
+
     return hash(
         tuple(
             (
                 node.name(),
-                repr(plain_values(node)),
+                plain(node),
                 *((numbers[following], index) for following, index in node.next_functions),
             )
             for node in nodes
@@ -98,7 +107,7 @@ def footprint(part: Any) -> int:
         sizes |= _storages(tensor)
     for node in nodes:
         for saved in saved_values(node):
-            # what checkpoints and other hooks saved in another form is not in memory
+            # hooks on saved tensors, as of checkpoints, may have saved something else
             held = getattr(saved, "data", None)
             if isinstance(held, Tensor):
                 sizes |= _storages(held)

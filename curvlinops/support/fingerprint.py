@@ -37,7 +37,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TooManyObjectsError(Exception):
-    """What shall be watched refers to too many objects."""
+    """The watched objects refer to too many others."""
 
 
 class Fingerprint:
@@ -50,19 +50,19 @@ class Fingerprint:
     what functions import when they run.
 
     Args:
-        roots: What is watched.
+        roots: The watched objects.
 
     Attributes:
-        tensors: All tensors among it.
+        tensors: All tensors to which they refer.
 
     Raises:
-        TooManyObjectsError: If it refers to more than 10,000 objects.
+        TooManyObjectsError: If they refer to more than 10,000 objects.
     """
 
     def __init__(self, roots: Iterable[Any]):
         self._roots = tuple(roots)
-        # each object with everything that it refers to directly: all of them are visited, so that
-        # nothing has changed if each still refers to the very same objects
+        # each object with all objects to which it refers directly; these are visited, too, so that
+        # nothing has changed if each object still refers to the same ones
         self._parts: list[tuple[Any, tuple]] = []
         self._empty: list[Any] = []  # containers that were empty
         self.tensors: list[Tensor] = []
@@ -184,13 +184,10 @@ def _are_same(now: tuple, before: tuple) -> bool:
     """Return whether two tuples have the same objects, or equal plain values."""
     if len(now) != len(before):
         return False
-    return all(map(is_, now, before)) or all(map(_is_same, now, before))
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if now is before:
+    if all(map(is_, now, before)):
         return True
-    return type(now) is type(before) and isinstance(now, PLAIN) and now == before
+    others = [(x, y) for x, y in zip(now, before, strict=True) if x is not y]
+    return all(type(x) is type(y) and isinstance(x, PLAIN) and x == y for x, y in others)
 
 
 def children(part: Any) -> tuple:

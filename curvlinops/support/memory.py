@@ -1,11 +1,11 @@
-"""Errors for want of memory, which nobody may take for something else."""
+"""Out-of-memory errors, which no fallback may hide."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-#: What allocators, and libraries of kernels, say in errors that have no type of their own.
+#: Texts in the errors of allocators and kernel libraries that have no type of their own.
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
@@ -18,7 +18,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextmanager
 def suppressed() -> Iterator[None]:
-    """Suppress errors of any kind, as users' code may raise, but not those for want of memory."""
+    """Suppress all errors that users' code may raise, except out-of-memory errors."""
     try:
         yield
     except Exception as error:

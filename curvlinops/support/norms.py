@@ -1,15 +1,15 @@
-"""Precision: norms and inner products in float64, whose range holds squares of smaller dtypes."""
+"""Norms and inner products in float64, where squares of float32 numbers do not overflow."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-#: So many numbers are converted to float64 at once: what a processor's cache holds.
+#: So many numbers are converted to float64 at once on the CPU, since its cache holds them.
 PART = 2**17
-#: Copies of so many take memory that the process has at hand, and no fresh pages.
+#: Inner products copy so many numbers at once on the CPU, for which no new pages are needed.
 _COPIED = 2**14
-#: More elsewhere, where each call takes time of its own.
+#: More on other devices, where each call costs time.
 _PART_ON_DEVICE = 2**22
 
 
@@ -19,11 +19,11 @@ def wide(x: Tensor) -> Tensor:
 
 
 def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
-    """Return Euclidean norms along axes, in float64, without a copy of all numbers in it.
+    """Return Euclidean norms along axes in float64, without copying all numbers to float64.
 
     Args:
         x: Numbers.
-        dim: The axes, which the norms do not have. Default: all.
+        dim: The axes that are reduced. Default: all.
     """
     axes = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     axes = [axis % x.ndim for axis in axes]
@@ -32,7 +32,7 @@ def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
 
 
 def double_dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return inner products along the last axis, in float64, without a copy of all numbers in it.
+    """Return inner products along the last axis in float64, in parts to save memory.
 
     Args:
         x: Vectors, ``[..., D]``.
@@ -48,12 +48,12 @@ def double_dots(x: Tensor, y: Tensor) -> Tensor:
 
 
 def double_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return the inner product of all numbers, in float64, without a copy of all of them in it."""
+    """Return the inner product of all numbers in float64, in parts to save memory."""
     return double_dots(x.reshape(-1), y.reshape(-1))
 
 
 def _in_parts(x: Tensor, axes: list[int]) -> Tensor:
-    """Return the norms with axes of length one."""
+    """Return the norms; reduced axes have length one."""
     at_once = PART if x.is_cpu else _PART_ON_DEVICE
     if x.dtype == torch.float64 or x.numel() <= at_once or not axes:
         return torch.linalg.vector_norm(x, dim=axes, keepdim=True, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""One progress bar for each call of a solver, and passing ones for passes over data."""
+"""Progress bars: one for each call of a solver, and one for each pass over data."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ from curvlinops.support.frozen import frozen
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Seconds after which a pass over data has a bar of its own beside that of a solver.
+#: Inside of a solver, a pass over data has its own bar after so many seconds.
 _LONG = 2.0
 
 
@@ -70,24 +70,24 @@ def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def shown(data: Iterable, name: str) -> Iterable:
-    """Return data with a bar for a pass over it, which vanishes at the end of the pass."""
+    """Return data with a progress bar, which is removed at the end of the pass."""
     if _SOLVER.depth and _SOLVER.bar is None:
         _SOLVER.bar = tqdm(desc=_SOLVER.name, unit=" products")
     return tqdm(data, desc=name, leave=False, delay=_LONG if _SOLVER.depth else 0)
 
 
 def count_products(number: int) -> None:
-    """Count products on the bar of the solver that has computed them."""
+    """Advance the bar of the running solver by a number of products."""
     if _SOLVER.depth == 1 and _SOLVER.bar is not None:
         _SOLVER.bar.update(number)
 
 
 def show_residuals(*measures: tuple[Tensor, Tensor]) -> None:
-    """Show how many times as large as allowed the worst residual is on the bar of its solver.
+    """Show the largest ratio of residual to tolerance on the bar of the running solver.
 
     Args:
-        *measures: Residuals of all systems, ``[K]``, and what they may be. A system is solved
-            if one of its residuals is that small.
+        *measures: Residuals of all systems, ``[K]``, and their tolerances, ``[K]``. A system is
+            solved if one of its residuals is below the tolerance.
     """
     if _SOLVER.depth == 1 and _SOLVER.bar is not None and measures[0][0].numel():
         ratios = torch.stack([residuals / goals for residuals, goals in measures])

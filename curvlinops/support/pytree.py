@@ -18,7 +18,7 @@ _PLAIN = {type(None), bool, int, float, str, slice, type(...), torch.dtype, torc
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested containers, see ``map_leaves``."""
+    """Return all tensors in nested containers, see ``_open``."""
     tensors: list[Tensor] = []
     _collect(tree if type(tree) in (tuple, list) else (tree,), tensors)
     return tensors
@@ -34,12 +34,41 @@ def _collect(parts: Iterable[Any], tensors: list[Tensor]) -> None:
             tensors.append(part)
         elif kind is tuple or kind is list:
             _collect(part, tensors)
-        elif kind is dict or isinstance(part, Mapping):
+        elif kind is dict:
             _collect(part.values(), tensors)
-        elif _is_dataclass(part):
-            _collect(_values(part).values(), tensors)
-        elif not pytree.tree_is_leaf(part):
-            _collect(pytree.tree_leaves(part), tensors)
+        elif (opened := _open(part)) is not None:
+            _collect(opened[0], tensors)
+
+
+def _open(part: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return what a container holds, and a function that makes such a container of other things.
+
+    Containers are those of PyTorch (lists, tuples, dictionaries, and classes that are registered,
+    such as the outputs of Hugging Face), other mappings, and dataclasses. Others give ``None``.
+    """
+    if not pytree.tree_is_leaf(part):
+        parts, structure = pytree.tree_flatten(part, is_leaf=lambda inner: inner is not part)
+        return parts, lambda new: pytree.tree_unflatten(new, structure)
+    if isinstance(part, Mapping):
+        old = dict(part)
+    elif is_dataclass(part) and not isinstance(part, type):
+        old = {field.name: getattr(part, field.name) for field in fields(part)}
+    else:
+        return None
+    return list(old.values()), lambda new: _with_values(part, dict(zip(old, new, strict=True)))
+
+
+def _with_values(part: Any, values: dict[Any, Any]) -> Any:
+    """Return a copy of a mapping or dataclass with other values."""
+    if isinstance(part, Mapping) and not isinstance(part, dict | UserDict):
+        return type(part)(values)
+    twin = copy.copy(part)
+    for name, value in values.items():
+        if isinstance(part, Mapping):
+            twin[name] = value
+        else:  # also if the dataclass is frozen
+            object.__setattr__(twin, name, value)
+    return twin
 
 
 def map_leaves(
@@ -47,53 +76,28 @@ def map_leaves(
 ) -> Any:
     """Apply a function to everything in nested containers that is no container itself.
 
-    Containers are those of PyTorch (lists, tuples, dictionaries, and classes that are registered,
-    such as the outputs of Hugging Face), other mappings, and dataclasses. Those of the result have
-    the same types. A tensor that occurs twice is one tensor in the result, too. Packed sequences
-    are leaves.
+    The containers of the result have the same types. A tensor that occurs twice is one tensor in
+    the result, too. Packed sequences are leaves.
 
     Args:
-        tree: Nested containers.
+        tree: Nested containers, see ``_open``.
         function: Applied to each leaf.
         is_leaf: Says which containers are leaves.
     """
     return _map(tree, function, is_leaf, {})
 
 
-def _map(tree: Any, function: Callable, is_leaf: Callable, mapped: dict[int, Any]) -> Any:
+def _map(part: Any, function: Callable, is_leaf: Callable, mapped: dict[int, Tensor]) -> Any:
     # no closure that refers to itself: it would keep the batch in memory
-    parts, structure = pytree.tree_flatten(
-        tree, is_leaf=lambda part: isinstance(part, PackedSequence) or is_leaf(part)
-    )
-    parts = [_map_part(part, function, is_leaf, mapped) for part in parts]
-    return pytree.tree_unflatten(parts, structure)
-
-
-def _map_part(part: Any, function: Callable, is_leaf: Callable, mapped: dict[int, Any]) -> Any:
     if isinstance(part, Tensor):
         if id(part) not in mapped:
             mapped[id(part)] = function(part)
         return mapped[id(part)]
-    is_mapping = isinstance(part, Mapping)
-    if not (is_mapping or _is_dataclass(part)) or is_leaf(part):
+    opened = None if isinstance(part, PackedSequence) or is_leaf(part) else _open(part)
+    if opened is None:
         return function(part)
-    old = dict(part) if is_mapping else _values(part)
-    new = {key: _map(value, function, is_leaf, mapped) for key, value in old.items()}
-    if is_mapping and not isinstance(part, dict | UserDict):
-        return type(part)(new)
-    twin = copy.copy(part)
-    for key, value in new.items():
-        # a dataclass may be frozen
-        twin.__setitem__(key, value) if is_mapping else object.__setattr__(twin, key, value)
-    return twin
-
-
-def _is_dataclass(part: Any) -> bool:
-    return is_dataclass(part) and not isinstance(part, type)
-
-
-def _values(part: Any) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
+    parts, made_of = opened
+    return made_of([_map(inner, function, is_leaf, mapped) for inner in parts])
 
 
 def copy_containers(tree: Any) -> Any:

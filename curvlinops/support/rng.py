@@ -15,7 +15,7 @@ def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
 
     Args:
         device: The generator's device.
-        *seeds: What the generator is to depend on, in this order.
+        *seeds: Non-negative integers; their order matters.
     """
     # neighboring seeds make correlated generators: mix them
     mixed = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
@@ -58,14 +58,14 @@ def read_generator(
 
 
 class GeneratorStates:
-    """The states of all global random number generators, when this was made."""
+    """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = [(generator, generator.get_state()) for generator in _global_generators()]
 
     def are_current(self) -> bool:
-        """Return whether nothing was drawn since."""
+        """Return whether the generators still have these states."""
         _, words, *position = self._numpy
         _, new_words, *new_position = np.random.get_state()
         return (
@@ -95,7 +95,7 @@ def preserved_rng() -> Iterator[None]:
 
 def seed_everything(seed: int) -> None:
     """Seed all global random number generators; inside ``preserved_rng`` only."""
-    # torch.manual_seed would also seed those of devices that nobody has used yet, for good
+    # torch.manual_seed would also seed generators of unused devices, which are not restored
     for generator in _global_generators():
         generator.manual_seed(seed)
     random.seed(seed)
@@ -103,6 +103,6 @@ def seed_everything(seed: int) -> None:
 
 
 def _global_generators() -> list[torch.Generator]:
-    """Return PyTorch's own generators on all devices in use: a model may be on several."""
+    """Return PyTorch's default generators on all devices in use."""
     accelerators = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
     return [torch.default_generator, *(g for a in accelerators for g in a.default_generators)]

@@ -40,22 +40,20 @@ without_torch_function = internal("torch._C", "DisableTorchFunction")
 
 
 def input_metadata(node: Any, number: int) -> Any:
-    """Return what has the ``shape`` and ``dtype`` of the gradient that a node gets, by number.
-
-    It is the gradient of the node's output with this number.
-    """
+    """Return ``shape`` and ``dtype`` of the gradient of one of a node's outputs."""
     return node._input_metadata[number]
 
 
 def saved_values(node: Any) -> list[Any]:
-    """Return what a node of a graph keeps; tensors are the attribute ``data`` of these."""
+    """Return the values that a node has saved; tensors are their attribute ``data``."""
     values = [getattr(node, name) for name in _saved_names(type(node))[0]]
     return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
 
 
-def plain_values(node: Any) -> list[Any]:
-    """Return the arguments of a node's operation that are no tensors, such as axes."""
-    return [getattr(node, name) for name in _saved_names(type(node))[1]]
+def plain_values(node: Any) -> dict[str, Any]:
+    """Return the saved arguments of a node that are no tensors, such as axes, by name."""
+    names = _saved_names(type(node))[1]
+    return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
 
 
 @functools.cache
@@ -128,7 +126,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def original_module(module: nn.Module) -> nn.Module:
-    """Return what ``torch.compile`` was given, or the module itself."""
+    """Return the module that was passed to ``torch.compile``, or the module itself."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -136,7 +134,7 @@ def original_module(module: nn.Module) -> nn.Module:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to; ``None`` where PyTorch does not count."""
+    """Return the version counter of a tensor; ``None`` for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -164,7 +162,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def strided_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a sparse or jagged one consists of; one with numbers is its own."""
+    """Return the dense tensors of which a sparse or nested one consists; a dense one is its own."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in strided_tensors(getattr(tensor, name))]
@@ -193,7 +191,7 @@ _transforms = internal("torch._C._functorch", "peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of ``torch.func`` is active, whose tensors mean something else."""
+    """Return whether a transform of ``torch.func`` is active."""
     return _transforms() is not None
 
 

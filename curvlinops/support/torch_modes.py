@@ -1,4 +1,4 @@
-"""PyTorch's modes, compilation and other threads, on which no result of this package depends."""
+"""Keeps results independent of PyTorch's modes, of compilation, and of other threads."""
 
 import sys
 import threading
@@ -59,7 +59,7 @@ def _unlocked() -> Iterator[None]:
 
 
 def fetched(data: Iterable) -> Iterator:
-    """Yield the items of a user's iterable, which may wait for another thread's product."""
+    """Yield the items of a user's iterable; other threads may multiply while it fetches them."""
     with _unlocked():
         items = iter(data)
     while True:
@@ -104,7 +104,7 @@ in_default_modes = default_modes()
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that ``torch.compile`` calls as it is inside of compiled functions."""
+    """Decorate a function that is not compiled, also inside of compiled functions."""
     disabled = disable_compiler(function)
 
     @wraps(function)

@@ -93,6 +93,7 @@ def rows(p: Any) -> dict[str, Row]:
     for name, build in operators.items():
         found[f"{name}: product"] = Row(build, product)
         found[f"{name}: 4 columns"] = Row(build, lambda A: product(A, 4))
+    found |= _algorithms(operators["GGN"])
     found["gradients: transposed product"] = Row(build, lambda A: product(A.T))
     for method in ("dense", "norms", "gram", "second_moment"):
         found[f"gradients: {method}"] = Row(build, lambda A, m=method: getattr(A, m)())
@@ -113,6 +114,26 @@ def rows(p: Any) -> dict[str, Row]:
                 few = (kind, approx) == ("EKFAC", "reduce")
                 found |= islice(quantities.items(), 1 if few else None)
     return found
+
+
+def _algorithms(build: Callable[[], Any]) -> dict[str, Row]:
+    """Return what solvers and estimators compute from products with a GGN."""
+
+    def solve(A: Any) -> Tensor:
+        b = torch.ones(A.shape[0], dtype=A.torch_dtype)
+        return curvlinops.CGInverseLinearOperator(A.damped(0.1), rtol=1e-6) @ b
+
+    return {
+        "GGN: eigenpairs": Row(
+            build, lambda A: curvlinops.eigsh(A, 3, "LA", tol=1e-8, seed=0).eigenvalues
+        ),
+        "GGN: CG": Row(build, solve),
+        "GGN: Hutchinson": Row(build, lambda A: curvlinops.hutchinson_trace(A, 20, seed=0)),
+        "GGN: XTrace": Row(build, lambda A: curvlinops.xtrace(A, 20, seed=0)),
+        "GGN: density": Row(
+            build, lambda A: list(curvlinops.lanczos_approximate_spectrum(A, 15, seed=0))
+        ),
+    }
 
 
 def _factored(name: str, build: Callable[[], Any], product: Callable) -> dict[str, Row]:

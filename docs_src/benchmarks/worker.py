@@ -90,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _strided(objects: Iterable[object]) -> list[torch.Tensor]:
     tensors = [x for x in objects if issubclass(type(x), torch.Tensor)]
-    return [x for x in tensors if x.layout is torch.strided]
+    return [x for x in tensors if x.layout is torch.strided and not x.is_meta]
 
 
 def peak_memory(run: Callable[[], object], device: str) -> int:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 from curvlinops.layers.factors import Kind, relation
-from curvlinops.layers.gradients import PulledBackGradient
 from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
@@ -64,7 +63,7 @@ class LayerUse(NamedTuple):
 
     def has_bias_input(self, options: Options) -> bool:
         """Return whether the inputs have a one as last entry, for the bias in the same block."""
-        return options.joint and self.partner is not None and not self.kind.shift
+        return options.joint and self.partner is not None and not self.kind.is_bias
 
 
 class Uses(NamedTuple):
@@ -117,19 +116,19 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
     weights: dict[tuple[Callable, int], _Group] = {}
     biases: dict[tuple[Callable, int], _Group] = {}
     for part in parts:
-        is_function = isinstance(part.form, PulledBackGradient)
-        kind = Kind.of(part.form.form if is_function else part.form, part.shift is not None)
+        is_function = part.gradient.of_value is not part.gradient
+        kind = Kind.of(part.gradient.of_value, part.bias_scale is not None)
         own = None if is_function else kind
-        view = part.form.entries.view.in_order
+        view = part.gradient.entries.view.in_order
         if view.name != part.name:  # gradients with respect to all of a parameter may have no name
             view = replace(view, name=part.name)
         use = LayerUse(view, own, kind is not None)
         group = groups.setdefault(use, _Group(use))
         group.parts.append(part)
         group.calls.add(call := (part.key.call, part.key.index))
-        if own is not None and part.shift is None:
+        if own is not None and part.bias_scale is None:
             weights[call] = group
-        elif own is not None and part.shift == 1.0 and not part.elsewhere:
+        elif own is not None and part.bias_scale == 1.0 and not part.other_positions:
             biases[call] = group
     for call, bias in biases.items():
         weight = weights.get(call)
@@ -261,7 +260,7 @@ def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
     for name, uses in by_name.items():
         partners = {use.partner for use in uses}
         names = {None if partner is None else partner.name for partner in partners}
-        if None in names or len(names) > 1 or uses[0].kind.shift:
+        if None in names or len(names) > 1 or uses[0].kind.is_bias:
             continue
         (bias,) = names
         others = by_name.get(bias, [])
@@ -294,7 +293,7 @@ def _blocks_of(
             (use,) = by_slice[own]
             blocks.append(BlockSpec((own, use.partner), "kronecker", kinds))
         else:
-            is_separate_bias = options.joint and all(kind.shift for kind in kinds)
+            is_separate_bias = options.joint and all(kind.is_bias for kind in kinds)
             reason = _SEPARATE if is_separate_bias else ""
             blocks.append(BlockSpec((own,), "kronecker", kinds, reason=reason))
     return blocks

@@ -54,7 +54,7 @@ class Basis:
         """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``."""
         groups, *sizes = self.shape
         axes = [(self.outputs, sizes[0])]
-        axes += [] if self.kind.shift else [(self.inputs, sizes[1])]
+        axes += [] if self.kind.is_bias else [(self.inputs, sizes[1])]
         factors: list[Factor] = [
             identity(size, eigenvalues) if Q is None else Factor(Q, symmetric=False)
             for Q, size in axes
@@ -70,44 +70,44 @@ class Basis:
         Args:
             parts: All uses of the block's weight on a batch.
         """
-        forms = [part.form for part in parts]
-        whole = sum_of(forms)
+        gradients = [part.gradient for part in parts]
+        whole = sum_of(gradients)
         if isinstance(whole, OuterProducts):
             return self._of_matrices(whole)
-        if all(isinstance(form, EmbeddingGradient) for form in forms) and self.inputs is None:
-            indices = torch.cat([form.indices for form in forms], dim=1)
-            g = torch.cat([form.g for form in forms], dim=2).unsqueeze(3)
+        if all(isinstance(g, EmbeddingGradient) for g in gradients) and self.inputs is None:
+            indices = torch.cat([gradient.indices for gradient in gradients], dim=1)
+            g = torch.cat([gradient.g for gradient in gradients], dim=2).unsqueeze(3)
             g = _rotated(g, self.outputs).squeeze(3)
-            table = Entries.all([forms[0].num_rows, g.shape[-1]])
+            table = Entries.all([gradients[0].num_rows, g.shape[-1]])
             return EmbeddingGradient(indices, g, table).sum_of_squares().T.unsqueeze(0)
         return self._of_rows(whole, self.kind.view)
 
-    def _of_matrices(self, form: OuterProducts) -> Tensor:
+    def _of_matrices(self, gradient: OuterProducts) -> Tensor:
         """Square and add sums of outer products, rotating these or what they are made of."""
-        positions, groups, inputs = form.x.shape[1:]
-        outputs = form.g.shape[-1]
+        positions, groups, inputs = gradient.x.shape[1:]
+        outputs = gradient.g.shape[-1]
         of_factors = positions * (inputs**2 + outputs**2)
         of_rows = inputs * outputs * (inputs + outputs)
         basis = self.inputs if of_factors <= of_rows else None
-        x = Rotated(form.x, basis, self.has_bias)
+        x = Rotated(gradient.x, basis, self.has_bias)
         entries = Entries.all([groups, outputs, x.shape[-1]])
         if of_factors <= of_rows:
-            return OuterProducts(x, _rotated(form.g, self.outputs), entries).sum_of_squares()
-        form = OuterProducts(x if self.has_bias else form.x, form.g, entries)
-        return self._of_rows(form, entries.view)
+            return OuterProducts(x, _rotated(gradient.g, self.outputs), entries).sum_of_squares()
+        gradient = OuterProducts(x if self.has_bias else gradient.x, gradient.g, entries)
+        return self._of_rows(gradient, entries.view)
 
-    def _of_rows(self, form: PerSampleGradient, view: ParameterView) -> Tensor:
+    def _of_rows(self, gradient: PerSampleGradient, view: ParameterView) -> Tensor:
         """Square and add gradients that are written down and then rotated.
 
         Args:
-            form: The gradients.
+            gradient: The gradients.
             view: The matrices ``[G, O, I]``.
         """
         total: Tensor | float = 0.0
         matrix = self.kind.groups, self.kind.outputs
         matrix = (*matrix, view.size // prod(matrix))
-        for some in form.parts():
-            rows = form.rows(some).flatten(0, 1).flatten(1)
+        for some in gradient.parts():
+            rows = gradient.rows(some).flatten(0, 1).flatten(1)
             total = total + self._squares(view.of(rows).reshape(len(rows), *matrix))
         return total
 

@@ -97,7 +97,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:
-                    in_dtype = (p._replace(form=p.form.to(self.torch_dtype)) for p in parts)
+                    in_dtype = (p._replace(gradient=p.gradient.to(self.torch_dtype)) for p in parts)
                     by_slice[use.slice].extend(in_dtype)
             for slices, basis in sums.bases.items():
                 # memory of gradients that were added is given back at once

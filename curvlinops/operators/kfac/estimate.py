@@ -16,8 +16,8 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
     hessian_roots,
     mark_last,
+    sampled_gradients,
     signed_hessian_roots,
-    would_be_gradients,
 )
 from curvlinops.risk.empirical_risk import BatchProblem
 
@@ -51,7 +51,7 @@ def _all_vectors(
     if options.fisher_type is FisherType.EMPIRICAL:
         return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
     if options.fisher_type is FisherType.MC:
-        draws = would_be_gradients(problem, output, options.mc_samples, options.seed)
+        draws = sampled_gradients(problem, output, options.mc_samples, options.seed)
         return [draws / options.mc_samples**0.5]
     if options.exact:
         return hessian_roots(problem, output, num_samples)
@@ -94,7 +94,7 @@ def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[st
     reasons = {}
     for use, parts in groups.items():
         is_reduced = use.name in options.reduced
-        if is_reduced and use.kind and any(part.open for part in parts):
+        if is_reduced and use.kind and any(part.ambiguous for part in parts):
             reasons[use.name] = _OPEN
         if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
             reasons[use.name] = _UNSORTED
@@ -109,12 +109,12 @@ def _factors(
     if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    parts = [part._replace(form=part.form.to(sums.space.dtype)) for part in parts]
+    parts = [part._replace(gradient=part.gradient.to(sums.space.dtype)) for part in parts]
     reduce, limit = use.name in options.reduced, options.max_factor_size
-    is_weights = kind.shift and use.shares_gradients
+    is_weights = kind.is_bias and use.shares_gradients
     if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
         yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
-    if with_inputs and not kind.shift:
+    if with_inputs and not kind.is_bias:
         bias = 1.0 if use.has_bias_input(options) else None
         total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
@@ -132,7 +132,9 @@ def _exact_forms(
     unsorted = set()
     for use, parts in groups.items() if names else ():
         if use.name in names:
-            forms.setdefault(use.name, []).extend(part.form for part in parts if not part.unsorted)
+            forms.setdefault(use.name, []).extend(
+                part.gradient for part in parts if not part.unsorted
+            )
             unsorted |= {use.name for part in parts if part.unsorted}
     known = {name: sum_of(own) for name, own in forms.items() if own}
     one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -412,9 +412,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
     # --- methods of operators with structure
 
-    if TYPE_CHECKING:  # the dataclass would take annotations for options
-        __mul__: Multiple[StructuredLinearOperator]
-        __rmul__: Multiple[StructuredLinearOperator]
+    __mul__: ClassVar[Multiple[StructuredLinearOperator]]  # no options of the dataclass
+    __rmul__: ClassVar[Multiple[StructuredLinearOperator]]
 
     trace = _of_structure(StructuredLinearOperator.trace)
     det = _of_structure(StructuredLinearOperator.det)

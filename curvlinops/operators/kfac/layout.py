@@ -90,7 +90,7 @@ def normalize(
             if own not in gradients:
                 gradients[own] = _gradient_factor(sums, own, kind, scale)
             size = kind.inputs + len(block.names) - 1
-            inputs = None if kind.shift else _input_factor(sums, own, size)
+            inputs = None if kind.is_bias else _input_factor(sums, own, size)
             products.append(Product(kind, gradients[own], inputs))
         matrix = sums.tensors.get((block.names[0], "matrix"))
         if not block.kinds:
@@ -106,7 +106,7 @@ def _sources(
     """Return the uses whose sums are added up for the factors of a slice."""
     sources: dict[LayerUse, None] = {}
     for use in uses[own]:
-        if use.kind == kind and kind.shift and use.shares_gradients:
+        if use.kind == kind and kind.is_bias and use.shares_gradients:
             weights = [weight for weight in uses[use.partner] if weight.partner == own]
             sources |= dict.fromkeys(weights)
         elif use.kind == kind:
