@@ -328,7 +328,7 @@ _BAD = [
     *((f, {"A": matrices.nonsymmetric()}, "not symmetric") for f in DENSITIES),
     (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
-    (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "needs at least 2 dimensions, it has 1"),
+    (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "from 2 to 1"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
     (DENSITIES[1], {"epsilon": inf}, "epsilon must be positive and finite"),
     (lanczos_logdet, {}, "not positive definite: it has an eigenvalue of -"),
@@ -342,7 +342,7 @@ _BAD = [
     (lanczos_logdet, {"num_repeats": 0}, "num_repeats must be an integer >= 1"),
     (trace_function, {"f": torch.log}, "f is not finite at -"),
     (trace_function, {"f": torch.sum}, "f must return a tensor of shape"),
-    (trace_function, {"f": torch.exp, "ncv": 41}, "ncv must be at most the dimension 40"),
+    (trace_function, {"f": torch.exp, "ncv": 41}, "ncv must be an integer from 1 to 40"),
     (trace_function, {"f": torch.exp, "num_repeats": 1, "return_error": True}, "num_repeats must"),
     (trace_function, {"f": torch.exp, "A": matrices.nonsymmetric()}, "not symmetric"),
 ]

@@ -1,7 +1,7 @@
 """Lanczos runs from random vectors, and traces of functions of a symmetric matrix by quadrature."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ def trace_function(
         TypeError: If f returns complex numbers.
     """
     matrix = Matrix(A, square=True)
-    ncv = check_ncv(ncv, matrix)
+    ncv = check_count("ncv", ncv, at_most=matrix.shape[0])
     sampler = Sampler(matrix, distribution, ncv, **options)
     return _mean(sampler, f, ncv, num_repeats)
 
@@ -168,7 +168,8 @@ def lanczos_logdet(
         ValueError: If the matrix turns out not to be positive definite, up to rounding.
     """
     matrix = Matrix(A, square=True)
-    ncv = check_ncv(min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv, matrix)
+    ncv = min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv
+    ncv = check_count("ncv", ncv, at_most=matrix.shape[0])
     sampler = Sampler(matrix, distribution, ncv, **options)
 
     def log(nodes: Tensor) -> Tensor:
@@ -198,16 +199,6 @@ def _mean(
         return mean.update(forms.to(sampler.matrix.dtype) * X.square().sum(0))
 
     return sampler.run(num_repeats, update)
-
-
-def check_ncv(ncv: Any, matrix: Matrix, at_least: int = 1) -> int:
-    """Return the number of Lanczos vectors, which must fit the matrix."""
-    ncv, dim = check_count("ncv", ncv, at_least), matrix.shape[0]
-    if dim < at_least:
-        raise ValueError(f"The matrix needs at least {at_least} dimensions, it has {dim}.")
-    if ncv > dim:
-        raise ValueError(f"ncv must be at most the dimension {dim}, got {ncv}.")
-    return ncv
 
 
 def _evaluate(f: Callable[[Tensor], Tensor], nodes: Tensor) -> Tensor:

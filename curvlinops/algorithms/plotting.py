@@ -57,7 +57,14 @@ def plot_spectrum(
             f"A logarithmic axis needs positive eigenvalues, got {x.min():.3e}. Use "
             "lanczos_approximate_log_spectrum."
         )
-    ax = _new_axes() if ax is None else ax
+    if ax is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error_of_import:
+            raise ImportError(
+                "plot_spectrum needs matplotlib: pip install 'curvlinops[plot]'."
+            ) from error_of_import
+        ax = plt.subplots(layout="constrained")[1]
     unit = x if log_x else 1.0
     (drawn,) = ax.plot(x, y * unit, **line)
     if error is not None:
@@ -81,17 +88,6 @@ def _is_even_in_logarithm(x: np.ndarray) -> bool:
         return False
     steps = np.diff(np.log(x))
     return bool(np.ptp(steps) <= 1e-2 * steps.mean())
-
-
-def _new_axes() -> "Axes":
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "plot_spectrum needs matplotlib: pip install matplotlib, or pip install "
-            "'curvlinops[plot]'."
-        ) from error
-    return plt.subplots(layout="constrained")[1]
 
 
 def _to_numpy(x: Any) -> np.ndarray:

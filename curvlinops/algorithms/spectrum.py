@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.eigsh import thick_restart_lanczos
-from curvlinops.algorithms.lanczos import Quadrature, check_ncv, lanczos
+from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Estimator, P, RunningMean, Sampler
 from curvlinops.support.arguments import check_count
@@ -81,7 +81,7 @@ class _LanczosRuns:
         **options: Unpack[RunOptions],
     ):
         self._matrix = Matrix(A, square=True)
-        self._ncv = check_ncv(ncv, self._matrix, at_least=2)
+        self._ncv = check_count("ncv", ncv, at_least=2, at_most=self._matrix.shape[0])
         self._boundaries = _check_boundaries(boundaries)
         if self._is_log and any(end is not None and end < 0 for end in self._boundaries):
             raise ValueError(f"boundaries are absolute values here, got {boundaries}.")

@@ -23,8 +23,7 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     parameters that have a row or column in the submatrix.
 
     Args:
-        A: An operator, any other scipy LinearOperator, or a matrix. The submatrix of a submatrix is
-            one of the original.
+        A: An operator, any other scipy LinearOperator, or a matrix.
         row_idxs: Which rows, in this order: integers from 0 on, a slice of them, or names of
             parameters. By names, vectors may also be lists and dictionaries of tensors.
         col_idxs: Which columns.
@@ -36,7 +35,7 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     """
 
     def __init__(self, A: AnyMatrix, row_idxs: Selection, col_idxs: Selection):
-        self._original = as_operator(A)
+        self.operator = as_operator(A)
         self.set_submatrix(row_idxs, col_idxs)
 
     def set_submatrix(self, row_idxs: Selection, col_idxs: Selection) -> None:
@@ -46,15 +45,11 @@ class SubmatrixLinearOperator(TorchLinearOperator):
             row_idxs: Which rows, see above.
             col_idxs: Which columns.
         """
-        A = self._original
+        A = self.operator
         rows = _select(A.codomain, row_idxs, "row_idxs")
         columns = _select(A.domain, col_idxs, "col_idxs")
-        if isinstance(A, SubmatrixLinearOperator):
-            rows, columns = rows.of_selection(A._rows), columns.of_selection(A._columns)
-            A = A.operator
-        self.operator, self._rows, self._columns = A, rows, columns
-        symmetric = A.self_adjoint and self._rows.equals(self._columns)
-        super().__init__(self._columns.space, self._rows.space, symmetric)
+        self._rows, self._columns = rows, columns
+        super().__init__(columns.space, rows.space, A.self_adjoint and rows.equals(columns))
 
     def _description(self) -> list[str]:
         return [self.operator._formula()]
@@ -79,7 +74,7 @@ class _Selection:
     """
 
     def __init__(self, parent: ParameterSpace, names: list[str], positions: Tensor | None = None):
-        self.parent, self.names, self._positions = parent, names, positions
+        self.names, self._positions = names, positions
         self._inner = parent.restricted(names)
         self.space = self._inner
         if positions is not None:
@@ -99,17 +94,11 @@ class _Selection:
             shifts[owner] = inner.slice(name).start - parent.slice(name).start
         return cls(parent, names, (indices + shifts[owners]).to(parent.device))
 
-    def of_selection(self, other: "_Selection") -> "_Selection":
-        """Return these coordinates of another selection as coordinates of its parent."""
-        if self._positions is None and other._positions is None:
-            return _Selection(other.parent, self.names)
-        return _Selection.of_indices(other.parent, other._indices()[self._indices()])
-
     def equals(self, other: "_Selection") -> bool:
         """Return whether both have the same coordinates in the same order."""
-        if self._positions is None or other._positions is None:
-            return self._positions is other._positions and self.names == other.names
-        return torch.equal(self._indices(), other._indices())
+        if self.names != other.names or self._positions is None or other._positions is None:
+            return self.names == other.names and self._positions is other._positions
+        return torch.equal(self._positions, other._positions)
 
     def embed(self, columns: Columns) -> Columns:
         """Return vectors of the tensors, with zeros at all other coordinates."""
@@ -125,12 +114,6 @@ class _Selection:
         if self._positions is None:
             return columns
         return self.space.split(self._inner.join(columns)[:, self._positions])
-
-    def _indices(self) -> Tensor:
-        """Return the coordinates in the parent's flat vector, ``[n]``."""
-        slices = [self.parent.slice(name) for name in self.names]
-        every = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in slices])
-        return every if self._positions is None else every[self._positions.cpu()]
 
 
 def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:

@@ -139,20 +139,21 @@ class TorchLinearOperator(LinearOperator):
 
     T: "TorchLinearOperator"
     H: "TorchLinearOperator"
-    trace = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
-    diagonal = _NeedsStructure(
-        "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator computes "
-        "that of the GGN."
-    )
-    frobenius_norm = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
-    logdet = _NeedsStructure("Estimate it by lanczos_logdet(A).")
-    det = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
-    eigh = _NeedsStructure(
-        "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
-    )
-    inverse = _NeedsStructure(
-        "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
-    )
+    if not TYPE_CHECKING:  # type checkers know that these methods are missing
+        trace = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
+        diagonal = _NeedsStructure(
+            "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator "
+            "computes that of the GGN."
+        )
+        frobenius_norm = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
+        logdet = _NeedsStructure("Estimate it by lanczos_logdet(A).")
+        det = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
+        eigh = _NeedsStructure(
+            "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
+        )
+        inverse = _NeedsStructure(
+            "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
+        )
 
     def __init__(
         self,
