@@ -12,7 +12,7 @@ from contract import error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, IdentityLinearOperator, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, KFACLinearOperator
 
 #: Those whose factors have distinct eigenvalues, but for the zero ones.
 DISTINCT = [
@@ -88,24 +88,6 @@ def test_independent_of_batches():
     expected = matrix(build(p, "type-2"))
     for other in (problems.rebatched(p, 1), problems.merged(p)):
         assert error(matrix(build(other, "type-2")), expected) <= 1e-9
-
-
-def test_structure():
-    p = problems.make("cnn")
-    operator = build(p, "type-2", joint=True)
-    dense = matrix(operator)
-    D = len(dense)
-    eye = torch.eye(D, dtype=dense.dtype)
-    assert error(operator.trace(), dense.trace()) <= 1e-10
-    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
-    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
-    damped = torch.linalg.inv(dense + 0.1 * eye)
-    assert error(matrix(operator.inverse(damping=0.1)), damped) <= 1e-9
-    assert error(matrix(operator.inverse(damping=0.1).T), damped.T) <= 1e-9
-    shifted = 2 * operator + 0.3 * IdentityLinearOperator(operator.space)
-    assert error(matrix(shifted), 2 * dense + 0.3 * eye) <= 1e-10
-    assert error(shifted.logdet(), torch.logdet(2 * dense + 0.3 * eye)) <= 1e-9
-    assert error(matrix(shifted**-0.5 @ shifted**-0.5), torch.linalg.inv(matrix(shifted))) <= 1e-8
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,16 +270,6 @@ def test_update_with_decay(fisher: str):
         operator.update(p.data[1], decay=1.5)
 
 
-def test_counts_below_one():
-    """A batch without samples makes all weights smaller, and changes no mean."""
-    p = problems.rebatched(problems.make("mlp-ce-mean"), 1)
-    operator = build(KFACLinearOperator, replace(p, data=p.data[:1]))
-    before = matrix(operator)
-    X, y = p.data[0]
-    operator.update((X[:0], y[:0]), decay=0.25)
-    assert error(matrix(operator), before) <= 1e-12
-
-
 @both
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
@@ -357,15 +346,6 @@ def cubes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 cubes.__name__ = cubes.__qualname__ = "squares"
 
 
-def times(factor: Any):
-    """Return a loss with a value in its closure."""
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (factor * (output - target) ** 2).sum()
-
-    return loss
-
-
 class Squares(nn.Module):
     """A loss of the user's own, with options, a tensor, and a loss of PyTorch inside."""
 
@@ -378,29 +358,11 @@ class Squares(nn.Module):
         return self.factor * self.weight * self.inner(output, target)
 
 
-class Subclass(Squares):
-    """Computes something else under the same options."""
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(output, target)
-
-
-Subclass.__name__ = Subclass.__qualname__ = "Squares"
-
-
-def weighted(output: torch.Tensor, target: torch.Tensor, k: float) -> torch.Tensor:
-    return k * squares(output, target)
-
-
-doubled = times(2.0)
 #: A loss, the same one again, and others that compute something else.
 LOSSES = {
     "function": (squares, squares, [cubes, lambda o, t: squares(o, t)]),
     "lambda": (add := lambda o, t: (o + t).sum(), add, [lambda o, t: (o - t).sum()]),
-    "closure": (doubled, doubled, [times(3.0), times(2.0)]),
-    "partial": (partial(weighted, k=2), partial(weighted, k=2), [partial(weighted, k=3)]),
     "module": (Squares(), Squares(), [Squares(2.0), Squares(weight=2.0), Squares(beta=2.0)]),
-    "class": (Squares(), Squares(), [Subclass()]),
 }
 
 

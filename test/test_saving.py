@@ -63,35 +63,6 @@ def test_products_that_are_not_symmetric():
         assert torch.equal(load(one.state_dict()).to_dense(), one.to_dense())
 
 
-DERIVED = {
-    "damped": lambda K: K + 0.1 * IdentityLinearOperator(K.space),
-    "scaled": lambda K: 2 * K,
-    "scaled and damped": lambda K: 2 * K + 0.1 * IdentityLinearOperator(K.space),
-    "inverse": lambda K: K.inverse(0.1),
-    "exact inverse": lambda K: K.inverse(0.1, use_exact_damping=True),
-    "inverse of the inverse": lambda K: K.inverse(0.1).inverse(),
-    "damped inverse": lambda K: K.inverse(0.1) + IdentityLinearOperator(K.space),
-    "root": lambda K: K**0.5,
-    "decomposition": lambda K: K.eigh(),
-    "structure": lambda K: K.structure,
-}
-
-
-@pytest.mark.extensive
-@pytest.mark.parametrize("derive", DERIVED)
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention", "weight-norm"])
-def test_kfac(name: str, cls: type, joint: bool, derive: str, tmp_path):
-    operator = DERIVED[derive](kfac(name, cls, separate_weight_and_bias=not joint))
-    operator.save(tmp_path / "operator")
-    loaded = load(tmp_path / "operator")
-    assert error(matrix(loaded), matrix(operator)) <= 1e-14
-    assert_equal(loaded, operator)
-    damped = [one + 0.5 * IdentityLinearOperator(one.space) for one in (operator, loaded)]
-    torch.testing.assert_close(*(one.logdet() for one in damped))
-
-
 def test_a_preconditioner_without_model_and_data(tmp_path):
     p = problems.make("mlp-ce-mean")
     K = KFACLinearOperator(p.model, p.loss, p.params, p.data)

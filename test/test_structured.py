@@ -399,36 +399,6 @@ def test_sums_and_products_of_any_two(name: str, form: str):
                 torch.testing.assert_close(operator.trace(), matrix.trace())
 
 
-@pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
-@pytest.mark.parametrize("name", ["two factors", "network", "identity", "tied", "decomposed"])
-def test_extreme_eigenpairs(name: str, which: str):
-    operator, matrix = ALL[name]()
-    operator, matrix = operator.damped(-0.9), matrix - 0.9 * eye(len(matrix))
-    for k in (1, 2, 3):
-        values, vectors = operator._eigenpairs(k, which)
-        all_values = torch.linalg.eigvalsh(matrix)
-        if which == "LM":
-            expected = all_values[all_values.abs().argsort(descending=True)[:k]].sort().values
-        else:
-            low = {"LA": 0, "SA": k, "BE": k // 2}[which]
-            expected = torch.cat([all_values[:low], all_values[len(all_values) - k + low :]])
-        torch.testing.assert_close(values, expected)
-        torch.testing.assert_close(matrix @ vectors, vectors * values)
-        torch.testing.assert_close(vectors.T @ vectors, eye(k))
-
-
-def test_no_eigenpairs_where_they_are_not_cheap():
-    large = SumOfKroneckersLinearOperator([Kron(B, A), Kron(B2, A2)], max_dense_dim=11)
-    for operator in (
-        Generic(A, PLAIN),
-        large,
-        Blocks([large]),
-        large.damped(1.0),
-        Kron(randn(3, 3)),
-    ):
-        assert operator._eigenpairs(1, "LA") is None
-
-
 def test_sums_of_kronecker_products():
     one, two, other = Kron(B, A), Kron(B2, A2), Kron(B, A2)
     M, N = kron(B, A), kron(B2, A2)

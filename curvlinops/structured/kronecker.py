@@ -158,11 +158,6 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if exponent < 0 or not exponent.is_integer():
             accurate = [True] * len(self._factors)
             decompose(self._factors, self._names(), accurate)
-        if not exponent.is_integer() and any(
-            bool((factor.eigenvalues() < 0).any()) for factor in self._factors
-        ):
-            # a product of negative definite factors is positive definite
-            return self._eigh(accurate=True)._power(exponent)
         factors = zip(self._factors, self._names(), strict=True)
         return KroneckerProductLinearOperator(*(f.power(exponent, name) for f, name in factors))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import gcd, prod
 
@@ -87,12 +87,7 @@ class ParameterView:
         Returns:
             ``None`` if axes are not nested, so that an entry may occur twice.
         """
-        axes, reach = list(zip(view.shape, view.stride(), strict=True)), 0
-        for stride, size in sorted((stride, size) for size, stride in axes):
-            if size > 1 and stride <= reach:
-                return None
-            reach += stride * (size - 1)
-        return cls.of_axes(name, axes, view.storage_offset())
+        return _with_strides(name, tuple(view.shape), view.stride(), view.storage_offset())
 
     @classmethod
     def of_axes(cls, name: str, axes: Iterable[Axis], offset: int = 0) -> "ParameterView":
@@ -132,6 +127,18 @@ class ParameterView:
         """Return the entries as vectors, ``[K, n]``, given those of parameters."""
         vectors = flat(columns[self.name])
         return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
+
+
+@lru_cache(maxsize=4096)  # each batch has the same views
+def _with_strides(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> ParameterView | None:
+    axes, reach = list(zip(shape, strides, strict=True)), 0
+    for stride, size in sorted((stride, size) for size, stride in axes):
+        if size > 1 and stride <= reach:
+            return None
+        reach += stride * (size - 1)
+    return ParameterView.of_axes(name, axes, offset)
 
 
 def are_disjoint(views: Sequence[ParameterView]) -> bool:

@@ -70,16 +70,20 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         sums = super()._compute(sums, batches)
         if lost := known.keys() - {block.slices for block in sums.blocks if block.kinds}:
             raise ChangedError(next(iter(lost))[0].name)
-        factors = [each for each in normalize(sums, 1.0, without=known) if each.products]
-        # eigenvectors are not unique: all ranks take those of the first one
-        bases = [basis.map(ranks.first) for basis in eigenbases(factors)]
-        sums.bases = known | dict(zip([each.block.slices for each in factors], bases, strict=True))
+        sums.bases = known | self._new_bases(sums)
         moments = replace(sums, tensors={}, num_batches=first)
         with self._synchronized("eigenvalues"), self._batches("eigenvalues", batches) as problems:
             for problem, samples in self._captured(problems, moments, by_sample=True):
                 self._add_moments(moments, problem, samples)
         sums.tensors |= ranks.add_all(moments.tensors, self.device)
         return sums
+
+    def _new_bases(self, sums: FactorSums) -> dict[tuple[ParameterView, ...], Basis]:
+        """Return the eigenbases of blocks that have none yet."""
+        factors = [each for each in normalize(sums, 1.0, without=sums.bases) if each.products]
+        # eigenvectors are not unique: all ranks take those of the first one
+        bases = (basis.map(self.risk.ranks.first) for basis in eigenbases(factors))
+        return dict(zip([each.block.slices for each in factors], bases, strict=True))
 
     def _add_moments(
         self, sums: FactorSums, problem: BatchProblem, samples: SampleGradients
