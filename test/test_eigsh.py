@@ -5,7 +5,6 @@ import pickle
 import numpy as np
 import problems
 import pytest
-import scipy.sparse as sp
 import scipy.sparse.linalg as sla
 import spectra
 import torch
@@ -38,14 +37,14 @@ def true_residuals(A, pairs: Eigenpairs) -> np.ndarray:
 
 def check(A: np.ndarray, pairs: Eigenpairs, k: int, which: str, tolerance: float) -> None:
     """Compare with dense linear algebra in double precision."""
-    (values, vectors), residuals = pairs, pairs.residuals
+    values, vectors = pairs
     eigenvalues = np.linalg.eigvalsh(A)
     scale = max(np.abs(eigenvalues).max(), 1e-30)
     np.testing.assert_allclose(values, wanted(eigenvalues, k, which), atol=tolerance * scale)
     np.testing.assert_allclose(vectors.T @ vectors, np.eye(k), atol=tolerance)
     exact = true_residuals(A, pairs)
     assert exact.max() <= tolerance * scale
-    np.testing.assert_allclose(residuals, exact, atol=tolerance / 4 * scale, rtol=0.1)
+    np.testing.assert_allclose(pairs.residuals, exact, atol=tolerance / 4 * scale, rtol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -67,24 +66,6 @@ def test_tolerance_on_true_residuals(name: str, which: str):
     exact, rounding = true_residuals(A, pairs), 1e-13 * np.abs(A).max() * len(A)
     assert (exact <= 2 * tol * np.abs(pairs.eigenvalues.numpy()) + rounding).all()
     assert (exact <= 2 * pairs.residuals.numpy() + rounding).all()
-
-
-@pytest.mark.parametrize(
-    "zeros, others, which, seeds",
-    [
-        (500, np.arange(1, 30), "SA", [0, 3]),
-        (1500, np.r_[np.linspace(0.1, 1, 400), 8:11], "BE", [0]),
-    ],
-)
-def test_tolerance_at_eigenvalues_of_zero(zeros: int, others: np.ndarray, which: str, seeds: list):
-    values = np.r_[np.zeros(zeros), others]
-    A, rounding = sp.diags_array(values), 1e-13 * values.max()
-    for seed in seeds:
-        pairs = eigsh(A, 6, which, block_size=6, tol=1e-3, seed=seed)
-        np.testing.assert_allclose(pairs[0], wanted(np.sort(values), 6, which), atol=1e-5)
-        exact = true_residuals(A, pairs)
-        assert (exact <= 2e-3 * np.abs(pairs[0].numpy()) + rounding).all()
-        assert (exact <= 2 * pairs.residuals.numpy() + rounding).all()
 
 
 @pytest.mark.parametrize("k", [1, 5, 7])
@@ -165,14 +146,6 @@ def test_half_precision_operator(case: str, problem: str):
     assert 1e-5 * np.abs(true).max() < pairs.residuals.max() < 2e-2 * np.abs(true).max()
 
 
-def test_low_precision_products_in_double_precision():
-    A = spectra.matrix("power", np.float32)
-    rounded = sla.LinearOperator(A.shape, lambda x: A @ x.astype(np.float32), dtype=float)
-    pairs = eigsh(rounded, 3, seed=0)
-    assert 1e-9 < pairs.residuals.max() < 1e-6
-    assert true_residuals(A.astype(float), pairs).max() < 1e-6
-
-
 def test_result_unpacks_like_that_of_scipy():
     A = spectra.matrix("multiple")
     pairs = eigsh(torch.from_numpy(A), 3, "LA", block_size=3, seed=0)
@@ -216,13 +189,6 @@ def test_scales_whose_squares_are_no_numbers(scale: float):
     plain, pairs = (eigsh(B, 3, "LA", seed=0) for B in (A, A * np.float32(scale)))
     np.testing.assert_allclose(pairs.eigenvalues / scale, plain.eigenvalues, rtol=1e-5)
     assert (pairs.residuals <= 5e-4 * pairs.eigenvalues.max()).all()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_blocks_find_multiple_eigenvalues(seed: int):
-    A = np.diag(np.r_[5, 5, 5, 4, 3, 2.5, 1 / np.arange(2, 3000)])
-    pairs = eigsh(A, 4, "LA", block_size=3, tol=1e-4, seed=seed)
-    np.testing.assert_allclose(pairs.eigenvalues, [4, 5, 5, 5], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("k", "tol", "most"), [(1, 0.0, 180), (1, 1e-3, 60), (3, 0.0, 120)])

@@ -23,8 +23,6 @@ from curvlinops import (
     xnystrace,
     xtrace,
 )
-from curvlinops.algorithms.matrix import Matrix
-from curvlinops.algorithms.probes import Sampler
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,6 @@ def test_unbiased_with_honest_errors(name: str, A: str, distribution: str):
         ratio = float(errors.square().mean(0).sum().sqrt() / spread.norm())
         low, high = ESTIMATORS[name].calibration
         assert low <= ratio <= high
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_honest_errors_of_vectors_that_nearly_span_the_space(distribution: str):
-    A = matrices.with_spectrum(torch.linspace(1, 3, 40))
-    estimates, errors = repeat("xnystrace", A, distribution, num=38)
-    assert 0.7 <= float(errors.square().mean().sqrt() / estimates.std()) <= 1.7
 
 
 @pytest.mark.parametrize("dim", [4, 7, 12])
@@ -327,17 +318,6 @@ def test_norm_of_a_matrix_that_is_not_square():
     assert 0 < error and abs(found - A.square().sum()) <= 4 * error
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_moments_of_probes(distribution: str):
-    X = Sampler(Matrix(torch.eye(5)), distribution, seed=0).draw(40_000)
-    assert X.shape == (5, 40_000) and X.T.is_contiguous()
-    assert torch.allclose(X @ X.T / 40_000, torch.eye(5), atol=0.05)
-    if distribution == "rademacher":
-        assert set(X.unique().tolist()) == {-1.0, 1.0}
-    if distribution == "sphere":
-        assert torch.allclose(X.norm(dim=0), torch.tensor(5**0.5))
-
-
 @pytest.mark.parametrize("name", ["hutchpp", "xdiag"])
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.square])
 def test_all_operators(case: str, name: str):
@@ -372,6 +352,7 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
     ("trace", {"A": "A"}, TypeError, "Expected a LinearOperator"),
     ("xnystrace", {"A": -_A}, ValueError, "not positive semi-definite"),
     ("xnystrace", {"A": MATRICES["nonsymmetric"]}, ValueError, "not symmetric"),
+    ("xtrace", {"A": torch.full((20, 20), torch.nan)}, ValueError, "not finite"),
 ]  # fmt: skip
 
 
@@ -386,10 +367,3 @@ def test_errors(name: str, changes: dict, kind: type[Exception], message: str):
 def test_zero(name: str):
     found, error = ESTIMATORS[name].call(torch.zeros(9, 9), 6, seed=0, return_error=True)
     assert found.norm() <= 1e-5 and error.norm() <= 1e-5
-
-
-def test_not_finite_products_are_named():
-    A = _A.clone()
-    A[3, 3] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        xtrace(A, 4)

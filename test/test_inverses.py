@@ -100,18 +100,8 @@ def test_tolerances_and_start(inverse: type):
     again = inverse(A, rtol=1e-8).solve(B, x0=solved.x)
     assert int(again.iterations.max()) == 0 and np.array_equal(again.x, solved.x)
     x0 = np.linalg.solve(A, B[:, 0])
-    assert inverse(A, rtol=1e-8, x0=x0).solve(B).iterations[0] == 0
-
-
-@each_inverse
-def test_zero_right_hand_sides_have_zero_solutions(inverse: type):
-    A, B = system("positive")
-    x0 = RNG.standard_normal(len(A))
-    solution = inverse(A, x0=x0, atol=1e-3).solve(0 * x0)
-    assert not solution.x.any() and int(solution.iterations) == 0 and bool(solution.converged)
-    solution = inverse(A).solve(B, x0=RNG.standard_normal(B.shape))
-    assert solution.iterations[1] == 0 and not solution.x[:, 1].any()
-    assert bool(solution.converged.all()) and int(solution.iterations[0]) > 0
+    started = inverse(A, rtol=1e-8, x0=x0).solve(B)
+    assert started.iterations[:2].tolist() == [0, 0] and not started.x[:, 1].any()
 
 
 @each_inverse
@@ -290,15 +280,6 @@ def test_operators_of_the_package(inverse: type, case: str):
         torch.testing.assert_close(flat, expected, rtol=1e-7, atol=1e-8)
     # inverses are operators like others
     torch.testing.assert_close((A @ A_inverse) @ B, B, rtol=1e-7, atol=1e-8)
-
-
-def test_one_inverse_preconditions_the_other():
-    problem = problems.make("mlp-ce-all-mean")
-    A = CASES["ggn"].build(problem).damped(1e-2)
-    inner = MINRES(CASES["ggn-diagonal"].build(problem).damped(1e-2), rtol=1e-6)
-    b = torch.ones(A.shape[0], dtype=torch.float64)
-    solution = CG(A, preconditioner=inner, rtol=1e-9).solve(b)
-    assert float((A @ solution.x - b).norm()) <= 1e-9 * float(b.norm())
 
 
 # --- least squares
