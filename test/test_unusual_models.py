@@ -88,23 +88,6 @@ def bias_from_an_embedding() -> nn.Module:
 
 
 @model(sequences)
-def bias_from_a_network() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return _attend(s, x, lambda d: s.net(d[..., None].double()).permute(2, 0, 1))
-
-    net = nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))
-    return Model(function, qkv=nn.Linear(4, 12), net=net)
-
-
-@model(sequences)
-def slopes_of_distances() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return _attend(s, x, lambda d: -s.slope[:, None, None] * d.abs())
-
-    return Model(function, qkv=nn.Linear(4, 12), slope=weight(2))
-
-
-@model(sequences)
 def experts_by_index() -> nn.Module:
     def function(s: Model, x: Tensor) -> Tensor:
         h = x.flatten(0, 1)
@@ -171,20 +154,6 @@ def tensor_train() -> nn.Module:
     return Model(function, first=weight(2, 2, 3), second=weight(3, 2, 2))
 
 
-@model(lambda: [torch.randn(n, 3, 4) for n in (3, 2)])
-def capsules() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        votes = torch.einsum("nid,ijde->nije", x, s.weight)
-        agreement = x.new_zeros(len(x), 3, 2)
-        for _ in range(2):
-            out = torch.einsum("nij,nije->nje", agreement.softmax(2), votes) + s.bias
-            out = out * out.norm(dim=-1, keepdim=True)
-            agreement = agreement + torch.einsum("nije,nje->nij", votes, out)
-        return out
-
-    return Model(function, weight=weight(3, 2, 4, 3), bias=weight(2, 3))
-
-
 @model(sequences)
 def written_in_place() -> nn.Module:
     """PyTorch's linear layer returns a view here, whose node leaves the graph."""
@@ -236,23 +205,6 @@ def random_field() -> nn.Module:
     return Model(function, emissions=nn.Embedding(3, 3), moves=weight(3, 3), start=weight(3))
 
 
-@model(sequences)
-def state_space() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        step, state = F.softplus(s.step(x)).unsqueeze(3), x.new_zeros(len(x), 4, 3)
-        write, read = s.mix(x).unsqueeze(2).chunk(2, -1)
-        out = []
-        for t in range(x.shape[1]):
-            state = torch.exp(-step[:, t] * s.rate.exp()) * state
-            state = state + step[:, t] * write[:, t] * x[:, t].unsqueeze(2)
-            out.append((state * read[:, t]).sum(2) + s.skip * x[:, t])
-        return torch.stack(out, 1)
-
-    return Model(
-        function, rate=weight(4, 3), step=nn.Linear(4, 4), mix=nn.Linear(4, 6), skip=weight(4)
-    )
-
-
 @model(lambda: [(torch.randn(n, 4), torch.randn(n, 4)) for n in (3, 2)])
 def twins() -> nn.Module:
     def function(s: Model, X: tuple[Tensor, Tensor]) -> Tensor:
@@ -264,7 +216,7 @@ def twins() -> nn.Module:
 
 @model(sequences)
 def position_bias() -> nn.Module:
-    """A network of constants, called before the layers that see samples."""
+    """A network of constants, indexed by distances."""
 
     def function(s: Model, x: Tensor) -> Tensor:
         h = s.embed(x)

@@ -1,8 +1,8 @@
-"""Sums over the data of several processes: the only place that knows of ranks.
+"""Sums over the data of several processes.
 
-All ranks do the same in the same order, and meet where ``Ranks`` says so. What is between two
-meetings is up to each of them: modes, graphs that are kept, whether something is computed again.
-An error waits there until all have met, so that no rank waits for one that does not come.
+All ranks call the methods of ``Ranks`` that communicate, in the same order. Between two such calls
+each rank is free in how it computes: its derivative mode, its kept graphs, its recomputations.
+A rank with an error still takes part in the next communication, so that no other rank hangs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,18 +18,18 @@ from curvlinops.linear_operator.space import Columns, flat
 
 
 class Ranks:
-    """The processes that have a part of the data each.
+    """The processes over which the data is distributed.
 
     Args:
-        group: A ``torch.distributed.ProcessGroup``; ``None`` for a process that is alone, for which
-            all methods return what they are given.
+        group: A ``torch.distributed.ProcessGroup``; ``None`` for a single process, for which all
+            methods return their arguments.
 
     Attributes:
-        size: How many processes there are.
-        rank: The number of this one among them.
+        size: The number of processes.
+        rank: The rank of this process in the group.
 
     Raises:
-        TypeError: If it is no group, or this process does not belong to it.
+        TypeError: If ``group`` is not a process group, or this process does not belong to it.
     """
 
     def __init__(self, group: Any = None):
@@ -54,7 +54,7 @@ class Ranks:
         return vars(self)
 
     def number(self, index: int) -> int:
-        """Return the number of a batch among those of all ranks, which take turns."""
+        """Return the global number of this rank's batch; batches alternate between ranks."""
         return index * self.size + self.rank
 
     # --- synchronization
@@ -63,13 +63,13 @@ class Ranks:
     def synchronized(
         self, risk: Any, task: str, columns: Columns | None = None, **details: Any
     ) -> Iterator[Columns | None]:
-        """Let all ranks pass over their data; raise an error on all if there is one on any.
+        """Check that all ranks compute the same thing, then pass over the data of each rank.
 
         Args:
             risk: The ``EmpiricalRisk``. Its parameters must be the same on all ranks.
-            task: What is computed.
-            columns: What is multiplied.
-            **details: What else must be the same, as far as ``repr`` shows it.
+            task: The name of the computation.
+            columns: The vectors that are multiplied.
+            **details: Further values whose ``repr`` must be the same on all ranks.
 
         Yields:
             The first rank's columns.
@@ -136,7 +136,7 @@ class Ranks:
             )
 
     def _listed(self, values: Iterable[Any]) -> str:
-        """Return what ranks say for themselves, by the numbers that users know."""
+        """Return a message with each global rank and its value; ``None`` is left out."""
         names = distributed.get_process_group_ranks(self.group)
         pairs = zip(names, values, strict=True)
         return "; ".join(f"Rank {name}: {value}" for name, value in pairs if value is not None)
@@ -144,7 +144,7 @@ class Ranks:
     # --- collectives
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return a small object of each rank."""
+        """Return the objects of all ranks, in the order of ranks."""
         values = [value] * self.size
         if self.size > 1:
             distributed.all_gather_object(values, value, group=self.group)
@@ -172,7 +172,7 @@ class Ranks:
         return tensor
 
     def add_all(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-        """Return the sums of tensors by name, which some ranks may lack."""
+        """Return the sums over ranks of tensors by name; a missing tensor counts as zero."""
         if self.size == 1:
             return dict(tensors)
         kinds: dict[Any, tuple] = {}
@@ -191,7 +191,7 @@ class Ranks:
         return tensor
 
     def _first_columns(self, columns: Columns) -> tuple[Columns, bool]:
-        """Return the first rank's columns, and whether these are the same but for rounding."""
+        """Return the first rank's columns, and whether this rank's agree with them to rounding."""
         own = torch.cat([flat(column) for column in columns.values()], 1)
         first = self.first(own)
         difference, size = (
@@ -214,7 +214,7 @@ def _different(reports: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any]:
-    """Return what ranks do, and the kinds of the tensors with which they do it."""
+    """Return the operation, and the shapes and dtypes of its parameters and vectors."""
     params, vectors = risk.model.params, columns or {}
     return {
         "operation": f"{risk.name}.{task}",
@@ -226,7 +226,7 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
 
 
 def _checksums(risk: Any) -> dict[str, int]:
-    """Return checksums of the parameters, and of all else that modules hold."""
+    """Return checksums of parameters and buffers, frozen parameters included."""
     params = risk.model.params
     tensors, replaced = dict(params), set(map(id, params.values()))
     modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
