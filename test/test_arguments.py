@@ -102,7 +102,7 @@ def test_choices():
         (lambda: kronecker().inverse("x"), "damping must be a number, got 'x'"),
         (lambda: kronecker() ** True, "exponent must be a number, got True"),
         (lambda: c.SubmatrixLinearOperator(A, [1], [1]) ** 0.5, "exponent must be an integer >= 0"),
-        (lambda: c.CGInverseLinearOperator(A, atol=None), "atol must be a number >= 0, got None"),
+        (lambda: c.CGInverseLinearOperator(A, atol=-1), "atol must be a number >= 0, got -1"),
         (lambda: c.CGInverseLinearOperator(A, rtol=0), "rtol and atol must not both be zero"),
         (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a number"),
         (lambda: c.LSMRInverseLinearOperator(A, btol=-1), "btol must be a number >= 0, got -1"),

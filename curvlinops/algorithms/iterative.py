@@ -84,7 +84,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         **options: ``preconditioner``: a symmetric positive definite operator or matrix that
             approximates the inverse; or a function that multiplies by one: a vector ``[D]``, or if
             it does not take these, several at once, ``[D, K]``, tensors like the products of ``A``.
-            ``rtol=1e-5`` and ``atol=0``: a system is solved if
+            ``rtol=1e-5`` and ``atol=0`` (or ``None``): a system is solved if
             ``||b - A x|| <= max(rtol ||b||, atol)``.
             ``maxiter``: largest number of iterations. Default: ``10 D``.
             ``x0``: start of the iteration for every right-hand side that is not zero, ``[D]``.
