@@ -90,6 +90,24 @@ def test_independent_of_batches():
         assert error(matrix(build(other, "type-2")), expected) <= 1e-9
 
 
+def test_structure():
+    p = problems.make("cnn")
+    operator = build(p, "type-2", joint=True)
+    dense = matrix(operator)
+    D = len(dense)
+    eye = torch.eye(D, dtype=dense.dtype)
+    assert error(operator.trace(), dense.trace()) <= 1e-10
+    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
+    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
+    damped = torch.linalg.inv(dense + 0.1 * eye)
+    assert error(matrix(operator.inverse(damping=0.1)), damped) <= 1e-9
+    assert error(matrix(operator.inverse(damping=0.1).T), damped.T) <= 1e-9
+    shifted = (2 * operator).damped(0.3)
+    assert error(matrix(shifted), 2 * dense + 0.3 * eye) <= 1e-10
+    assert error(shifted.logdet(), torch.logdet(2 * dense + 0.3 * eye)) <= 1e-9
+    assert error(matrix(shifted**-0.5 @ shifted**-0.5), torch.linalg.inv(matrix(shifted))) <= 1e-8
+
+
 @pytest.mark.parametrize("joint", [False, True])
 def test_bases_of_groups_that_are_too_large(joint: bool):
     torch.manual_seed(0)

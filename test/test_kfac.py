@@ -325,6 +325,19 @@ def test_blocks_by_vector(double, limit: int):
     assert ("for each of 6 vectors" if limit == 14 else "max_factor_size") in K.report()[0].reason
 
 
+def test_dense_fallbacks_that_are_too_large(double):
+    model = Using(
+        lambda m, x: x @ (m.a @ m.b),
+        a=nn.Parameter(torch.randn(3, 1)),
+        b=nn.Parameter(torch.randn(1, 2)),
+    )
+    p = problem(model, [torch.randn(4, 3)], nn.MSELoss())
+    K = build(p, "type-2", fallback="dense", max_factor_size=2)
+    assert [block.structure for block in K.report()] == ["diagonal", "dense"]
+    assert "larger than max_factor_size=2" in K.report()[0].reason
+    assert error(K.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
+
+
 # --- randomness -----------------------------------------------------------------------------------
 
 

@@ -152,8 +152,8 @@ class StructuredLinearOperator(TorchLinearOperator):
 
         Args:
             exponent: Any real number. Negative ones need a nonsingular operator, and those that are
-                not integers a positive semidefinite one. All but non-negative integers need a
-                symmetric one.
+                not integers a positive semidefinite one, of a Kronecker product semidefinite
+                factors. All but non-negative integers need a symmetric one.
 
         Raises:
             ValueError: If there is no such power.
