@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +347,15 @@ def cubes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 cubes.__name__ = cubes.__qualname__ = "squares"
 
 
+def times(factor: Any):
+    """Return a loss with a value in its closure."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (factor * (output - target) ** 2).sum()
+
+    return loss
+
+
 class Squares(nn.Module):
     """A loss of the user's own, with options, a tensor, and a loss of PyTorch inside."""
 
@@ -358,10 +368,17 @@ class Squares(nn.Module):
         return self.factor * self.weight * self.inner(output, target)
 
 
+def weighted(output: torch.Tensor, target: torch.Tensor, k: float) -> torch.Tensor:
+    return k * squares(output, target)
+
+
+doubled = times(2.0)
 #: A loss, the same one again, and others that compute something else.
 LOSSES = {
     "function": (squares, squares, [cubes, lambda o, t: squares(o, t)]),
     "lambda": (add := lambda o, t: (o + t).sum(), add, [lambda o, t: (o - t).sum()]),
+    "closure": (doubled, doubled, [times(3.0), times(2.0)]),
+    "partial": (partial(weighted, k=2), partial(weighted, k=2), [partial(weighted, k=3)]),
     "module": (Squares(), Squares(), [Squares(2.0), Squares(weight=2.0), Squares(beta=2.0)]),
 }
 
