@@ -957,20 +957,6 @@ def test_samples_of_unequal_size(dtype: torch.dtype, gate: float):
         assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 
-def test_samples_that_interact():
-    model = Wrapped(nn.Linear(3, 2), lambda f, X: f(X) - 0.5 * f(X).mean(0)).double()
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
-    params = list(model.parameters())
-    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
-        PerSampleGradients(model, nn.MSELoss(), params, data)
-    operator = PerSampleGradients(model, nn.MSELoss(), params, data, check_deterministic=False)
-    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
-        operator.dense()
-    J = JacobianLinearOperator(model, params, data)
-    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(J.gram(), dense @ dense.T)
-
-
 def test_batch_without_samples():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
