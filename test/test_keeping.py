@@ -411,6 +411,20 @@ def test_batches_of_other_kinds(make: type):
     assert error(kept @ v, before) > 1e-3
 
 
+def test_kernels_between_products_keep_nothing():
+    w = world()
+    kept, fresh = (w.build("jacobian", cache=cache) for cache in ("auto", "none"))
+    v = vectors(kept)
+    for action in "kppkpcpkcpppckcppk":
+        if action == "k":
+            kept.gram()
+        elif action == "c":
+            w.params[0].data.mul_(1.1)
+        else:
+            assert error(kept @ v, fresh @ v) <= 1e-12
+    assert num_kept(kept) == len(w.data)
+
+
 # --- models that draw random numbers
 
 

@@ -164,6 +164,18 @@ def test_images_of_a_sample(filters: int):
     check(Wrapped(Frames(layer)), [torch.randn(n, 3, 4, 9, 9) for n in (2, 3)])
 
 
+@pytest.mark.parametrize("groups, filters", [(1, 4), (2, 4), (1, 40)])
+def test_one_convolution_of_two_images(groups: int, filters: int):
+    """The images have different sizes."""
+    torch.manual_seed(0)
+
+    def both(layer: nn.Module, X: Tensor) -> Tensor:
+        return layer(X).sum((2, 3)) + layer(X[..., ::2, 1:]).tanh().sum((2, 3))
+
+    layer = nn.Conv2d(4, filters, 3, padding=1, groups=groups)
+    check(Wrapped(layer, both), [torch.randn(n, 4, 6, 6) for n in (4, 2)])
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("kernel, dilation", [(2, 1), (3, 2), (4, 1)])
 def test_same_padding(kernel: int, dilation: int):

@@ -340,7 +340,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Callable]] = {
     "closure": lambda model: lambda X: model(X),
     "method": lambda model: (lambda trainer: lambda X: trainer.predict(X))(Trainer(model)),
 }
-COUPLES = r"BatchNorm in train mode couples the samples.*module '\w+'\).*EFLinearOperator.*model.eval"
+COUPLES = r"BatchNorm in train mode couples .*module '\w+'\).*EFLinearOperator.*model.eval"
 
 
 @pytest.mark.filterwarnings("ignore:.*the result depends on how")
