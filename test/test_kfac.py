@@ -58,16 +58,6 @@ def problem(model: Any, X: list[Any], loss: nn.Module, target: Any = torch.randn
     return Problem(model, loss, list(model.parameters()), data, mc=True)
 
 
-@pytest.fixture
-def double():
-    """Seeds, and makes float64 the default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
-
-
 # --- against the reference ------------------------------------------------------------------------
 
 
