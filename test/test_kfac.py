@@ -27,7 +27,7 @@ LAYERS = [
     "subset", "padding-idx", "padding-idx-tied", "embedding-bag-sum", "embedding-bag-mean",
     "dict-batch-padding-idx", "frozen-stem", "data-parallel", "weight-norm",
     "weight-norm-deprecated", "pinn", "float32-transformer", "bfloat16-cnn",
-    "bfloat16-float32-norms",
+    "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
 NEED_FALLBACK = ("weight-norm", "weight-norm-deprecated", "pinn", "cross-attention")
