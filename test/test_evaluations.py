@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EFLinearOperator,
+    EKFACLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
     TransposedJacobianLinearOperator,
 )
 
@@ -100,6 +102,17 @@ def test_empirical_fishers_of_a_known_model(width: int):
             E @ torch.ones(E.shape[1]).double()
             counts.append(net.passes.count)
         assert counts[2:] == [0, 0] and (not known or counts[:2] == [2, 1])
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_factors_of_a_known_model(cls: type):
+    """A new operator evaluates a model that is known once on each batch, in each of its passes."""
+    net, params, data = setting(nn.Tanh)
+    for known in (False, True):
+        net.passes.count = 0
+        cls(net, nn.MSELoss(), params, data, check_deterministic=False).trace()
+        num_passes = 1 if cls is KFACLinearOperator else 2
+        assert not known or net.passes.count == num_passes * len(data)
 
 
 class Scratch(nn.Module):
