@@ -24,7 +24,7 @@ from curvlinops.support.records import recorded
 
 
 @recorded
-class Kind(NamedTuple):
+class KroneckerShape(NamedTuple):
     """A Kronecker product for some entries of a parameter.
 
     Attributes:
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
         outputs: O, the size of a group's output gradients.
         inputs: I, the size of a group's inputs.
         view: The entries ``[G, O, I]``.
-        lookup: Whether inputs have a single one among zeros.
+        one_hot_inputs: Whether inputs have a single one among zeros.
         is_bias: Whether inputs are ones, as those of biases are.
     """
 
@@ -40,11 +40,11 @@ class Kind(NamedTuple):
     outputs: int
     inputs: int
     view: ParameterView
-    lookup: bool = False
+    one_hot_inputs: bool = False
     is_bias: bool = False
 
     @classmethod
-    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "Kind | None":
+    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "KroneckerShape | None":
         """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
         if isinstance(gradient, OuterProducts):
             groups, inputs = gradient.x.shape[2:]
@@ -52,11 +52,11 @@ class Kind(NamedTuple):
         if isinstance(gradient, EmbeddingGradient):
             rows, width = gradient.num_rows, gradient.g.shape[-1]
             view = gradient.entries.view.permuted((width, rows), (1, 0))
-            return cls(1, width, rows, view, lookup=True)
+            return cls(1, width, rows, view, one_hot_inputs=True)
         return None
 
 
-def relation(kind: Kind, other: Kind) -> str | None:
+def relation(kind: KroneckerShape, other: KroneckerShape) -> str | None:
     """Say how the entries of two kinds for one parameter are related.
 
     Returns:

@@ -86,6 +86,7 @@ class RecordedBatch:
         capture = Capture(tracked, leaves(problem.batch.X), evident_samples(problem))
         with capture, self._evaluation.active():
             output = problem.output(self._evaluation)
+        problem.check_memory(output, self._leaves)
         with torch.enable_grad():
             self.output = capture.as_data(output)
         self.num_samples = len(self.output)
@@ -122,9 +123,14 @@ class RecordedBatch:
         return least_precise(self._nodes, self.output)
 
     @cached_property
+    def signature(self) -> int:
+        """A hash of the graph up to sizes."""
+        return signature(self._nodes, ROW_ARGUMENTS)
+
+    @property
     def wiring(self) -> int:
         """A hash of the number of samples, and of the graph up to sizes."""
-        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
+        return hash((self.num_samples, self.signature))
 
     @cached_property
     def moves_rows(self) -> bool:

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
@@ -51,7 +51,7 @@ class LayerUse(NamedTuple):
     """
 
     slice: ParameterView
-    kind: Kind | None
+    kind: KroneckerShape | None
     is_product: bool
     partner: ParameterView | None = None
     shares_gradients: bool = False
@@ -117,7 +117,7 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
     biases: dict[tuple[Callable, int], _Group] = {}
     for part in parts:
         is_function = part.gradient.of_value is not part.gradient
-        kind = Kind.of(part.gradient.of_value, part.bias_scale is not None)
+        kind = KroneckerShape.of(part.gradient.of_value, part.bias_scale is not None)
         own = None if is_function else kind
         view = part.gradient.entries.view.in_order
         if view.name != part.name:  # gradients with respect to all of a parameter may have no name
@@ -147,7 +147,7 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
     return (
         weight.calls == bias.calls
         and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
-        and not kind.lookup
+        and not kind.one_hot_inputs
         and size == kind.groups * kind.outputs
         and bias.use.kind.view == bias.use.slice
     )
@@ -171,7 +171,7 @@ class BlockSpec:
 
     slices: tuple[ParameterView, ...]
     structure: str
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[KroneckerShape, ...] = ()
     groups: int = 1
     weight: ParameterView | None = None
     reason: str = ""
@@ -312,9 +312,9 @@ def _obstacle(by_slice: Mapping[ParameterView, list[LayerUse]]) -> str | None:
     return None
 
 
-def _kinds(uses: Iterable[LayerUse]) -> list[Kind]:
+def _kinds(uses: Iterable[LayerUse]) -> list[KroneckerShape]:
     """Return the kinds of uses in an order that does not depend on which was seen first."""
-    return _ordered({use.kind for use in uses}, lambda kind: (kind.lookup, repr(kind)))
+    return _ordered({use.kind for use in uses}, lambda kind: (kind.one_hot_inputs, repr(kind)))
 
 
 def _ordered(some: Collection[Any], key: Callable[[Any], Any] = repr) -> list[Any]:

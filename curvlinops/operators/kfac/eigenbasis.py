@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
 from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
 from curvlinops.layers.recorded import Part
@@ -33,7 +33,7 @@ class Basis:
         has_bias: Whether the bias is the last column.
     """
 
-    kind: Kind
+    kind: KroneckerShape
     outputs: Tensor | None
     inputs: Tensor | None
     has_bias: bool

@@ -74,8 +74,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
     Factors are computed at the first use and then kept: they do not follow changes of the model or
-    of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``, all
-    processes compute them together.
+    of the data. ``compute_kronecker_factors`` computes them anew. Graphs are not kept, so that
+    ``cache`` has no effect. With a ``process_group``, all processes compute the factors together.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
@@ -111,6 +111,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
+    _keeps_graphs = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""

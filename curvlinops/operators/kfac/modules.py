@@ -48,7 +48,7 @@ def _reason(products: Iterable[Product], fisher_type: FisherType) -> str:
     reasons = []
     for product in products:
         if product.inputs is not None and product.inputs.is_diagonal:
-            why = "inputs are looked up" if product.kind.lookup else "it is too large"
+            why = "inputs are looked up" if product.kind.one_hot_inputs else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
         if product.gradients.is_diagonal:
             is_identity = fisher_type is FisherType.FORWARD_ONLY
