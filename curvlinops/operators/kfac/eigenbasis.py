@@ -160,12 +160,12 @@ def eigenbases(factors: Sequence[BlockFactors]) -> list[Basis]:
     another one is diagonal keep the standard basis.
     """
     axes = [_axes(each) for each in factors]
-    dense, names = [], []
-    for each, both in zip(factors, axes, strict=True):
-        own = [factor for factor in both if factor is not None]
-        dense += own
-        names += [f"A factor of '{each.block.names[0]}'"] * len(own)
-    decompose(dense, names, [False] * len(dense))
+    decompose(
+        (factor, f"A factor of '{each.block.names[0]}'", False)
+        for each, both in zip(factors, axes, strict=True)
+        for factor in both
+        if factor is not None
+    )
     return [
         Basis(each.products[0].kind, *map(_vectors, both), has_bias=len(each.block.names) > 1)
         for each, both in zip(factors, axes, strict=True)
