@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from curvlinops.structured.linalg import (
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.support.records import recorded
 
-if TYPE_CHECKING:  # it makes sums of Kronecker products
-    from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+# Terms are Kronecker products; their class is in kronecker.py, which imports this file.
 
 #: Sums with at most so many rows are written as a matrix for their inverse. That takes no time, and
 #: a matrix can do more.
@@ -41,16 +39,14 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     them is positive definite. For everything else the sum is written as one matrix.
 
     Args:
-        terms: The Kronecker products.
+        terms: The terms, each a ``KroneckerProductLinearOperator``.
         max_dense_dim: The largest number of rows of a matrix that may be written.
 
     Raises:
         ValueError: If there are no terms, or factors are not square or differ in size.
     """
 
-    def __init__(
-        self, terms: Sequence["KroneckerProductLinearOperator"], max_dense_dim: int = 8192
-    ):
+    def __init__(self, terms: Sequence[StructuredLinearOperator], max_dense_dim: int = 8192):
         if not terms:
             raise ValueError("A sum of Kronecker products needs at least one term.")
         sizes = [[(f.rows, f.columns) for f in term._factors] for term in terms]
@@ -67,7 +63,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         self._terms = [term._cast(dtype) for term in terms]
         self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
         self.max_dense_dim = max_dense_dim
-        self._written: KroneckerProductLinearOperator | None = None
+        self._written: StructuredLinearOperator | None = None
         super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
 
     def _record(self) -> tuple:
@@ -106,7 +102,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _is_diagonal(self) -> bool:
         return all(factor.is_diagonal for term in self._terms for factor in term._factors)
 
-    def _as_product(self) -> "KroneckerProductLinearOperator":
+    def _as_product(self) -> StructuredLinearOperator:
         """Return the sum as a Kronecker product of one factor."""
         if self._written is None:
             self._written = self._terms[0]._of([self._write()])
@@ -158,9 +154,7 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 
     # --- algebra
 
-    def _with(
-        self, terms: Sequence["KroneckerProductLinearOperator"]
-    ) -> "SumOfKroneckersLinearOperator":
+    def _with(self, terms: Sequence[StructuredLinearOperator]) -> "SumOfKroneckersLinearOperator":
         return SumOfKroneckersLinearOperator(terms, self.max_dense_dim)
 
     def _scaled(self, scalar: float) -> "SumOfKroneckersLinearOperator":
@@ -213,8 +207,8 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
     def __init__(
         self,
         values: Tensor,
-        basis: "KroneckerProductLinearOperator",
-        dual: "KroneckerProductLinearOperator",
+        basis: StructuredLinearOperator,
+        dual: StructuredLinearOperator,
     ):
         self.values, self.basis, self.dual = values, basis, dual
         super().__init__(basis.domain)
@@ -255,7 +249,7 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
 
 
 def simultaneous_diagonalization(
-    first: "KroneckerProductLinearOperator", second: "KroneckerProductLinearOperator"
+    first: StructuredLinearOperator, second: StructuredLinearOperator
 ) -> DiagonalizedSumLinearOperator | None:
     """Return the sum of two Kronecker products of two symmetric factors each.
 
