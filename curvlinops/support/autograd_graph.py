@@ -125,12 +125,6 @@ def _storages(tensor: Tensor) -> dict[int, int]:
     return {}
 
 
-def mean_size(part: Any) -> float:
-    """Return an estimate in bytes of the memory of one node of a graph, see ``footprint``."""
-    nodes = sum(1 for _ in graph_nodes(*_tensors(part)))
-    return footprint(part) / max(nodes, 1)
-
-
 def _tensors(part: Any) -> Iterator[Tensor]:
     stack, seen = [part], set()
     while stack:
