@@ -10,8 +10,10 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    EKFACLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
     TransposedJacobianLinearOperator,
 )
 
@@ -55,6 +57,17 @@ def test_many_products_of_jacobians(cls: type):
     found = operator @ torch.eye(operator.shape[1]).double()
     assert net.passes.count <= len(data) + 1
     torch.testing.assert_close(found, matrix(operator), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_factors_of_a_known_model(cls: type):
+    """A new operator evaluates a model that is known once on each batch, in each of its passes."""
+    net, params, data = setting(nn.Tanh)
+    for known in (False, True):
+        net.passes.count = 0
+        cls(net, nn.MSELoss(), params, data, check_deterministic=False).trace()
+        num_passes = 1 if cls is KFACLinearOperator else 2
+        assert not known or net.passes.count == num_passes * len(data)
 
 
 class Scratch(nn.Module):
