@@ -109,8 +109,8 @@ def test_terms(problem: str):
 @pytest.mark.parametrize(
     "problem, terms",
     [
-        ("mlp-ce-weight-mean", "sample"),
-        ("mlp-ce-weight-mean", "term"),
+        ("mlp-ce-prob-all-mean", "sample"),
+        ("mlp-ce-prob-all-mean", "term"),
         ("transformer-tied", "sample"),
         ("transformer-tied", "term"),
         # one term per sample
