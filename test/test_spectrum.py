@@ -269,18 +269,13 @@ def test_plot():
     assert ax.get_yscale() == "log" and ax.get_lines()[0].get_label() == "spectrum"
     assert np.allclose(ax.get_lines()[0].get_ydata(), result.density)
     assert plot_spectrum(*result[:2], ax=ax, log_y=False) is ax
-    assert len(ax.get_lines()) == 2
-    for dtype in (torch.float64, torch.float32):
-        x, y = lanczos_approximate_log_spectrum(A["decaying"].to(dtype), 10, seed=0)
-        ax = plot_spectrum(x, y)
-        assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
-        assert ax.get_ylabel() == "density per log |eigenvalue|"
-        assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
-    ax = plot_spectrum(x.numpy(), y.numpy(), log_x=False)
-    assert (ax.get_xscale(), ax.get_xlabel()) == ("linear", "|eigenvalue|")
+    assert len(ax.get_lines()) == 2 and ax.get_yscale() == "linear"
+    x, y = lanczos_approximate_log_spectrum(A["decaying"].float(), 10, seed=0)
+    ax = plot_spectrum(x, y.numpy(), log_x=True)
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
+    assert ax.get_ylabel() == "density per log |eigenvalue|"
+    assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
     plt.close("all")
-    with pytest.raises(ValueError, match=r"one length, got shapes \[1024\], \[1024\], \[1023\]"):
-        plot_spectrum(*result[:2], result[2][1:])
     with pytest.raises(ValueError, match="needs positive eigenvalues"):
         plot_spectrum(*result, log_x=True)
 
