@@ -302,7 +302,7 @@ _BAD = [
     *((f, {"boundaries": (1.0, 1.5)}, "outside of the boundaries") for f in DENSITIES),
     *((f, {"A": _B[:3]}, "must be square") for f in DENSITIES),
     *((f, {"A": matrices.nonsymmetric()}, "not symmetric") for f in DENSITIES),
-    (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
+    (DENSITIES[0], {"boundaries": (9.0, None)}, "outside of the boundaries"),
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
     (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "from 2 to 1"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
