@@ -491,6 +491,9 @@ _MAKERS["bfloat16-lstm"] = partial(_cast, "lstm", torch.bfloat16, 3e-2)
 _MAKERS["bfloat16-float32-norms"] = partial(
     _cast, "transformer", torch.bfloat16, 2e-2, norms=torch.float32
 )
+_MAKERS["float32-float64-norms"] = partial(
+    _cast, "transformer", torch.float32, 1e-5, norms=torch.float64
+)
 
 
 @contextmanager
