@@ -32,11 +32,11 @@ TESTS = {
         vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms""",
     "autodiff": """
         contract::test_modes_agree contract::test_linear_and_adjoint errors rebinding
-        modules_in_code float16 ambient costs threads untouched::test_after_success
+        modules_in_code float16 ambient threads untouched::test_after_success
         untouched::test_attributes_of_parameters_and_buffers""",
     "autodiff/overrides": "overrides convolution constants",
     "risk": """
-        contract::test_blocks errors robustness complex_and_sparse costs threads evaluations
+        contract::test_blocks errors robustness complex_and_sparse threads evaluations
         first_batch keeping::test_changes_are_noticed""",
     "losses": """
         losses errors contract::test_samples_are_unbiased

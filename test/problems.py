@@ -353,7 +353,8 @@ def _weight_norm_deprecated() -> Problem:
 
 def _padding(tied: bool) -> Problem:
     model = models.Padded(tied)
-    X = [torch.tensor([[0, 1, 2], [3, 3, 1]]), torch.tensor([[1, 2], [4, 0], [2, 3]])]
+    # pads in the second batch only: a test on the first one would not notice them
+    X = [torch.tensor([[0, 4, 2], [3, 3, 2]]), torch.tensor([[1, 2], [4, 0], [1, 3]])]
     constant = _row(model, "embed.weight", 1)
     plain = partial(models.plain_padded, tied)
     return _classify(model, X, reference_model=plain, constant=constant)
@@ -489,6 +490,9 @@ _MAKERS["float32-lstm"] = partial(_cast, "lstm", torch.float32, 1e-5)
 _MAKERS["bfloat16-lstm"] = partial(_cast, "lstm", torch.bfloat16, 3e-2)
 _MAKERS["bfloat16-float32-norms"] = partial(
     _cast, "transformer", torch.bfloat16, 2e-2, norms=torch.float32
+)
+_MAKERS["float32-float64-norms"] = partial(
+    _cast, "transformer", torch.float32, 1e-5, norms=torch.float64
 )
 
 

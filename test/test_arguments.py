@@ -112,9 +112,6 @@ def test_choices():
         (lambda: c.eigsh(A, 1, block_size=11), "block_size must be an integer from 1 to 10"),
         (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),
         (lambda: c.dottest(A, True), "num_tests must be an integer >= 1, got True"),
-        (lambda: on_data(c.EFLinearOperator, terms="x"), "terms must be one of"),
-        (lambda: on_data(c.HessianLinearOperator, cache=-1), "cache must be 'auto'.*got -1"),
-        (lambda: on_data(c.HessianLinearOperator, block_sizes=[]), "block_sizes must be positive"),
     ],
 )
 def test_errors(use: Callable, match: str):

@@ -19,7 +19,7 @@ DISTINCT = [
     "mlp-ce-all-mean", "mlp-mse-sum", "mlp-bce-all-mean", "classes-ce-all-mean", "scalar-bce-mean",
     "cnn", "conv1d", "group-norm", "transformer", "self-attention", "cross-attention", "lstm",
     "lstm-packed", "gru", "used-twice", "padding-idx", "embedding-bag-mean", "functional",
-    "encoder-layer-train", "subset", "float32-cnn",
+    "encoder-layer-train", "subset", "float32-cnn", "float32-float64-norms",
 ]  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
-    EFLinearOperator,
+    EKFACLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
     TransposedJacobianLinearOperator,
 )
 
@@ -33,26 +34,6 @@ class Net(nn.Module):
         if len(x) == N:
             self.passes.count += 1
         return self.layers(x)
-
-
-class Remembering(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x.tanh()
-        return self.last
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean(-1).mean()
-
-
-#: The layer in the middle, the loss, and how often a product evaluates the model on both batches;
-#: after the first examination comes what is tried on the first few samples.
-SETTINGS: dict[str, tuple[Callable[[], nn.Module], Callable, int]] = {
-    "plain": (nn.Tanh, nn.MSELoss(), 3),
-    "random": (lambda: nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), nn.MSELoss(), 4),
-    "with traces": (Remembering, nn.MSELoss(), 4),
-    "any loss": (nn.Tanh, mean_square, 4),
-}
 
 
 def setting(middle: Callable[[], nn.Module]) -> tuple[Net, list[Tensor], list]:
@@ -78,28 +59,15 @@ def test_many_products_of_jacobians(cls: type):
     torch.testing.assert_close(found, matrix(operator), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("width", [1, 8], ids=["graph", "rows"])
-def test_empirical_fishers_of_a_known_model(width: int):
-    """The second product keeps gradients or a graph, without a look at which is faster."""
-
-    class Wide(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.unsqueeze(1).repeat(1, width, 1).reshape(len(x), -1, 3)
-
-    torch.manual_seed(0)
-    net = Net(nn.Tanh()).double()
-    net.layers = nn.Sequential(Wide(), *net.layers, nn.Flatten(), nn.LazyLinear(2).double())
-    X, y = torch.randn(N, 3).double(), torch.randn(N, 2).double()
-    net(X)
-    params = list(net.parameters())
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_factors_of_a_known_model(cls: type):
+    """A new operator evaluates a model that is known once on each batch, in each of its passes."""
+    net, params, data = setting(nn.Tanh)
     for known in (False, True):
-        E = EFLinearOperator(net, nn.MSELoss(), params, [(X, y)], check_deterministic=False)
-        counts = []
-        for _ in range(4):
-            net.passes.count = 0
-            E @ torch.ones(E.shape[1]).double()
-            counts.append(net.passes.count)
-        assert counts[2:] == [0, 0] and (not known or counts[:2] == [2, 1])
+        net.passes.count = 0
+        cls(net, nn.MSELoss(), params, data, check_deterministic=False).trace()
+        num_passes = 1 if cls is KFACLinearOperator else 2
+        assert not known or net.passes.count == num_passes * len(data)
 
 
 class Scratch(nn.Module):
@@ -130,7 +98,7 @@ def test_models_with_memory(kind: str, seen: bool):
 
 
 def test_batches_get_random_numbers_of_their_own():
-    net, params, data = setting(SETTINGS["random"][0])
+    net, params, data = setting(nn.Dropout)
     masks = []
     net.layers[1].register_forward_hook(lambda _, x, y: masks.append((y == 0).detach()))
     operator = HessianLinearOperator(

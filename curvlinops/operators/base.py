@@ -1,4 +1,4 @@
-"""What all operators over a data set share."""
+"""The base class of all operators over a data set."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -85,6 +85,9 @@ class DataLinearOperator(TorchLinearOperator):
     #: Whether the quantity is defined sample by sample, so that samples must not be coupled.
     _per_sample = False
 
+    #: Whether graphs are kept between products, so that changes of the model have to be noticed.
+    _keeps_graphs = True
+
     model_func: nn.Module | Callable
     loss_func: nn.Module | Callable | None
     params: Iterable[Tensor] | Mapping[str, Tensor]
@@ -103,7 +106,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def __post_init__(self) -> None:
         """Check the arguments, and the first batches."""
-        cache, name = check_cache(self.cache, self.autodiff), type(self).__name__
+        self.cache = check_cache(self.cache, self.autodiff)
+        name = type(self).__name__
         check_choice("autodiff", self.autodiff, ("auto", "forward", "reverse"))
         if self.chunk_size is not None:
             self.chunk_size = check_count("chunk_size", self.chunk_size)
@@ -117,7 +121,8 @@ class DataLinearOperator(TorchLinearOperator):
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
         del self.process_group  # the ranks have it, and can be copied
         self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
-        self._cache, self._checked = GraphCache(cache, name), set[tuple[bool, ...]]()
+        self._cache = GraphCache(self.cache if self._keeps_graphs else "none", name)
+        self._checked = set[tuple[bool, ...]]()
         with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
@@ -199,7 +204,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _keep(
         self, problem: BatchProblem, build: Callable[[BatchProblem], Any], kind: str = ""
     ) -> Any:
-        """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
+        """Return the result of ``build`` for a batch, kept from an earlier product if possible."""
         key = (kind, problem.batch.index)
         return self._cache.get_or_build(key, problem.batch, lambda own: build(problem.on(own)))
 
@@ -239,16 +244,17 @@ class DataLinearOperator(TorchLinearOperator):
         """Return the mode for one or for many products with one batch's graph."""
         key = ("mode", type(self), self.autodiff, self.chunk_size, many)
         known = self.risk.shared(problem)
-        if key in known:
-            return known[key]
+        signature, mode = known.get(key, (None, None))
+        if signature == problem.facts.signature:
+            return mode
         with preserved_rng():  # the product draws as if there was no test
             mode, was_tested = self._choose(problem, many)
         if was_tested:  # else another batch may tell
-            known[key] = mode
+            known[key] = problem.facts.signature, mode
         return mode
 
     def _dependencies(self) -> list:
-        """Return all that products depend on, except for the data."""
+        """Return everything that products depend on, except for the data."""
         loss, model = [self.loss_func, self.reduction], self.risk.model
         if not self._cache.keeps:  # then it matters only how model and loss are understood
             return [*loss, *train_flags(model.roots)]
@@ -280,7 +286,7 @@ class DataLinearOperator(TorchLinearOperator):
         return [*about, self.risk.data.describe(), *blocks]
 
     def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"cache": self._cache.cache}
+        return super()._arguments() | {"cache": self.cache}
 
     # --- beyond products
 
@@ -311,7 +317,7 @@ class DataLinearOperator(TorchLinearOperator):
     # --- checks
 
     def _check_model(self) -> None:
-        """Check, for each combination of train flags that is met, what no product would notice."""
+        """Check the model once for each combination of train flags."""
         flags = train_flags(self.risk.model.roots)
         if flags not in self._checked:
             singles_of = type(self).__name__ if self._per_sample else None

@@ -78,10 +78,13 @@ class EFLinearOperator(DataLinearOperator):
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
         known, key = self.risk.shared(problem), ("rows", type(self), self.terms)
-        if key not in known:
-            with preserved_rng():  # the product draws as if there was no choice
-                known[key] = self._compare_costs(problem)
-        return known[key]
+        signature, prefers_rows = known.get(key, (None, False))
+        if signature == problem.facts.signature:
+            return prefers_rows
+        with preserved_rng():  # the product draws as if there was no choice
+            prefers_rows = self._compare_costs(problem)
+        known[key] = problem.facts.signature, prefers_rows
+        return prefers_rows
 
     def _compare_costs(self, problem: BatchProblem) -> bool:
         """Compare the operations of both for one sample.

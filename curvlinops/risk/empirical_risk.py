@@ -94,7 +94,9 @@ class BatchProblem:
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
-        return self.loss is not None and self.facts.loss_needs_graph
+        if self.loss is None or self.loss.is_function_of_values:
+            return False
+        return self.facts.loss_needs_graph
 
     def known(self, make: Callable, *args: Hashable) -> Any:
         """Return ``make(*args)``, an object that learns about the model, made for all batches.
@@ -358,6 +360,8 @@ class EmpiricalRisk:
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
         """Return what all operators know of this model with such batches and such a loss.
 
+        Entries that depend on the model's graph have its signature.
+
         Args:
             problem: The first batch that is met.
         """
@@ -366,7 +370,7 @@ class EmpiricalRisk:
             tensors = [*self.model.params.values(), *leaves((problem.batch.X, problem.batch.y))]
             kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
-            key = (problem.facts.signature, flags, kinds, tuple(self.model.params), loss)
+            key = (flags, kinds, tuple(self.model.params), loss)
             self._shared = learned(self.model.source, key)
         return self._shared
 

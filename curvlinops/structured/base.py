@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.structured.factor import Request
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
 from curvlinops.support.records import write, write_state
@@ -19,7 +20,7 @@ from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
 #: Of what is saved. It changes when older files cannot be read any more.
-FORMAT = "structured operator 3"
+FORMAT = "structured operator 4"
 
 
 class StructuredLinearOperator(TorchLinearOperator):
@@ -70,7 +71,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
         It over- and underflows easily; ``logdet`` does not.
         """
-        sign, logarithm = self._slogdet(0.0)
+        sign, logarithm = self._slogdet()
         return sign * logarithm.exp()
 
     @in_default_modes
@@ -82,7 +83,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         Raises:
             ValueError: If the determinant is negative.
         """
-        sign, logarithm = self._slogdet(0.0)
+        sign, logarithm = self._slogdet()
         if bool(sign < 0):
             raise ValueError("The determinant is negative, so that it has no real logarithm.")
         return logarithm
@@ -131,7 +132,8 @@ class StructuredLinearOperator(TorchLinearOperator):
         damping = check_number("damping", damping)
         if not isfinite(damping):
             raise ValueError(f"The damping must be a finite number, got {damping}.")
-        return self._inverse(damping, retry_double_precision)
+        operator = self._shifted(damping) if damping else self
+        return operator._inverse(retry_double_precision)
 
     def solve(self, b: Any) -> Any:
         """Return the solution x of ``A x = b``, the same as ``A.inverse() @ b``.
@@ -192,7 +194,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             dtype=self.torch_dtype,
             device=self.device,
         )
-        draws = self.domain.join(self._root()._multiply_root(self.domain.split(z)))
+        draws = self.domain.join(self._multiply_root(self.domain.split(z)))
         return draws[0] if num_samples is None else draws.T
 
     # --- files and devices
@@ -228,13 +230,10 @@ class StructuredLinearOperator(TorchLinearOperator):
             return None
         other = other._structured()
         self.domain.check_compatible(other.domain)
-        pair = self._promoted(other)
         # of two spaces that agree, keep the one that has parameter structure
-        for one, two in sorted((pair, pair[::-1]), key=lambda both: both[0].domain.is_flat):
-            if two._multiple is not None:
-                return two._with_names(one)._shifted(two._multiple)
-        total = pair[0]._added(pair[1])
-        return pair[1]._added(pair[0]) if total is None else total
+        one, two = sorted(self._promoted(other), key=lambda operator: operator.domain.is_flat)
+        total = one._added(two)
+        return two._added(one) if total is None else total
 
     @in_default_modes
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
@@ -242,11 +241,10 @@ class StructuredLinearOperator(TorchLinearOperator):
             return None
         other = other._structured()
         self.domain.check_compatible(other.codomain)
-        pair = self._promoted(other)
-        for one, two in (pair, pair[::-1]):
-            if two._multiple is not None:
-                return one._scaled(two._multiple)
-        return pair[0]._multiplied(pair[1])
+        one, two = self._promoted(other)
+        if two._multiple is not None:
+            return one._scaled(two._multiple)
+        return one._multiplied(two)
 
     def _promoted(
         self, other: "StructuredLinearOperator"
@@ -288,7 +286,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     # --- what a subclass implements
 
-    #: The number c if the operator is c times the identity; it also has ``_with_names`` then.
+    #: The number c if the operator is c times the identity.
     _multiple: float | None = None
 
     def _trace(self) -> Tensor:
@@ -323,23 +321,23 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return the adjoint; asked only if the operator is not self-adjoint."""
         raise self._lacks("adjoint")
 
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        """Return the sign of the determinant of ``A + shift I``, and the logarithm of its size.
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return the sign of the determinant, and the logarithm of its absolute value.
 
         The sign is zero where ``_inverse`` raises.
         """
-        return signed_logarithm(self._eigh(shift, accurate=True).eigenvalues)
+        return signed_logarithm(self._eigh(accurate=True).eigenvalues)
 
-    def _root(self) -> "StructuredLinearOperator":
-        """Return what multiplies by a matrix R with ``R R^T`` equal to the operator."""
-        return self.eigh()
+    def _multiply_root(self, columns: Columns) -> Columns:
+        """Multiply by a matrix R with ``R R^T`` equal to the operator."""
+        return self.eigh()._multiply_root(columns)
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> "StructuredLinearOperator":
-        """Return the eigendecomposition of ``A + shift I``, with zeros for rounding errors.
+    def _eigh(self, accurate: bool = False) -> "StructuredLinearOperator":
+        """Return the eigendecomposition, with zeros for eigenvalues that are rounding errors.
 
         Args:
-            shift: A multiple of the identity.
-            accurate: Whether small eigenvalues matter. They are computed in float64 then.
+            accurate: Whether small eigenvalues matter. If so, matrices in float32 are decomposed in
+                float64, unless damping makes that unnecessary.
         """
         raise self._lacks("eigendecomposition")
 
@@ -347,9 +345,24 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return whether an eigendecomposition takes little more than those of small matrices."""
         return self.self_adjoint
 
-    def _inverse(self, shift: float, retry_double_precision: bool) -> "StructuredLinearOperator":
-        """Return the inverse of ``A + shift I``."""
-        return self._eigh(shift, accurate=retry_double_precision)._power(-1.0)
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+        """Return the factors to decompose for ``_eigh``; see ``decompose``.
+
+        Block-diagonal operators decompose those of all blocks at once.
+
+        Args:
+            accurate: As for ``_eigh``.
+            inverse: Whether only an inverse or a determinant is wanted, which may take less.
+        """
+        return []
+
+    def _inverse(self, accurate: bool = True) -> "StructuredLinearOperator":
+        """Return the inverse.
+
+        Args:
+            accurate: Whether float64 is used where float32 does not suffice.
+        """
+        return self._eigh(accurate)._power(-1.0)
 
     def _power(self, exponent: float) -> "StructuredLinearOperator":
         """Return a power."""
@@ -358,10 +371,6 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _squared_entries(self) -> "StructuredLinearOperator":
         """Return the matrix of the squared entries."""
         raise self._lacks("matrix of squares")
-
-    def _to_decompose(self, shift: float, accurate: bool) -> list:
-        """Return the factors that ``_eigh`` decomposes, each with whether in float64."""
-        return []
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "StructuredLinearOperator":
         """Return the operator on another device, or in another dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import decompose
+from curvlinops.structured.factor import Request, decompose
 from curvlinops.structured.layout import Layout
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
@@ -206,29 +206,24 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _diagonal(self) -> Tensor:
         return self._join_vectors([block._diagonal() for block in self])
 
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        results = self._each(lambda block: block._slogdet(shift))
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        decompose(self._to_decompose(accurate=True, inverse=True))
+        results = self._each(lambda block: block._slogdet())
         signs, logarithms = (torch.stack(parts) for parts in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
 
-    def _to_decompose(self, shift: float, accurate: bool) -> list:
-        return [each for block in self for each in block._to_decompose(shift, accurate)]
-
-    def _decompose(self, shift: float, accurate: bool) -> None:
-        """Compute the eigendecompositions that blocks need, those of equal sizes at once."""
-        needed = [
-            (factor, f"A factor of block {label(name)}", wide)
-            for name, block in zip(self._keys, self._blocks, strict=True)
-            for factor, wide in block._to_decompose(shift, accurate)
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+        return [
+            (factor, f"Block {label(key)}: {name}", matter)
+            for key, block in zip(self._keys, self, strict=True)
+            for factor, name, matter in block._to_decompose(accurate, inverse)
         ]
-        if needed:
-            decompose(*zip(*needed, strict=True))
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
-        self._decompose(shift, accurate)
-        blocks = self._each(lambda block: block._eigh(shift, accurate))
+    def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
+        decompose(self._to_decompose(accurate))
+        blocks = self._each(lambda block: block._eigh(accurate))
         values = self._join_vectors([block.eigenvalues for block in blocks])
         vectors = self._with([block.eigenvectors for block in blocks])
         return EighDecomposedLinearOperator(values, vectors)
@@ -236,14 +231,13 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _has_eigh(self) -> bool:
         return all(block._has_eigh() for block in self)
 
-    def _inverse(self, shift: float, retry_double_precision: bool) -> "BlockDiagonalLinearOperator":
-        if shift:
-            self._decompose(shift, retry_double_precision)
-        return self._map(lambda block: block._inverse(shift, retry_double_precision))
+    def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
+        decompose(self._to_decompose(accurate, inverse=True))
+        return self._map(lambda block: block._inverse(accurate))
 
     def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
         if exponent < 0 or not exponent.is_integer():
-            self._decompose(0.0, accurate=True)
+            decompose(self._to_decompose(accurate=True))
         return self._map(lambda block: block._power(exponent))
 
     # --- algebra

@@ -10,15 +10,14 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.eigh import EighDecomposedLinearOperator, KnownEigenvalues
 from curvlinops.structured.linalg import power, real
 from curvlinops.support.arguments import as_device, as_integer, without_graph
-from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
 
 
 @recorded
-class DiagonalLinearOperator(StructuredLinearOperator):
+class DiagonalLinearOperator(KnownEigenvalues):
     """A diagonal matrix.
 
     Args:
@@ -38,61 +37,36 @@ class DiagonalLinearOperator(StructuredLinearOperator):
             raise ValueError(
                 f"The diagonal has {len(entries)} entries, the space dimension {space.dim}."
             )
-        self._entries = entries.to(space.device, space.dtype)
+        self.eigenvalues = entries.to(space.device, space.dtype)
         super().__init__(space)
 
     def _record(self) -> tuple:
-        return self._entries, self.domain
+        return self.eigenvalues, self.domain
+
+    def with_eigenvalues(self, eigenvalues: Tensor) -> "DiagonalLinearOperator":
+        """Return the operator with another diagonal, ``[D]``."""
+        return DiagonalLinearOperator(eigenvalues, self.domain)
+
+    def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
+        return isinstance(other, DiagonalLinearOperator)
 
     def _apply(self, columns: Columns) -> Columns:
-        diagonal = self.domain.split(self._entries.unsqueeze(0))
+        diagonal = self.domain.split(self.eigenvalues.unsqueeze(0))
         return {name: column * diagonal[name] for name, column in columns.items()}
 
-    def _norm(self) -> Tensor:
-        return double_norm(self._entries, 0)
-
     def _diagonal(self) -> Tensor:
-        return self._entries.clone()
+        return self.eigenvalues.clone()
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
-        values = self._entries + shift
-        return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-
-    def _with(self, entries: Tensor) -> "DiagonalLinearOperator":
-        return DiagonalLinearOperator(entries, self.domain)
-
-    def _inverse(self, shift: float, retry_double_precision: bool) -> "DiagonalLinearOperator":
-        return self._with(power(self._entries + shift, -1.0))
-
-    def _power(self, exponent: float) -> "DiagonalLinearOperator":
-        return self._with(power(self._entries, exponent))
-
-    def _scaled(self, scalar: float) -> "DiagonalLinearOperator":
-        return self._with(scalar * self._entries)
-
-    def _shifted(self, scalar: float) -> "DiagonalLinearOperator":
-        return self._with(self._entries + scalar)
-
-    def _added(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
-        if not isinstance(other, DiagonalLinearOperator):
-            return None
-        return DiagonalLinearOperator(self._entries + other._entries, self._named_space(other))
-
-    def _multiplied(self, other: StructuredLinearOperator) -> "DiagonalLinearOperator | None":
-        if not isinstance(other, DiagonalLinearOperator):
-            return None
-        return DiagonalLinearOperator(self._entries * other._entries, self._named_space(other))
-
-    def _named_space(self, other: StructuredLinearOperator) -> ParameterSpace:
-        """Return the space of the one of two operators that acts on parameters."""
-        return other.domain if self.domain.is_flat else self.domain
+    def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
+        eigenvectors = IdentityLinearOperator(self.domain)
+        return EighDecomposedLinearOperator(self.eigenvalues, eigenvectors)
 
     def _squared_entries(self) -> "DiagonalLinearOperator":
-        return self._with(self._entries**2)
+        return self.with_eigenvalues(self.eigenvalues**2)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "DiagonalLinearOperator":
         space = self.domain.to(device, dtype)
-        return DiagonalLinearOperator(self._entries.to(device, dtype), space)
+        return DiagonalLinearOperator(self.eigenvalues.to(device, dtype), space)
 
 
 @recorded
@@ -163,12 +137,11 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _diagonal(self) -> Tensor:
         return self._number(self.scalar).repeat(self.domain.dim)
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
-        values = self._shifted(shift)._diagonal()
-        return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
+    def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
+        return EighDecomposedLinearOperator(self._diagonal(), IdentityLinearOperator(self.domain))
 
-    def _inverse(self, shift: float, retry_double_precision: bool) -> "IdentityLinearOperator":
-        return self._shifted(shift)._power(-1.0)
+    def _inverse(self, accurate: bool = True) -> "IdentityLinearOperator":
+        return self._power(-1.0)
 
     def _power(self, exponent: float) -> "IdentityLinearOperator":
         if self.domain.dim == 0:
@@ -182,11 +155,15 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _shifted(self, scalar: float) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar + scalar)
 
-    def _with_names(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
-        """Return another operator on the parameters of this one if it acts on plain vectors."""
-        if self.domain.is_flat or not other.domain.is_flat:
-            return other
-        return BlockDiagonalLinearOperator([other], self.domain)
+    def _added(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
+        if isinstance(other, IdentityLinearOperator):
+            return self._shifted(other.scalar)
+        if other.domain.is_flat and not self.domain.is_flat:
+            other = BlockDiagonalLinearOperator([other], self.domain)
+        return other._shifted(self.scalar)
+
+    def _multiplied(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
+        return other._scaled(self.scalar)
 
     def _squared_entries(self) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar**2)

@@ -1,4 +1,6 @@
-"""Matrices given by their eigenvalues and eigenvectors."""
+"""Matrices with known eigenvalues: eigendecompositions."""
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -11,8 +13,57 @@ from curvlinops.support.records import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 
+class KnownEigenvalues(StructuredLinearOperator):
+    """A symmetric matrix with known eigenvalues. Functions of it are functions of these.
+
+    A subclass sets ``eigenvalues``, a tensor ``[D]`` without rounding errors.
+    """
+
+    eigenvalues: Tensor
+
+    @abstractmethod
+    def with_eigenvalues(self, eigenvalues: Tensor) -> "KnownEigenvalues":
+        """Return the operator with the same eigenvectors and other eigenvalues, ``[D]``."""
+
+    @abstractmethod
+    def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
+        """Return whether another operator is of this class and has the same eigenvectors."""
+
+    def _trace(self) -> Tensor:
+        return self.eigenvalues.sum()
+
+    def _norm(self) -> Tensor:
+        return double_norm(self.eigenvalues, 0)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return signed_logarithm(self.eigenvalues)
+
+    def _inverse(self, accurate: bool = True) -> "KnownEigenvalues":
+        return self._power(-1.0)
+
+    def _power(self, exponent: float) -> "KnownEigenvalues":
+        return self.with_eigenvalues(power(self.eigenvalues, exponent))
+
+    def _scaled(self, scalar: float) -> "KnownEigenvalues":
+        return self.with_eigenvalues(scalar * self.eigenvalues)
+
+    def _shifted(self, scalar: float) -> "KnownEigenvalues":
+        return self.with_eigenvalues(self.eigenvalues + scalar)
+
+    def _added(self, other: StructuredLinearOperator) -> "KnownEigenvalues | None":
+        if not self._has_eigenvectors_of(other):
+            return None
+        return self.with_eigenvalues(self.eigenvalues + other.eigenvalues)
+
+    def _multiplied(self, other: StructuredLinearOperator) -> "KnownEigenvalues | None":
+        if not self._has_eigenvectors_of(other):
+            return None
+        named = other if self.domain.is_flat else self
+        return named.with_eigenvalues(self.eigenvalues * other.eigenvalues)
+
+
 @recorded
-class EighDecomposedLinearOperator(StructuredLinearOperator):
+class EighDecomposedLinearOperator(KnownEigenvalues):
     """A symmetric matrix ``Q diag(eigenvalues) Q^T``.
 
     Args:
@@ -45,69 +96,38 @@ class EighDecomposedLinearOperator(StructuredLinearOperator):
         return self.eigenvalues, self.eigenvectors
 
     def _apply(self, columns: Columns) -> Columns:
-        return self._multiply(columns, self.eigenvalues)
-
-    def _multiply(self, columns: Columns, values: Tensor) -> Columns:
-        """Multiply by the matrix with the same eigenvectors and other eigenvalues."""
-        return self._from_eigenbasis(self.eigenvectors._apply_adjoint(columns), values)
+        coefficients = self.eigenvectors._apply_adjoint(columns)
+        return self._combine_eigenvectors(coefficients, self.eigenvalues)
 
     def _multiply_root(self, columns: Columns) -> Columns:
-        """Multiply by a matrix R with ``R R^T`` equal to the operator."""
-        return self._from_eigenbasis(columns, power(self.eigenvalues, 0.5))
+        return self._combine_eigenvectors(columns, power(self.eigenvalues, 0.5))
 
-    def _from_eigenbasis(self, columns: Columns, values: Tensor) -> Columns:
-        scale = self.domain.split(values.unsqueeze(0))
-        scaled = {name: column * scale[name] for name, column in columns.items()}
+    def _combine_eigenvectors(self, coefficients: Columns, scale: Tensor) -> Columns:
+        """Return ``Q diag(scale) c`` for columns c."""
+        scales = self.domain.split(scale.unsqueeze(0))
+        scaled = {name: column * scales[name] for name, column in coefficients.items()}
         return self.eigenvectors._apply(scaled)
-
-    def _trace(self) -> Tensor:
-        return self.eigenvalues.sum()
-
-    def _norm(self) -> Tensor:
-        return double_norm(self.eigenvalues, 0)
 
     def _diagonal(self) -> Tensor:
         values = self.domain.split(self.eigenvalues.unsqueeze(0))
         return self.domain.join(self.eigenvectors._squared_entries()._apply(values))[0].clone()
-
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        return signed_logarithm(self._eigh(shift).eigenvalues)
 
     @in_default_modes
     def eigh(self) -> "EighDecomposedLinearOperator":
         """Return the operator itself."""
         return self
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> "EighDecomposedLinearOperator":
-        return self._shifted(shift) if shift else self
+    def _eigh(self, accurate: bool = False) -> "EighDecomposedLinearOperator":
+        return self
 
     @in_default_modes
     def with_eigenvalues(self, eigenvalues: Tensor) -> "EighDecomposedLinearOperator":
         """Return the operator with the same eigenvectors and other eigenvalues, ``[D]``."""
         return EighDecomposedLinearOperator(eigenvalues, self.eigenvectors)
 
-    def _power(self, exponent: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(power(self.eigenvalues, exponent))
-
-    def _scaled(self, scalar: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(scalar * self.eigenvalues)
-
-    def _shifted(self, scalar: float) -> "EighDecomposedLinearOperator":
-        return self.with_eigenvalues(self.eigenvalues + scalar)
-
-    def _shares_eigenvectors(self, other: StructuredLinearOperator) -> bool:
+    def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
         same = isinstance(other, EighDecomposedLinearOperator)
         return same and other.eigenvectors is self.eigenvectors
-
-    def _added(self, other: StructuredLinearOperator) -> "EighDecomposedLinearOperator | None":
-        if not self._shares_eigenvectors(other):
-            return None
-        return self.with_eigenvalues(self.eigenvalues + other.eigenvalues)
-
-    def _multiplied(self, other: StructuredLinearOperator) -> "EighDecomposedLinearOperator | None":
-        if not self._shares_eigenvectors(other):
-            return None
-        return self.with_eigenvalues(self.eigenvalues * other.eigenvalues)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "EighDecomposedLinearOperator":
         vectors = self.eigenvectors._to(device, dtype)

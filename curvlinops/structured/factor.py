@@ -1,8 +1,7 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import islice
 from math import prod
 
 import torch
@@ -115,7 +114,7 @@ class Factor:
         _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps, self.psd)
         if bool(valid.all()):
             return torch.ones_like(logarithm), logarithm
-        decompose([self], ["A factor"], [True])
+        decompose([(self, "A factor", True)])
         sign, wide = signed_logarithm(self.eigenvalues())
         return sign.to(logarithm), wide.to(logarithm)
 
@@ -138,6 +137,11 @@ class Factor:
         return torch.stack([double_dot(one, two) for one, two in pairs])
 
     # --- functions of symmetric matrices
+
+    def is_decomposed(self, dtype: torch.dtype | None = None) -> bool:
+        """Return whether eigenvalues are known, in a given dtype."""
+        known = self.decomposition
+        return self.is_diagonal or (known is not None and dtype in (None, known[0].dtype))
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues, ``[G, n]``; of dense matrices, call ``decompose`` first.
@@ -250,76 +254,67 @@ def identity(size: int, like: Tensor) -> Factor:
 # --- several factors at once
 
 
-def decompose(factors: Sequence[Factor], names: Sequence[str], accurate: Sequence[bool]) -> None:
-    """Compute the eigendecompositions that dense factors do not have yet, equal sizes at once.
+#: A factor to decompose, its name in messages, and whether small eigenvalues matter. If they do,
+#: eigenvalues are computed in float64.
+Request = tuple[Factor, str, bool]
 
-    Args:
-        factors: The factors.
-        names: What they are called in messages.
-        accurate: For each, whether small eigenvalues matter. They are computed in float64 then.
-    """
-    for dtype in (None, torch.float64):
+
+def decompose(requests: Iterable[Request]) -> None:
+    """Compute the eigendecompositions that dense factors do not have yet, equal sizes at once."""
+    requests = list(requests)
+    for accurate in (False, True):
+        dtype = torch.float64 if accurate else None
         missing = {
-            id(factor): (factor, name)
-            for factor, name, wide in zip(factors, names, accurate, strict=True)
-            if wide == (dtype is not None) and _lacks_decomposition(factor, dtype)
+            factor: name
+            for factor, name, matter in requests
+            if matter == accurate and not factor.is_decomposed(dtype)
         }
-        dense = [factor for factor, _ in missing.values()]
-        labels = [name for _, name in missing.values()]
-        results = eigh_batched([factor.tensor for factor in dense], labels, dtype)
-        for factor, (values, vectors) in zip(dense, results, strict=True):
+        results = eigh_batched([factor.tensor for factor in missing], list(missing.values()), dtype)
+        for factor, (values, vectors) in zip(missing, results, strict=True):
             factor.decomposition = without_rounding(values, factor.eps, factor.psd), vectors
 
 
-def _lacks_decomposition(factor: Factor, dtype: torch.dtype | None) -> bool:
-    known = factor.decomposition
-    return not factor.is_diagonal and (known is None or dtype not in (None, known[0].dtype))
-
-
 def invert(
-    factors: Sequence[Factor],
-    shifts: Sequence[float | Tensor],
-    names: Sequence[str],
-    retry_double_precision: bool = True,
+    damped: Sequence[tuple[Factor, float | Tensor, str]], accurate: bool = True
 ) -> list[Factor]:
     """Return the inverses of ``F + shift I`` for symmetric factors F, equal sizes at once.
 
     Args:
-        factors: The factors F.
-        shifts: A number for each factor, or one for each of its groups, ``[G, 1]``.
-        names: What the factors are called in messages.
-        retry_double_precision: Whether float64 is used where float32 does not suffice.
+        damped: Each factor F, its shift, which is a number or one for each group, ``[G, 1]``, and
+            its name in messages.
+        accurate: Whether float64 is used where float32 does not suffice.
 
     Raises:
         ValueError: If a factor is singular to working precision, or has NaN or infinite values.
     """
     inverses: dict[int, Factor] = {}
     dense: dict[tuple[float, bool], list[int]] = {}
-    for i, factor in enumerate(factors):
+    for i, (factor, shift, name) in enumerate(damped):
         if factor.is_diagonal:
-            diagonal = (factor.tensor + shifts[i]).to(factor.tensor)
-            inverses[i] = Factor(power(diagonal, -1.0, names[i]), psd=factor.psd)
+            inverses[i] = factor.shifted(shift).power(-1.0, name)
         else:
             dense.setdefault((factor.eps, factor.psd), []).append(i)
-    for (eps, psd), numbers in dense.items():
-        tensors = [factors[i].tensor for i in numbers]
-        check_finite(tensors, [names[i] for i in numbers])
-        for members, sizes, batch in batches(tensors):
-            some = [numbers[member] for member in members]
-            shift = torch.cat([_by_group(shifts[i], factors[i]) for i in some])
-            inverse, _, valid = cholesky_inverse(batch, shift, eps, psd, retry_double_precision)
-            flags = iter(valid.tolist())
-            for i, size, result in zip(some, sizes, inverse.split(sizes), strict=True):
-                if all(list(islice(flags, size))):
+    for (eps, psd), members in dense.items():
+        tensors = [damped[i][0].tensor for i in members]
+        check_finite(tensors, [damped[i][2] for i in members])
+        for places, sizes, batch in batches(tensors):
+            some = [members[place] for place in places]
+            shifts = torch.cat([_by_group(*damped[i][:2]) for i in some])
+            inverse, _, valid = cholesky_inverse(batch, shifts, eps, psd, accurate)
+            valid = valid.cpu()  # one synchronization for all
+            parts = zip(some, inverse.split(sizes), valid.split(sizes), strict=True)
+            for i, result, is_valid in parts:
+                if bool(is_valid.all()):
                     inverses[i] = Factor(result, symmetric=True, psd=psd)
-    others = [i for i in range(len(factors)) if i not in inverses]
-    accurate = [retry_double_precision] * len(others)
-    decompose([factors[i] for i in others], [names[i] for i in others], accurate)
-    inverses |= {i: factors[i].inverse(shifts[i], names[i]) for i in others}
-    return [inverses[i] for i in range(len(factors))]
+    others = [i for i in range(len(damped)) if i not in inverses]
+    decompose((damped[i][0], damped[i][2], accurate) for i in others)
+    for i in others:
+        factor, shift, name = damped[i]
+        inverses[i] = factor.inverse(shift, name)
+    return [inverses[i] for i in range(len(damped))]
 
 
-def _by_group(shift: float | Tensor, factor: Factor) -> Tensor:
+def _by_group(factor: Factor, shift: float | Tensor) -> Tensor:
     """Return one number for each group, ``[G]``."""
     shift = torch.as_tensor(shift, dtype=torch.float64, device=factor.tensor.device)
     return shift.flatten().expand(factor.groups)

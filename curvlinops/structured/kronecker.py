@@ -1,6 +1,6 @@
-"""Kronecker products, block-diagonals of equally large ones, and sums of them."""
+"""Kronecker products, and block-diagonals of equally large ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import reduce
 from math import prod
 
@@ -11,19 +11,20 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Factor, decompose, identity, invert, multiply, slogdet
+from curvlinops.structured.factor import (
+    Factor,
+    Request,
+    decompose,
+    identity,
+    invert,
+    multiply,
+    slogdet,
+)
 from curvlinops.structured.linalg import real, shifted, tolerance
 from curvlinops.structured.shifted import ShiftedLinearOperator
-from curvlinops.structured.two_terms import (
-    DiagonalizedSumLinearOperator,
-    simultaneous_diagonalization,
-)
+from curvlinops.structured.sums import SumOfKroneckersLinearOperator
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
-
-#: Sums of Kronecker products with so many rows are always written as a matrix for their inverse: it
-#: takes no time, and a matrix can do more.
-_SMALL = 512
 
 
 @recorded
@@ -80,6 +81,10 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return tuple(self._factors)
 
+    def _of(self, factors: Iterable[Factor]) -> "KroneckerProductLinearOperator":
+        """Return the Kronecker product of other factors."""
+        return KroneckerProductLinearOperator(*factors)
+
     def _apply(self, columns: Columns) -> Columns:
         return {"": multiply(self._factors, self._groups, columns[""])}
 
@@ -102,11 +107,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         # a product of several is a new tensor already
         return diagonal.clone() if len(self._factors) == 1 else diagonal
 
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
-        if shift:
-            self._need_symmetry("A determinant of a sum with the identity")
-            return super()._slogdet(shift)
         return slogdet(self._factors, self._groups)
 
     def _by_group(self, values: list[Tensor]) -> Tensor:
@@ -120,46 +122,47 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     # --- functions of the operator
 
-    def _to_decompose(self, shift: float, accurate: bool) -> list[tuple[Factor, bool]]:
-        eps = torch.finfo(self.torch_dtype).eps
-        accurate = accurate and abs(shift) <= 1e3 * eps * float(self._norm())
-        return [(factor, accurate) for factor in self._factors]
+    def _as_product(self) -> "KroneckerProductLinearOperator":
+        """Return the operator as one Kronecker product; see ``ShiftedLinearOperator``."""
+        return self
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
-        factors, wide = zip(*self._to_decompose(shift, accurate), strict=True)
-        decompose(factors, self._names(), wide)
-        values = self._outer([factor.eigenvalues() for factor in factors])
-        size, entries = max(factor.rows for factor in factors), max(f.eps for f in factors)
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+        if inverse:
+            return []  # Cholesky decompositions are faster
+        return [(f, name_of_factor(i), accurate) for i, f in enumerate(self._factors)]
+
+    def _eigh(self, accurate: bool = False, shift: float = 0.0) -> EighDecomposedLinearOperator:
+        """Return the eigendecomposition of the sum with a multiple of the identity."""
+        decompose(self._to_decompose(accurate))
+        values = self._outer([factor.eigenvalues() for factor in self._factors])
+        size, entries = (max(getattr(f, name) for f in self._factors) for name in ("rows", "eps"))
         computed = min(torch.finfo(values.dtype).eps, entries)
         values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
         values = values.to(self.torch_dtype).flatten()
-        vectors = [factor.eigenvectors() for factor in factors]
+        vectors = [factor.eigenvectors() for factor in self._factors]
         if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
             # diagonal factors only: the groups must not get lost
             return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-        return EighDecomposedLinearOperator(values, KroneckerProductLinearOperator(*vectors))
+        return EighDecomposedLinearOperator(values, self._of(vectors))
 
-    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
-        if shift and not self._is_matrix():
-            return super()._inverse(shift, retry_double_precision)
-        shifts = [shift] * len(self._factors)
-        inverses = invert(self._factors, shifts, self._names(), retry_double_precision)
-        return KroneckerProductLinearOperator(*inverses)
+    def _inverse(
+        self, accurate: bool = True, shift: float = 0.0
+    ) -> "KroneckerProductLinearOperator":
+        """Return the Kronecker product of the inverses of ``F + shift I`` of all factors F."""
+        damped = [(f, shift, name_of_factor(i)) for i, f in enumerate(self._factors)]
+        return self._of(invert(damped, accurate))
 
     def _is_matrix(self) -> bool:
         """Return whether the operator is a single dense matrix that is not decomposed yet."""
         first, *others = self._factors
-        needs_factorization = not first.is_diagonal and first.decomposition is None
-        return not others and first.groups == self._groups and needs_factorization
+        return not others and first.groups == self._groups and not first.is_decomposed()
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent == 0:
             return IdentityLinearOperator(self.domain)
         if exponent < 0 or not exponent.is_integer():
-            accurate = [True] * len(self._factors)
-            decompose(self._factors, self._names(), accurate)
-        factors = zip(self._factors, self._names(), strict=True)
-        return KroneckerProductLinearOperator(*(f.power(exponent, name) for f, name in factors))
+            decompose(self._to_decompose(accurate=True))
+        return self._of(f.power(exponent, name_of_factor(i)) for i, f in enumerate(self._factors))
 
     # --- algebra
 
@@ -168,7 +171,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         sizes = [factor.tensor.numel() for factor in self._factors]
         index = sizes.index(min(sizes))
         factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
-        return KroneckerProductLinearOperator(*factors)
+        return self._of(factors)
 
     def _shifted(self, scalar: float) -> ShiftedLinearOperator:
         return ShiftedLinearOperator(self, scalar)
@@ -184,7 +187,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         # a sum of products that have all other factors in common
         index = different[0] if different else 0
         factors = [a.plus(b) if i == index else a for i, (a, b) in enumerate(pairs)]
-        return KroneckerProductLinearOperator(*factors)
+        return self._of(factors)
 
     def _fits(self, other: "KroneckerProductLinearOperator") -> bool:
         """Return whether another product has as many groups, and factors of the same shapes."""
@@ -199,194 +202,21 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if [f.columns for f in self._factors] != [f.rows for f in other._factors]:
             return None
         pairs = zip(self._factors, other._factors, strict=True)
-        return KroneckerProductLinearOperator(*(one.times(two) for one, two in pairs))
+        return self._of(one.times(two) for one, two in pairs)
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(*(factor.transposed() for factor in self._factors))
+        return self._of(factor.transposed() for factor in self._factors)
 
     def _squared_entries(self) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(*(factor.squared() for factor in self._factors))
+        return self._of(factor.squared() for factor in self._factors)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "KroneckerProductLinearOperator":
-        return KroneckerProductLinearOperator(*(f.to(device, dtype) for f in self._factors))
-
-    def _names(self) -> list[str]:
-        return [name_of_factor(i) for i in range(len(self._factors))]
+        return self._of(factor.to(device, dtype) for factor in self._factors)
 
     def _need_square_factors(self, what: str) -> None:
         shapes = [(factor.rows, factor.columns) for factor in self._factors]
         if any(rows != columns for rows, columns in shapes):
             raise ValueError(f"{what} needs square factors, got shapes {shapes}.")
-
-
-@recorded
-class SumOfKroneckersLinearOperator(StructuredLinearOperator):
-    """A sum of Kronecker products with factors of equal sizes.
-
-    Such as the block of a weight that is used by an embedding and by a head, or the sum of two KFAC
-    operators. Products, trace, norm and diagonal take the terms one by one. The inverse and the
-    determinant of two terms come from a basis in which both are diagonal, if one of them is
-    positive definite. For everything else the sum is written as one matrix.
-
-    Args:
-        terms: The Kronecker products.
-        max_dense_dim: How large a matrix may be written, as the number of its rows.
-
-    Raises:
-        ValueError: If there are no terms, or factors are not square or differ in size.
-    """
-
-    def __init__(self, terms: Sequence[KroneckerProductLinearOperator], max_dense_dim: int = 8192):
-        if not terms:
-            raise ValueError("A sum of Kronecker products needs at least one term.")
-        sizes = [[(f.rows, f.columns) for f in term._factors] for term in terms]
-        square = all(rows == columns for rows, columns in sizes[0])
-        if not square or any(size != sizes[0] for size in sizes):
-            raise ValueError(f"The terms need square factors of equal sizes, got {sizes}.")
-        if len({term._groups for term in terms}) > 1:
-            raise ValueError(
-                f"The terms have different numbers of groups: {[term._groups for term in terms]}."
-            )
-        if len({term.device for term in terms}) > 1:
-            raise ValueError("The terms live on different devices. Move them with to_device().")
-        dtype = reduce(torch.promote_types, [term.torch_dtype for term in terms])
-        self._terms = [term._cast(dtype) for term in terms]
-        self._groups, self._sizes = terms[0]._groups, [rows for rows, _ in sizes[0]]
-        self.max_dense_dim = max_dense_dim
-        self._written: KroneckerProductLinearOperator | None = None
-        super().__init__(self._terms[0].domain, all(term.self_adjoint for term in terms))
-
-    def _record(self) -> tuple:
-        return self._terms, self.max_dense_dim
-
-    def _apply(self, columns: Columns) -> Columns:
-        return {"": reduce(torch.add, [term._apply(columns)[""] for term in self._terms])}
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
-
-    def _trace(self) -> Tensor:
-        return reduce(torch.add, [term._trace() for term in self._terms])
-
-    def _norm(self) -> Tensor:
-        # the root of the sum of the inner products of all pairs of terms
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for one in self._terms:
-            for two in self._terms:
-                pairs = zip(one._factors, two._factors, strict=True)
-                inner = reduce(torch.mul, [a.inner(b) for a, b in pairs])
-                total += inner.expand(self._groups).sum()
-        return total.clamp(min=0).sqrt()
-
-    def _diagonal(self) -> Tensor:
-        return reduce(torch.add, [term._diagonal() for term in self._terms])
-
-    # --- functions of the operator
-
-    @property
-    def can_be_written(self) -> bool:
-        """Whether the sum may be written as a matrix, or is diagonal."""
-        size = prod(self._sizes)
-        return self._is_diagonal() or self._groups * size**2 <= self.max_dense_dim**2
-
-    def _is_diagonal(self) -> bool:
-        return all(factor.is_diagonal for term in self._terms for factor in term._factors)
-
-    def _matrix(self) -> KroneckerProductLinearOperator:
-        """Return the sum as one factor."""
-        if self._written is None:
-            self._written = KroneckerProductLinearOperator(self._write())
-        return self._written
-
-    def _write(self) -> Factor:
-        size = prod(self._sizes)
-        if not self.can_be_written:
-            raise ValueError(
-                f"This needs the sum of Kronecker products as {self._groups} x {size} x {size} "
-                f"numbers; max_dense_dim={self.max_dense_dim} allows {self.max_dense_dim**2:.1e}. "
-                "Raise it, make all factors diagonal (in KFAC by a smaller max_factor_size), keep "
-                "only one term, or solve iteratively with products of this operator."
-            )
-        if self._is_diagonal():
-            return Factor(self._diagonal().view(-1, size))
-        dense = reduce(torch.add, [_kron(term._factors) for term in self._terms])
-        factors = [factor for term in self._terms for factor in term._factors]
-        psd, eps = all(f.psd for f in factors), max(f.eps for f in factors)
-        return Factor(dense.expand(self._groups, size, size), psd=psd, eps=eps)
-
-    def _diagonalized(self, shift: float) -> DiagonalizedSumLinearOperator | None:
-        """Return the operator in a basis in which its two terms are diagonal, if there is one."""
-        are_two_pairs = len(self._terms) == len(self._sizes) == 2
-        if (
-            shift
-            or not are_two_pairs
-            or self._is_diagonal()
-            or self.domain.dim <= min(_SMALL, self.max_dense_dim)
-        ):
-            return None
-        first, second = (term._factors for term in self._terms)
-        names = self._terms[0]._names()
-        return simultaneous_diagonalization(first, second, names) or simultaneous_diagonalization(
-            second, first, names
-        )
-
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
-        return (self._diagonalized(shift) or self._matrix())._slogdet(shift)
-
-    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
-        operator = self._diagonalized(shift) or self._matrix()
-        return operator._inverse(shift, retry_double_precision)
-
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> EighDecomposedLinearOperator:
-        return self._matrix()._eigh(shift, accurate)
-
-    def _has_eigh(self) -> bool:
-        return super()._has_eigh() and self.can_be_written
-
-    def _power(self, exponent: float) -> StructuredLinearOperator:
-        if exponent == -1:
-            return self._inverse(0.0, retry_double_precision=True)
-        return self._matrix()._power(exponent)
-
-    # --- algebra
-
-    def _with(
-        self, terms: Sequence[KroneckerProductLinearOperator]
-    ) -> "SumOfKroneckersLinearOperator":
-        return SumOfKroneckersLinearOperator(terms, self.max_dense_dim)
-
-    def _scaled(self, scalar: float) -> "SumOfKroneckersLinearOperator":
-        return self._with([term._scaled(scalar) for term in self._terms])
-
-    def _shifted(self, scalar: float) -> ShiftedLinearOperator:
-        return ShiftedLinearOperator(self, scalar)
-
-    def _added(self, other: StructuredLinearOperator) -> "SumOfKroneckersLinearOperator | None":
-        if isinstance(other, KroneckerProductLinearOperator):
-            more = [other]
-        elif isinstance(other, SumOfKroneckersLinearOperator):
-            more = other._terms
-        else:
-            return None
-        if not all(self._terms[0]._fits(term) for term in more):
-            return None
-        return self._with([*self._terms, *more])
-
-    def _transposed(self) -> "SumOfKroneckersLinearOperator":
-        return self._with([term._adjoint() for term in self._terms])
-
-    def _to(self, device: torch.device, dtype: torch.dtype) -> "SumOfKroneckersLinearOperator":
-        return self._with([term._to(device, dtype) for term in self._terms])
-
-
-def _kron(factors: Sequence[Factor]) -> Tensor:
-    """Return Kronecker products as matrices, ``[G, n, n]``."""
-
-    def two(a: Tensor, b: Tensor) -> Tensor:
-        product = a[:, :, None, :, None] * b[:, None, :, None, :]
-        return product.flatten(3).flatten(1, 2)
-
-    return reduce(two, [factor.dense() for factor in factors])
 
 
 def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> list[Factor]:

@@ -219,18 +219,22 @@ def cholesky_inverse(
         limit = 1 / tolerance(matrix.shape[-1], eps)
         if retry and dtype != torch.float64:  # about three digits are right
             limit = min(limit, 2e-2 / torch.finfo(dtype).eps)
-        A = (matrix if len(left) == len(matrix) else matrix[left]).to(dtype, copy=True)
+        some = matrix if len(left) == len(matrix) else matrix[left]
+        # one copy, column by column as in LAPACK: decomposition and inverse take its memory
+        A = some.mT.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
         A.diagonal(dim1=-2, dim2=-1).add_(shift[left].unsqueeze(-1).to(dtype))
-        L, info = torch.linalg.cholesky_ex(A)
+        norm = torch.linalg.vector_norm(A, dim=(-2, -1))
+        L, info = torch.linalg.cholesky_ex(A, out=(A, torch.empty_like(left, dtype=torch.int32)))
         if bool((info != 0).any()):  # what is no Cholesky factor may have no inverse
             L[info != 0] = torch.eye(A.shape[-1], dtype=dtype, device=A.device)
         logdet = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        result = torch.cholesky_inverse(L, out=L)  # fresh memory takes time
-        norm, inverse_norm = (torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (A, result))
+        result = torch.cholesky_inverse(L, out=L)
+        inverse_norm = torch.linalg.vector_norm(result, dim=(-2, -1))
         if psd:  # a smaller bound where many eigenvalues are zero
             inverse_norm = inverse_norm.minimum(1 / shift[left].to(dtype))
         # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
-        noise = 1e3 * eps * matrix[left].diagonal(dim1=-2, dim2=-1).abs().amax(-1).to(dtype)
+        largest = matrix.diagonal(dim1=-2, dim2=-1)[left].abs().amax(-1)
+        noise = 1e3 * eps * largest.to(dtype)
         done = (info == 0) & (norm * inverse_norm < limit)  # false for NaN
         done &= noise * inverse_norm < 1
         if len(left) == len(matrix) and bool(done.all()):

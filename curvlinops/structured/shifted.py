@@ -1,19 +1,21 @@
-"""A structured matrix plus a multiple of the identity."""
+"""Sums of Kronecker products and multiples of the identity."""
 
 import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.factor import Request
 from curvlinops.support.records import recorded
 
 
 @recorded
 class ShiftedLinearOperator(StructuredLinearOperator):
-    """The sum ``A + c I``.
+    """The sum ``A + c I``, where A is a Kronecker product, or a sum of several.
 
-    Its inverse, determinant and eigendecomposition are those that A has for the shift c, so that
-    eigendecompositions are computed once for all values of c.
+    The number c is not added to entries of A, so that it is not lost in their rounding errors. The
+    inverse and the determinant come from the eigendecomposition of A, which is computed once for
+    all values of c.
 
     Args:
         operator: A.
@@ -37,10 +39,7 @@ class ShiftedLinearOperator(StructuredLinearOperator):
         return self._plus_multiple(self.operator._apply_adjoint(columns), columns)
 
     def _plus_multiple(self, products: Columns, columns: Columns) -> Columns:
-        return {
-            name: torch.add(product, columns[name], alpha=self.shift)
-            for name, product in products.items()
-        }
+        return {"": torch.add(products[""], columns[""], alpha=self.shift)}
 
     def _trace(self) -> Tensor:
         return self.operator._trace() + self.shift * self.domain.dim
@@ -53,21 +52,34 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _diagonal(self) -> Tensor:
         return self.operator._diagonal() + self.shift
 
-    def _eigh(self, shift: float = 0.0, accurate: bool = False) -> StructuredLinearOperator:
-        return self.operator._eigh(self.shift + shift, accurate)
+    # --- functions of the operator
+
+    def _need_double(self) -> bool:
+        """Return whether the shift is so small that small eigenvalues of A matter."""
+        eps = torch.finfo(self.torch_dtype).eps
+        return abs(self.shift) <= 1e3 * eps * float(self.operator._norm())
+
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+        requests = self.operator._to_decompose(accurate and self._need_double())
+        return [] if inverse and len(requests) == 1 else requests
+
+    def _eigh(self, accurate: bool = False) -> StructuredLinearOperator:
+        return self.operator._as_product()._eigh(accurate and self._need_double(), self.shift)
 
     def _has_eigh(self) -> bool:
         return self.operator._has_eigh()
 
-    def _to_decompose(self, shift: float, accurate: bool) -> list:
-        return self.operator._to_decompose(self.shift + shift, accurate)
-
-    def _slogdet(self, shift: float) -> tuple[Tensor, Tensor]:
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_symmetry("A determinant")
-        return self.operator._slogdet(self.shift + shift)
+        return super()._slogdet()
 
-    def _inverse(self, shift: float, retry_double_precision: bool) -> StructuredLinearOperator:
-        return self.operator._inverse(self.shift + shift, retry_double_precision)
+    def _inverse(self, accurate: bool = True) -> StructuredLinearOperator:
+        product = self.operator._as_product()
+        if product._is_matrix():  # a Cholesky decomposition is faster
+            return product._inverse(accurate, self.shift)
+        return super()._inverse(accurate)
+
+    # --- algebra
 
     def _scaled(self, scalar: float) -> "ShiftedLinearOperator":
         return ShiftedLinearOperator(self.operator._scaled(scalar), scalar * self.shift)

@@ -1,4 +1,4 @@
-"""How layers use the parameters, and the diagonal blocks that follow from it."""
+"""Layers' uses of parameters, and the diagonal blocks that follow from these."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,13 +6,13 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.recorded import Part
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.records import recorded
 
-#: What is summed over data, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
+#: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
 #: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); or ``TERMS``.
 Key = tuple[Any, str]
@@ -37,21 +37,21 @@ _SEPARATE = (
 
 @recorded
 class LayerUse(NamedTuple):
-    """How layers use a slice of a parameter. Kronecker factors are summed for each such use.
+    """A way in which layers use a slice of a parameter. Each use has sums for Kronecker factors.
 
     Attributes:
         slice: The entries of the parameter that layers use, in the parameter's order.
         kind: The shape of the Kronecker product, ``None`` if there is none.
         is_product: Whether layers multiply by the parameter, or by a function of it, as by a
             matrix.
-        partner: Of a weight, the bias that is added to all of its products, and to no others; of
-            that bias, the weight.
+        partner: For a weight, the bias that is added to all of its products, and to no others.
+            For that bias, the weight.
         shares_gradients: Whether weight and bias have the same gradient factor B. It is summed for
             the weight only.
     """
 
     slice: ParameterView
-    kind: Kind | None
+    kind: KroneckerShape | None
     is_product: bool
     partner: ParameterView | None = None
     shares_gradients: bool = False
@@ -70,7 +70,7 @@ class Uses(NamedTuple):
     """The uses of all parameters that some data shows.
 
     Attributes:
-        known: How layers use them. Parameters without any use do not change the output.
+        known: The uses by layers. Parameters without any use do not change the output.
         unknown: Parameters whose uses are not known, each with the reason.
     """
 
@@ -83,7 +83,7 @@ class Uses(NamedTuple):
         return cls(frozenset(known), tuple(sorted(unknown.items())))
 
     def union(self, other: "Uses") -> "Uses":
-        """Return the uses that both data show."""
+        """Return the uses that one or the other shows."""
         return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
 
     def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
@@ -117,7 +117,7 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
     biases: dict[tuple[Callable, int], _Group] = {}
     for part in parts:
         is_function = part.gradient.of_value is not part.gradient
-        kind = Kind.of(part.gradient.of_value, part.bias_scale is not None)
+        kind = KroneckerShape.of(part.gradient.of_value, part.bias_scale is not None)
         own = None if is_function else kind
         view = part.gradient.entries.view.in_order
         if view.name != part.name:  # gradients with respect to all of a parameter may have no name
@@ -147,7 +147,7 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
     return (
         weight.calls == bias.calls
         and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
-        and not kind.lookup
+        and not kind.one_hot_inputs
         and size == kind.groups * kind.outputs
         and bias.use.kind.view == bias.use.slice
     )
@@ -158,12 +158,12 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What a diagonal block of the approximation is.
+    """The structure of a diagonal block of the approximation.
 
     Attributes:
         slices: The entries of a parameter, or of a weight and of its bias.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
-        kinds: The shapes of the Kronecker products of which it is the sum.
+        kinds: The shapes of the Kronecker products that it is the sum of.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
@@ -171,7 +171,7 @@ class BlockSpec:
 
     slices: tuple[ParameterView, ...]
     structure: str
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[KroneckerShape, ...] = ()
     groups: int = 1
     weight: ParameterView | None = None
     reason: str = ""
@@ -183,7 +183,7 @@ class BlockSpec:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where its entries are, in the order of the matrices of the first Kronecker product."""
+        """The places of its entries, in the order of the first Kronecker product's matrices."""
         if not self.kinds:
             return Layout(self.slices)
         kind = self.kinds[0]
@@ -200,7 +200,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec
     """Choose the structure of all blocks.
 
     Args:
-        uses: How layers use the parameters.
+        uses: The uses of the parameters by layers.
         shapes: All parameters.
         options: The options of the approximation.
 
@@ -312,9 +312,9 @@ def _obstacle(by_slice: Mapping[ParameterView, list[LayerUse]]) -> str | None:
     return None
 
 
-def _kinds(uses: Iterable[LayerUse]) -> list[Kind]:
+def _kinds(uses: Iterable[LayerUse]) -> list[KroneckerShape]:
     """Return the kinds of uses in an order that does not depend on which was seen first."""
-    return _ordered({use.kind for use in uses}, lambda kind: (kind.lookup, repr(kind)))
+    return _ordered({use.kind for use in uses}, lambda kind: (kind.one_hot_inputs, repr(kind)))
 
 
 def _ordered(some: Collection[Any], key: Callable[[Any], Any] = repr) -> list[Any]:

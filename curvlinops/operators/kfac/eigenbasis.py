@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.factors import Kind, relation
+from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
 from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
 from curvlinops.layers.recorded import Part
@@ -33,7 +33,7 @@ class Basis:
         has_bias: Whether the bias is the last column.
     """
 
-    kind: Kind
+    kind: KroneckerShape
     outputs: Tensor | None
     inputs: Tensor | None
     has_bias: bool
@@ -121,8 +121,8 @@ class Basis:
         """Return the sum of squared gradients in this basis, ``[G, O, I]``.
 
         Args:
-            weight: Gradients of what a layer uses of the weight, in the order of the matrices.
-            bias: Those of its bias, ``None`` if the block has none.
+            weight: Gradients of the entries that a layer uses, in the order of the matrices.
+            bias: Gradients of its bias, ``None`` if the block has none.
         """
         matrix = self.kind.groups, self.kind.outputs
         rows = weight.reshape(len(weight), *matrix, self.kind.inputs)
@@ -136,7 +136,7 @@ class Rotated:
 
     Args:
         inputs: Inputs ``[N, S, G, I]``.
-        basis: The basis, ``None`` for that in which they are.
+        basis: The basis, ``None`` for the standard basis.
         has_bias: Whether there is a one for the bias.
     """
 
@@ -145,7 +145,7 @@ class Rotated:
         self.shape = (*inputs.shape[:-1], inputs.shape[-1] + has_bias)
 
     def __getitem__(self, samples: slice) -> Tensor:
-        """Make those of some samples."""
+        """Return the rotated inputs of some samples."""
         x = self._inputs[samples]
         if self._has_bias:
             # where a sample has fewer positions than others, output gradients are zero
@@ -160,12 +160,12 @@ def eigenbases(factors: Sequence[BlockFactors]) -> list[Basis]:
     another one is diagonal keep the standard basis.
     """
     axes = [_axes(each) for each in factors]
-    dense, names = [], []
-    for each, both in zip(factors, axes, strict=True):
-        own = [factor for factor in both if factor is not None]
-        dense += own
-        names += [f"A factor of '{each.block.names[0]}'"] * len(own)
-    decompose(dense, names, [False] * len(dense))
+    decompose(
+        (factor, f"A factor of '{each.block.names[0]}'", False)
+        for each, both in zip(factors, axes, strict=True)
+        for factor in both
+        if factor is not None
+    )
     return [
         Basis(each.products[0].kind, *map(_vectors, both), has_bias=len(each.block.names) > 1)
         for each, both in zip(factors, axes, strict=True)

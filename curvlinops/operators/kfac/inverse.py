@@ -23,8 +23,8 @@ class Damping:
     """The numbers that are added to diagonals, checked; see ``KFACInverseLinearOperator``.
 
     Attributes:
-        of_inputs: What is added to A.
-        of_gradients: What is added to B, and to blocks without factors.
+        of_inputs: The number that is added to the diagonal of A.
+        of_gradients: The number for B, and for blocks without factors.
         heuristic: Whether A and B share one number according to their eigenvalues.
         minimum: The smallest share.
         exact: Whether the number is added to ``B (x) A``.
@@ -105,26 +105,24 @@ def inverse_factors(blocks: Sequence[BlockFactors], damping: Damping) -> dict[Fa
 
     Args:
         blocks: All blocks.
-        damping: What is added to their factors.
+        damping: The damping of their factors.
     """
     single = {each.block.slices[0]: each for each in blocks if len(each.products) == 1}
-    names: dict[Factor, str] = {}
-    damped: list[Factor] = []
-    shifts: list[float | Tensor] = []
+    damped: dict[Factor, tuple[Factor, float | Tensor, str]] = {}
     for each in single.values():
         weight, product = single.get(each.block.weight), each.products[0]
         both = damping.of(product, None if weight is None else weight.products[0])
         for i, (factor, shift) in enumerate(zip(product.factors, both, strict=True)):
-            if factor not in names:
-                names[factor] = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
-                if isinstance(shift, Tensor) and len(shift) > factor.groups:
-                    # the bias of a convolution with groups has one factor for all of them
-                    entries = shift.expand(-1, factor.rows // len(shift)).reshape(1, -1)
-                    factor, shift = _with_diagonal(factor, entries), 0.0
-                damped.append(factor)
-                shifts.append(shift)
-    inverses = invert(damped, shifts, list(names.values()), damping.retry_double_precision)
-    return dict(zip(names, inverses, strict=True))
+            if factor in damped:
+                continue
+            name = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
+            damped[factor] = factor, shift, name
+            if isinstance(shift, Tensor) and len(shift) > factor.groups:
+                # the bias of a convolution with groups has one factor for all of them
+                entries = shift.expand(-1, factor.rows // len(shift)).reshape(1, -1)
+                damped[factor] = _with_diagonal(factor, entries), 0.0, name
+    inverses = invert(list(damped.values()), damping.retry_double_precision)
+    return dict(zip(damped, inverses, strict=True))
 
 
 def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
@@ -142,7 +140,7 @@ def inverse_block(
     Args:
         one: The matrices of the block.
         inverses: The inverses of damped factors.
-        damping: What is added to other matrices.
+        damping: The damping of blocks without factors.
     """
     if not one.products:
         return one.operator().inverse(damping.of_gradients, damping.retry_double_precision)
@@ -155,8 +153,8 @@ def inverse_block(
 def _damped(product: Product, damping: Damping) -> Product:
     """Add damping to the factors of one of several products."""
     factors = product.factors
-    names = [name_of_factor(i) for i in range(len(factors))]
-    decompose(factors, names, [damping.retry_double_precision] * len(factors))
+    accurate = damping.retry_double_precision
+    decompose((factor, name_of_factor(i), accurate) for i, factor in enumerate(factors))
     pairs = zip(factors, damping.of(product, None), strict=True)
     return Product(product.kind, *(factor.shifted(number) for factor, number in pairs))
 

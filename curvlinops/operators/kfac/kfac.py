@@ -1,4 +1,4 @@
-"""Kronecker-factored approximate curvature: what the approximations share, and KFAC."""
+"""Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,8 +74,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
     Factors are computed at the first use and then kept: they do not follow changes of the model or
-    of the data. ``compute_kronecker_factors`` computes them anew. With a ``process_group``, all
-    processes compute them together.
+    of the data. ``compute_kronecker_factors`` computes them anew. Graphs are not kept, so that
+    ``cache`` has no effect. With a ``process_group``, all processes compute the factors together.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
@@ -91,7 +91,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             ``"error"``, the ``"diagonal"`` of their exact block, or all of it (``"dense"``).
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
-        max_factor_size: Of larger factors only the diagonal is computed.
+        max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors
@@ -111,6 +111,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
+    _keeps_graphs = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""
@@ -160,7 +161,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
         Args:
             batch: A pair ``(X, y)`` like those in the data.
-            decay: By what the sums over all data before are multiplied first. Below one, factors
+            decay: The factor of the sums over all earlier data. Below one, factors
                 are exponentially weighted means (sums for a loss with reduction ``"sum"``).
 
         Raises:
@@ -195,7 +196,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         return self._sums
 
     def _replace(self, sums: FactorSums | None) -> None:
-        """Take other sums, and drop the matrices that were made of those before."""
+        """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
         self._factors: list[BlockFactors] | None = None
@@ -204,7 +205,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """Return the sums over batches.
 
         Args:
-            sums: Empty sums, with the number of batches before and how these use the parameters.
+            sums: Empty sums. They have the number of earlier batches and their uses of parameters.
             batches: The batches; ``None`` for all data.
         """
         new, ranks = sums.emptied(), self.risk.ranks
@@ -260,7 +261,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         return self.structure.blocks
 
     def report(self) -> list[BlockReport]:
-        """Return for each diagonal block which structure it has, and why."""
+        """Return the structure of each diagonal block, and the reason for it."""
         return report(self._block_factors(), self._options.fisher_type)
 
     @property
@@ -285,7 +286,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
-        """Where the modules' weights and biases are among ``params``."""
+        """The positions of the modules' weights and biases in ``params``."""
         return {name: dict(found.positions) for name, found in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:

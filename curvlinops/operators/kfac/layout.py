@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import Kind, relation, total
+from curvlinops.layers.factors import KroneckerShape, relation, total
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse
 from curvlinops.operators.kfac.options import FisherType
@@ -31,7 +31,7 @@ class Product(NamedTuple):
         inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
     """
 
-    kind: Kind
+    kind: KroneckerShape
     gradients: Factor
     inputs: Factor | None = None
 
@@ -101,7 +101,7 @@ def normalize(
 
 
 def _sources(
-    own: ParameterView, kind: Kind, uses: Mapping[ParameterView, Iterable[LayerUse]]
+    own: ParameterView, kind: KroneckerShape, uses: Mapping[ParameterView, Iterable[LayerUse]]
 ) -> tuple[LayerUse, ...]:
     """Return the uses whose sums are added up for the factors of a slice."""
     sources: dict[LayerUse, None] = {}
@@ -116,7 +116,7 @@ def _sources(
 
 
 def _gradient_factor(
-    sums: FactorSums, uses: tuple[LayerUse, ...], kind: Kind, scale: float
+    sums: FactorSums, uses: tuple[LayerUse, ...], kind: KroneckerShape, scale: float
 ) -> Factor:
     """Return B; the diagonal of the identity if nothing was backpropagated."""
     if sums.options.fisher_type is FisherType.FORWARD_ONLY:
