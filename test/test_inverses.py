@@ -62,7 +62,7 @@ def test_true_residuals(inverse: type, name: str, dtype: type, rtol: float):
 
 
 @pytest.mark.parametrize("scales", [(1e-18, 1.0), (1e18, 1.0), (1.0, 1e-25)])
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMR])
+@each_inverse
 def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: tuple):
     A, B = system("positive", np.float32)
     expected = np.linalg.solve(A.astype(float), B.astype(float)) * (scales[1] / scales[0])
@@ -137,31 +137,22 @@ def test_preconditioner(inverse: type):
         inverse(A, preconditioner=np.eye(3))
 
 
-FUNCTIONS = {
-    "vectors": lambda P: lambda v: P.diagonal() * v,
-    "columns": lambda P: lambda V: P.diagonal()[:, None] * V,
-    "columns-only": lambda P: lambda V: torch.cholesky_solve(V, P.inverse().sqrt()),
-    "in-place": lambda P: lambda v: v.mul_(P.diagonal()),
-}
-
-
 @pytest.mark.parametrize("num_columns", [0, 3, 5])
 @pytest.mark.parametrize("kind", [CG, NEUMANN])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_as_preconditioners(name: str, kind: type, num_columns: int):
-    """Also with as many right-hand sides as entries, where vectors broadcast over columns."""
+def test_functions_as_preconditioners(kind: type, num_columns: int):
     P = torch.linspace(1, 0.1, 5, dtype=torch.float64).diag()
     A = P.inverse() + 0.01 * torch.ones(5, 5, dtype=torch.float64)
     B = torch.from_numpy(np.random.default_rng(0).standard_normal((5, num_columns)))
     expected = kind(A, preconditioner=P) @ B
-    torch.testing.assert_close(kind(A, preconditioner=FUNCTIONS[name](P)) @ B, expected)
+    for function in (lambda v: P.diagonal() * v, lambda v: v.mul_(P.diagonal())):
+        torch.testing.assert_close(kind(A, preconditioner=function) @ B, expected)
 
 
 def test_functions_that_are_no_preconditioners():
     A, b = torch.eye(4), torch.ones(4, 2)
-    with pytest.raises(ValueError, match=r"shape \[4\], or \[4, 2\], .* it returned \[2, 4\]"):
-        CG(A, preconditioner=lambda x: x.T if x.ndim == 2 else None) @ b
-    with pytest.raises(NotImplementedError, match="adjoint of the preconditioner, a function,"):
+    with pytest.raises(ValueError, match=r"one vector, of shape \[4\]; it returned \[4, 4\]"):
+        CG(A, preconditioner=lambda V: torch.ones(4)[:, None] * V) @ b
+    with pytest.raises(NotImplementedError, match="function as preconditioner has no adjoint"):
         NEUMANN(A, preconditioner=lambda v: v).T @ b
 
 

@@ -269,18 +269,13 @@ def test_plot():
     assert ax.get_yscale() == "log" and ax.get_lines()[0].get_label() == "spectrum"
     assert np.allclose(ax.get_lines()[0].get_ydata(), result.density)
     assert plot_spectrum(*result[:2], ax=ax, log_y=False) is ax
-    assert len(ax.get_lines()) == 2
-    for dtype in (torch.float64, torch.float32):
-        x, y = lanczos_approximate_log_spectrum(A["decaying"].to(dtype), 10, seed=0)
-        ax = plot_spectrum(x, y)
-        assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
-        assert ax.get_ylabel() == "density per log |eigenvalue|"
-        assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
-    ax = plot_spectrum(x.numpy(), y.numpy(), log_x=False)
-    assert (ax.get_xscale(), ax.get_xlabel()) == ("linear", "|eigenvalue|")
+    assert len(ax.get_lines()) == 2 and ax.get_yscale() == "linear"
+    x, y = lanczos_approximate_log_spectrum(A["decaying"].float(), 10, seed=0)
+    ax = plot_spectrum(x, y.numpy(), log_x=True)
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "|eigenvalue|")
+    assert ax.get_ylabel() == "density per log |eigenvalue|"
+    assert np.allclose(ax.get_lines()[0].get_ydata(), x * y)
     plt.close("all")
-    with pytest.raises(ValueError, match=r"one length, got shapes \[1024\], \[1024\], \[1023\]"):
-        plot_spectrum(*result[:2], result[2][1:])
     with pytest.raises(ValueError, match="needs positive eigenvalues"):
         plot_spectrum(*result, log_x=True)
 
@@ -307,7 +302,7 @@ _BAD = [
     *((f, {"boundaries": (1.0, 1.5)}, "outside of the boundaries") for f in DENSITIES),
     *((f, {"A": _B[:3]}, "must be square") for f in DENSITIES),
     *((f, {"A": matrices.nonsymmetric()}, "not symmetric") for f in DENSITIES),
-    (DENSITIES[0], {"boundaries": (9.0, None)}, "do not fit the spectrum"),
+    (DENSITIES[0], {"boundaries": (9.0, None)}, "outside of the boundaries"),
     (DENSITIES[1], {"boundaries": (-1.0, 3.0)}, "absolute values"),
     (DENSITIES[0], {"A": torch.ones(1, 1), "ncv": 2}, "from 2 to 1"),
     (DENSITIES[1], {"epsilon": 0.0}, "epsilon must be positive"),
@@ -322,7 +317,8 @@ _BAD = [
     (lanczos_logdet, {"A": torch.zeros(30, 30)}, "not positive definite"),
     (lanczos_logdet, {"num_repeats": 0}, "num_repeats must be an integer >= 1"),
     (trace_function, {"f": torch.log}, "f is not finite at -"),
-    (trace_function, {"f": torch.sum}, "f must return a tensor of shape"),
+    (trace_function, {"f": torch.sum}, "f must return a real tensor of shape"),
+    (trace_function, {"f": lambda x: x + 1j}, "got .torch.complex128"),
     (trace_function, {"f": torch.exp, "ncv": 41}, "ncv must be an integer from 1 to 40"),
     (trace_function, {"f": torch.exp, "num_repeats": 1, "return_error": True}, "num_repeats must"),
     (trace_function, {"f": torch.exp, "A": matrices.nonsymmetric()}, "not symmetric"),
@@ -333,8 +329,3 @@ _BAD = [
 def test_errors(call, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         call(**({"A": _B, "ncv": 20} | changes))
-
-
-def test_functions_must_be_real():
-    with pytest.raises(TypeError, match="real numbers"):
-        trace_function(-_B, lambda x: x.to(torch.complex128).sqrt(), 20, seed=0)

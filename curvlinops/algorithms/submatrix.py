@@ -1,4 +1,4 @@
-"""Submatrices: some rows and columns of a matrix."""
+"""Submatrices: selected rows and columns of a matrix."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,20 +17,20 @@ Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray
 
 
 class SubmatrixLinearOperator(TorchLinearOperator):
-    """Some rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
+    """Selected rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
 
-    Products compute nothing else: an operator on data differentiates the model with respect to the
+    Products compute only these: an operator on data differentiates the model with respect to the
     parameters that have a row or column in the submatrix.
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix.
-        row_idxs: Which rows, in this order: integers from 0 on, a slice of them, or names of
-            parameters. By names, vectors may also be lists and dictionaries of tensors.
-        col_idxs: Which columns.
+        row_idxs: The rows, in this order: integers from 0 on, a slice, or names of parameters. With
+            names, vectors may also be lists and dictionaries of tensors.
+        col_idxs: The columns.
 
     Raises:
-        ValueError: If they are neither integers nor names, indices are out of range, names unknown,
-            or one of them occurs twice or is missing altogether.
+        ValueError: If a selection is empty, has other entries than integers or names, an index out
+            of range, an unknown name, or an entry twice.
         TypeError: If a string is passed instead of a list.
     """
 
@@ -42,8 +42,8 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         """Choose other rows and columns of ``A``.
 
         Args:
-            row_idxs: Which rows, see above.
-            col_idxs: Which columns.
+            row_idxs: The rows, see the constructor.
+            col_idxs: The columns.
         """
         A = self.operator
         rows = _select(A.codomain, row_idxs, "row_idxs")
@@ -64,13 +64,13 @@ class SubmatrixLinearOperator(TorchLinearOperator):
 
 
 class _Selection:
-    """Some coordinates of a space.
+    """Selected coordinates of a space.
 
     Args:
         parent: The space.
-        names: The tensors that contain them.
-        positions: Their indices in these tensors' flat vector, ``[n]``; ``None`` if they are all
-            coordinates of these tensors.
+        names: The tensors that contain the coordinates.
+        positions: Indices of the coordinates in the flat vector of these tensors, ``[n]``; ``None``
+            for all coordinates of the tensors.
     """
 
     def __init__(self, parent: ParameterSpace, names: list[str], positions: Tensor | None = None):
@@ -84,7 +84,7 @@ class _Selection:
     def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
         """Return the selection of coordinates ``[n]`` of the flat vector."""
         ends = torch.tensor([parent.slice(name).stop for name in parent.names], device="cpu")
-        # tensors without entries end where they start, and are never the first with a larger end
+        # the owner is the first tensor with a larger end, which is never an empty tensor
         owners = torch.bucketize(indices, ends, right=True)
         touched = owners.unique().tolist()
         names = [parent.names[owner] for owner in touched]
@@ -101,7 +101,7 @@ class _Selection:
         return torch.equal(self._positions, other._positions)
 
     def embed(self, columns: Columns) -> Columns:
-        """Return vectors of the tensors, with zeros at all other coordinates."""
+        """Return vectors of the tensors that are zero at all other coordinates."""
         if self._positions is None:
             return columns
         flat = self.space.join(columns)
@@ -148,7 +148,7 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
 def _check_names(space: ParameterSpace, names: list[str], what: str) -> None:
     if space.is_flat:
         raise ValueError(
-            f"{what} are names, but the matrix has none there: its vectors are flat. Pass integers."
+            f"{what} are names, but the matrix has no names: its vectors are flat. Pass integers."
         )
     unknown = [name for name in names if name not in space.shapes]
     if unknown:
