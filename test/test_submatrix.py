@@ -242,7 +242,7 @@ def test_errors():
     for idxs, kind, message in [
         ([dim], ValueError, f"row_idxs must lie between 0 and {dim - 1}, got \\[{dim}\\]"),
         ([0, -1], ValueError, "row_idxs must lie between"),
-        ([3, 1, 3], ValueError, r"row_idxs has indices twice: \[3\]"),
+        ([3, 1, 3], ValueError, r"row_idxs has entries twice: \[3\]"),
         ([], ValueError, "at least one index or name"),
         (torch.tensor(3), ValueError, "at least one index or name"),
         ([1.0], ValueError, "must be integers, or names of parameters, got \\['float'\\]"),
@@ -250,7 +250,7 @@ def test_errors():
         ([0, name], ValueError, "must be integers"),
         (name, TypeError, "got a string. Pass \\["),
         (["head"], ValueError, "unknown names \\['head'\\]; there are"),
-        ([name, name], ValueError, "names twice"),
+        ([name, name], ValueError, "entries twice"),
     ]:
         with pytest.raises(kind, match=message):
             SubmatrixLinearOperator(A, idxs, [0])
