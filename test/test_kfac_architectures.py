@@ -5,6 +5,7 @@ from typing import Any
 
 import kfac_reference
 import pytest
+import reference
 import torch
 from contract import error, matrix
 from problems import Problem
@@ -191,7 +192,8 @@ def make(name: str) -> Problem:
     return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
 
 
-#: Layers whose rows are along no axis of samples, over which the reduce setting would average.
+#: Models with rows along no axis of samples: gradients take one pass for each sample, and the
+#: reduce setting has nothing to average over.
 IRREGULAR = {"experts", "ragged"}
 
 
@@ -214,6 +216,11 @@ def test_architectures(name: str):
         exact = kfac_reference.kfac(p, fisher, corrected=True).trace()
         corrected = EKFACLinearOperator(*arguments, **options)
         assert error(corrected.trace(), exact) <= 1e-9
+    rows, expected = PerSampleGradientLinearOperator(*arguments), reference.per_sample_gradients(p)
+    assert error(rows.dense(), expected) <= 1e-9
+    assert error(rows.norms(), expected.norm(dim=1)) <= 1e-9
+    assert error(rows.gram(), expected @ expected.T) <= 1e-9
+    assert bool(rows.fallbacks) == (name in IRREGULAR)
 
 
 def test_gathered_weights():

@@ -68,9 +68,6 @@ def test_lazy_snapshot(cls: type):
 
 DERIVED = {
     "inverse": (lambda K: K.inverse(0.1), False),
-    "multiple": (lambda K: 2 * K, False),
-    "negative": (lambda K: -K, False),
-    "quotient": (lambda K: K / 2, False),
     "damped": (lambda K: K + 0.1 * IdentityLinearOperator(K.space), False),
     "power": (lambda K: K**2, False),
     "product": (lambda K: K @ K, False),

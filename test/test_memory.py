@@ -6,13 +6,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from contract import ALL, CASES, error, vectors
+from contract import ALL, CASES, vectors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import curvlinops
-from curvlinops.autodiff import modes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,33 +70,6 @@ def test_tangents_are_not_kept_alive(case: str, most: float):
     first, second = LiveBytes().peaks(lambda: operator @ v)
     assert first <= 1.5 * gradient  # with the dot-test
     assert second <= most * gradient
-
-
-@pytest.mark.parametrize("batch, passes", [(100, 1), (10000, 2)])
-def test_small_graphs_take_one_pass(batch: int, passes: int):
-    model, X, y = deep(batch)
-    data, params, calls = [(X, y)], list(model.parameters()), []
-    G = curvlinops.GGNLinearOperator(model, nn.MSELoss(), params, data, cache="none")
-    v = vectors(G)
-    model.register_forward_hook(lambda *_: calls.append(1))
-    G @ v
-    calls.clear()
-    G @ v
-    assert len(calls) == passes
-
-
-def test_two_passes_drop_the_same(monkeypatch):
-    model = nn.Sequential(nn.Linear(5, 50), nn.Dropout(), nn.Linear(50, 3)).double()
-    data = [(torch.randn(7, 5).double(), torch.randn(7, 3).double())]
-    options = {"check_deterministic": False, "cache": "none"}
-    G = curvlinops.GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
-    v, products = vectors(G), []
-    for together in (True, False):
-        monkeypatch.setattr(modes, "room_for", lambda *_, t=together: t)
-        G @ v  # the mode is chosen
-        torch.manual_seed(0)
-        products.append(G @ v)
-    assert error(*products) <= 1e-12
 
 
 def images() -> tuple[nn.Module, Tensor]:
@@ -159,25 +131,6 @@ def test_activations_do_not_wait_for_the_garbage_collector(case: str):
         assert all(ref() is None for ref in Watched.seen)
     finally:
         gc.enable()
-
-
-class Transposed(nn.Linear):
-    """A layer as those of GPT-2, with the weight's axes in the other order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
-
-
-def test_addmm_takes_no_more_than_linear():
-    peaks = []
-    for layer in (nn.Linear, Transposed):
-        model = nn.Sequential(*(m for _ in range(6) for m in (layer(64, 64), nn.ReLU())))
-        X, y = torch.randn(1000, 64), torch.randn(1000, 64)
-        operator = curvlinops.PerSampleGradientLinearOperator(
-            model, nn.MSELoss(), list(model.parameters()), [(X, y)], check_deterministic=False
-        )
-        peaks.append(LiveBytes().peaks(operator.norms)[1])
-    assert peaks[1] <= 1.02 * peaks[0]
 
 
 # --- errors for want of memory

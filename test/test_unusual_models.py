@@ -79,21 +79,6 @@ def bias_from_a_table() -> nn.Module:
     return Model(function, qkv=nn.Linear(4, 12), table=weight(11, 2))
 
 
-@model(sequences)
-def experts_by_index() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        h = x.flatten(0, 1)
-        scores, chosen = s.gate(h).softmax(-1).topk(2)
-        out = h.new_zeros(len(h), 3)
-        for number, expert in enumerate(s.experts):
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            out = out.index_add(0, row, expert(h[row]) * scores[row, place, None])
-        return out.unflatten(0, x.shape[:2])
-
-    experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
-    return Model(function, gate=nn.Linear(4, 3), experts=experts)
-
-
 @model(tasks)
 def weights_of_tasks() -> nn.Module:
     def function(s: Model, X: dict[str, Tensor]) -> Tensor:
@@ -119,15 +104,6 @@ def low_rank_update_with_magnitudes() -> nn.Module:
     return Model(
         function, weight=weight(3, 4), left=weight(3, 2), right=weight(2, 4), size=weight(3, 1)
     )
-
-
-@model(vectors)
-def generated_weights() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        shared, own = s.generator(s.code).view(3, 4), s.from_input(x).view(-1, 3, 4)
-        return F.linear(x, shared) + (own @ x.unsqueeze(-1)).squeeze(-1)
-
-    return Model(function, code=weight(2), generator=nn.Linear(2, 12), from_input=nn.Linear(4, 12))
 
 
 @model(sequences)
@@ -176,15 +152,6 @@ def random_field() -> nn.Module:
     return Model(function, emissions=nn.Embedding(3, 3), moves=weight(3, 3), start=weight(3))
 
 
-@model(lambda: [(torch.randn(n, 4), torch.randn(n, 4)) for n in (3, 2)])
-def twins() -> nn.Module:
-    def function(s: Model, X: tuple[Tensor, Tensor]) -> Tensor:
-        first, second = s.encode(torch.cat(X)).chunk(2)
-        return F.cosine_similarity(first, second * s.scale).unsqueeze(1)
-
-    return Model(function, encode=nn.Linear(4, 3), scale=weight(3))
-
-
 @model(sequences)
 def position_bias() -> nn.Module:
     """A network of constants, indexed by distances."""
@@ -218,15 +185,11 @@ def weighted_averages() -> nn.Module:
     return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
 
 
-#: Models whose layers have rows along no axis of samples.
-IRREGULAR = {"experts_by_index"}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_covered(name: str):
     torch.manual_seed(0)
     build, inputs = MODELS[name]
-    check(build(), inputs(), covered=name not in IRREGULAR)
+    check(build(), inputs())
 
 
 def _vmapped(s: Model, x: Tensor) -> Tensor:

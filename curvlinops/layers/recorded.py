@@ -122,14 +122,14 @@ class RecordedBatch:
         return least_precise(self._nodes, self.output)
 
     @cached_property
-    def signature(self) -> int:
-        """A hash of the graph up to sizes."""
-        return signature(self._nodes, ROW_ARGUMENTS)
+    def operations(self) -> int:
+        """A hash of the graph's operations, in the order in which backpropagation finds them."""
+        return hash(tuple(node.name() for node in self._nodes))
 
-    @property
+    @cached_property
     def wiring(self) -> int:
         """A hash of the number of samples, and of the graph up to sizes."""
-        return hash((self.num_samples, self.signature))
+        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
 
     @cached_property
     def moves_rows(self) -> bool:

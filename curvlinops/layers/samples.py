@@ -127,7 +127,7 @@ class SampleBackward:
         self._name, self._independent, self._sums_rows = name, independent, sums_rows
         self.fallbacks: dict[str, str] = {}
         self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by the wiring of the graph
-        self._checked: set[tuple[int, Key]] = set()  # with the signature of the graph
+        self._checked: set[tuple[int, Key]] = set()  # with the graph's operations
         self._rows_are_parts = False
         self._fallback = OneByOne()
 
@@ -170,7 +170,7 @@ class SampleBackward:
         if self._rows_are_parts:
             _join_rows(problem, batch)
         batch.recall(self._axes.get(batch.wiring, {}))
-        seen = {(batch.signature, key) for key in batch.uses.keys() | batch.unconnected}
+        seen = {(batch.operations, key) for key in batch.uses.keys() | batch.unconnected}
         new = seen - self._checked
         may_move = (by_sample or batch.has_lookups) and batch.moves_rows
         lacks_axes = may_move or batch.axes.keys() != batch.uses.keys()
