@@ -43,7 +43,7 @@ TESTS = {
         contract::test_equals_dense_reference""",
     "layers": """
         place patches layers kfac per_sample::test_norms_gram_and_moments batch_axis
-        fallback shared_uses""",
+        unusual_models shared_uses""",
     "structured": "structured norms kfac_inverse saving",
     "algorithms": "matrix submatrix spectrum estimators inverses eigsh",
     "operators": """

@@ -138,40 +138,42 @@ def _module(kind: type, **options: Any) -> Callable[..., nn.Module]:
 _CE, _BCE = partial(_module, nn.CrossEntropyLoss), partial(_module, nn.BCEWithLogitsLoss)
 _WEIGHT, _POSITIVE = [0.3, 1.0, 2.5], [3.0, 0.4, 1.5]
 _CLASSES, _ANY, _REAL = ("mlp", "classes"), ("scalar", "mlp", "tokens"), ("mlp", "tokens")
+# options that do not depend on the shape of the output
+_CLASS_TOKENS, _REAL_TOKENS = ("classes",), ("tokens",)
 
 LOSSES: dict[str, Loss] = {
     "mse": Loss(_module(nn.MSELoss), torch.randn_like, _ANY, mc=True),
     "ce": Loss(_CE(), indices, _CLASSES, mc=True),
-    "ce-weight": Loss(_CE(weight=_WEIGHT), indices, _CLASSES, mc=True),
+    "ce-weight": Loss(_CE(weight=_WEIGHT), indices, _CLASS_TOKENS, mc=True),
     "ce-ignore": Loss(_CE(), partial(ignored, -100), _CLASSES, mc=True, ignore_index=-100),
-    "ce-smooth": Loss(_CE(label_smoothing=0.2), indices, _CLASSES, mc=True),
+    "ce-smooth": Loss(_CE(label_smoothing=0.2), indices, _CLASS_TOKENS, mc=True),
     "ce-all": Loss(
         _CE(weight=_WEIGHT, ignore_index=2, label_smoothing=0.2),
         partial(ignored, 2), _CLASSES, mc=True, ignore_index=2,
     ),
     "ce-prob": Loss(_CE(), probabilities, _CLASSES, mc=True),
-    "ce-prob-weight": Loss(_CE(weight=_WEIGHT), probabilities, _CLASSES, mc=True),
-    "ce-prob-smooth": Loss(_CE(label_smoothing=0.2), probabilities, _CLASSES, mc=True),
+    "ce-prob-weight": Loss(_CE(weight=_WEIGHT), probabilities, _CLASS_TOKENS, mc=True),
+    "ce-prob-smooth": Loss(_CE(label_smoothing=0.2), probabilities, _CLASS_TOKENS, mc=True),
     "ce-prob-all": Loss(
         _CE(weight=_WEIGHT, label_smoothing=0.2), probabilities, _CLASSES, mc=True
     ),
     "bce": Loss(_BCE(), bits, _ANY, mc=True),
-    "bce-weight": Loss(_BCE(weight=_WEIGHT), bits, _REAL, mc=True),
-    "bce-pos": Loss(_BCE(pos_weight=_POSITIVE), bits, _REAL, mc=True),
+    "bce-weight": Loss(_BCE(weight=_WEIGHT), bits, _REAL_TOKENS, mc=True),
+    "bce-pos": Loss(_BCE(pos_weight=_POSITIVE), bits, _REAL_TOKENS, mc=True),
     "bce-pos-scalar": Loss(_BCE(pos_weight=[3.0]), bits, ("scalar",), mc=True),
     "bce-all": Loss(_BCE(weight=_WEIGHT, pos_weight=_POSITIVE), bits, _REAL, mc=True),
     "bce-soft": Loss(
-        _BCE(weight=_WEIGHT, pos_weight=_POSITIVE), torch.rand_like, _REAL, mc=True
+        _BCE(weight=_WEIGHT, pos_weight=_POSITIVE), torch.rand_like, _REAL_TOKENS, mc=True
     ),
-    "nll": Loss(_module(nn.NLLLoss), indices, _CLASSES, log_softmax=True),
+    "nll": Loss(_module(nn.NLLLoss), indices, _CLASS_TOKENS, log_softmax=True),
     "nll-all": Loss(
         _module(nn.NLLLoss, weight=_WEIGHT), partial(ignored, -100), _CLASSES,
         log_softmax=True, ignore_index=-100,
     ),
     "l1": Loss(_module(nn.L1Loss), torch.randn_like, _REAL),
-    "smooth-l1": Loss(_module(nn.SmoothL1Loss, beta=0.7), torch.randn_like, _REAL),
-    "huber": Loss(_module(nn.HuberLoss, delta=0.6), torch.randn_like, _REAL),
-    "poisson": Loss(_module(nn.PoissonNLLLoss), counts, _REAL),
+    "smooth-l1": Loss(_module(nn.SmoothL1Loss, beta=0.7), torch.randn_like, _REAL_TOKENS),
+    "huber": Loss(_module(nn.HuberLoss, delta=0.6), torch.randn_like, _REAL_TOKENS),
+    "poisson": Loss(_module(nn.PoissonNLLLoss), counts, _REAL_TOKENS),
     "kl": Loss(
         _module(nn.KLDivLoss), probabilities, _CLASSES,
         log_softmax=True, reductions=("sum", "batchmean"),  # "mean" warns
@@ -285,7 +287,6 @@ _SEQUENCE = partial(_real, 3, 2, sizes=(2, 3))  # three steps of width two
 _TEXT = partial(_tokens, shapes=((2, 4), (3, 3)))
 for _case in [
     ("cnn", models.cnn, _IMAGES, _classify),
-    ("cnn-mse-sum", models.cnn, _IMAGES, partial(_regress, reduction="sum")),
     ("segmentation", models.segmentation, partial(_real, 1, 2, 3), _classify),
     ("conv1d", models.Conv1d, _LONG, _regress),
     ("instance-norm", lambda: models.Norm(nn.InstanceNorm1d(4, affine=True)), _LONG, _regress),
@@ -483,6 +484,7 @@ def _cast(name: str, dtype: torch.dtype, tolerance: float, norms: torch.dtype = 
 for _name, _model in {"mlp": "mlp-ce-mean", "cnn": "cnn", "transformer": "transformer"}.items():
     # 1e-7 observed with plain double backward; a hundred times that for other orders of summation
     _MAKERS[f"float32-{_name}"] = partial(_cast, _model, torch.float32, 1e-5)
+for _name, _model in {"mlp": "mlp-ce-mean", "cnn": "cnn"}.items():
     # eight bits of mantissa: 5e-3 observed with plain double backward
     _MAKERS[f"bfloat16-{_name}"] = partial(_cast, _model, torch.bfloat16, 2e-2)
 # the fused LSTM kernels of float32 and bfloat16 lack derivatives that those of float64 have
@@ -490,6 +492,9 @@ _MAKERS["float32-lstm"] = partial(_cast, "lstm", torch.float32, 1e-5)
 _MAKERS["bfloat16-lstm"] = partial(_cast, "lstm", torch.bfloat16, 3e-2)
 _MAKERS["bfloat16-float32-norms"] = partial(
     _cast, "transformer", torch.bfloat16, 2e-2, norms=torch.float32
+)
+_MAKERS["float32-float64-norms"] = partial(
+    _cast, "transformer", torch.float32, 1e-5, norms=torch.float64
 )
 
 
@@ -512,6 +517,12 @@ def make(name: str) -> Problem:
 
 
 NAMES = list(_MAKERS)
+#: Problems of which no other one has the same model.
+MODEL_NAMES = [
+    name
+    for name in NAMES
+    if name.partition("-")[0] not in MODELS or name.endswith(("-mse-mean", "-nll-all-mean"))
+]
 
 
 def rebatched(p: Problem, size: int = 1) -> Problem:

@@ -6,7 +6,6 @@ from typing import Any
 import kfac_reference
 import problems
 import pytest
-import reference
 import torch
 from contract import error, matrix
 from problems import Problem
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvlinops import (
-    EFLinearOperator,
     EKFACLinearOperator,
-    GGNDiagonalLinearOperator,
     KFACLinearOperator,
-    PerSampleGradientLinearOperator,
 )
 
 pytestmark = pytest.mark.extensive
@@ -40,10 +36,6 @@ class Model(nn.Module):
 
 def masked(m: Model, x: Tensor) -> Tensor:
     return F.linear(x, m.weight * m.constant, m.bias)
-
-
-def rotated(m: Model, x: Tensor) -> Tensor:
-    return F.linear(x, m.weight @ m.constant, m.bias)
 
 
 def masked_convolution(m: Model, x: Tensor) -> Tensor:
@@ -77,7 +69,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Model(masked, torch.tensor([[1.0], [0.0], [1.0]]), 3, weight=R(3, 4), bias=R(3)),
         (4,),
     ),
-    "rotated": (lambda: Model(rotated, R(4, 4), 3, weight=R(3, 4), bias=R(3)), (4,)),
     "masked-convolution": (
         lambda: Model(masked_convolution, torch.tensor([1.0, 1.0, 0.0]), 3, weight=R(3, 2, 3)),
         (2, 5),
@@ -138,17 +129,3 @@ def test_loops_over_samples(name: str, cls: type):
     assert structures(alone) == structures(together)
     kinds = {names[0]: structure for names, structure, *_ in structures(alone)}
     assert kinds["weight"] == "kronecker"
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_gradients_of_single_samples(name: str):
-    p = make(name, 1)
-    rows = reference.per_sample_gradients(p)
-    operator = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
-    assert error(operator.dense(), rows) <= 1e-10
-    assert error(operator.norms(), rows.norm(dim=1)) <= 1e-10
-    assert error(operator.gram(), rows @ rows.T) <= 1e-10
-    diagonal = GGNDiagonalLinearOperator(p.model, p.loss, p.params, p.data)
-    assert error(diagonal.diagonal(), reference.ggn(p).diagonal()) <= 1e-10
-    fisher = EFLinearOperator(p.model, p.loss, p.params, p.data, terms="sample")
-    assert error(matrix(fisher), reference.empirical_fisher(p, terms="sample")) <= 1e-10

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import curvlinops
 from curvlinops.layers.rules import RULES, Rule, Use
@@ -39,13 +38,9 @@ def spectrum(x: Tensor) -> Tensor:
 
 COMPLEX = {
     "product": lambda m, x: torch.fft.ifft(spectrum(x) * m.a).real,
-    "reflected product": lambda m, x: torch.fft.ifft(m.a * spectrum(x)).imag,
     "sum": lambda m, x: (spectrum(x) + m.a).abs(),
-    "difference": lambda m, x: (m.a - spectrum(x)).abs(),
     "quotient": lambda m, x: (spectrum(x) / m.a).real.tanh(),
-    "reflected quotient": lambda m, x: (m.a / (spectrum(x) + 9j)).real,
     "power": lambda m, x: ((spectrum(x) + 9) ** m.a).abs(),
-    "reflected power": lambda m, x: (m.a ** (0.1 * spectrum(x))).real,
     "rotation": lambda m, x: (torch.exp(1j * m.b) * spectrum(x) * m.a).real,
     "complex": lambda m, x: (torch.complex(m.a, m.b) * spectrum(x)).imag,
     "in place": lambda m, x: spectrum(x).mul_(m.a).abs(),
@@ -113,7 +108,6 @@ def test_complex_rules_are_used():
     "function",
     [
         lambda m, x: torch.tanh(F.linear(x, m.head.weight.T @ m.head.weight, m.a)),
-        lambda m, x: torch.tanh(x @ torch.diag(m.a)),
         lambda m, x: torch.tanh(torch.sparse.mm(x, torch.outer(m.a, m.b))),
     ],
 )
@@ -167,48 +161,29 @@ def test_sparse_adjacency(layout):
     check_rows(R, model, (features, adjacency), y)
 
 
-class Wrapped(Tensor):
-    """Shows neither memory nor what it wraps."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: Tensor):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
-
-
 class Sequences(nn.Module):
     """The sum over sequences of several lengths, of which X has the numbers that count."""
 
-    def __init__(self, kind: str):
+    def __init__(self, jagged: bool):
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.head = nn.Linear(2, 3).double(), nn.Linear(3, 2).double()
-        self.kind = kind
+        self.jagged = jagged
 
     def forward(self, X: tuple[Tensor, Tensor]) -> Tensor:
         x, lengths = X
         valid = torch.arange(x.shape[1]) < lengths[:, None]
-        if self.kind == "jagged":
+        if self.jagged:
             offsets = F.pad(lengths.cumsum(0), (1, 0))
             nested = torch.nested.nested_tensor_from_jagged(x[valid], offsets)
             summed = torch.nested.to_padded_tensor(self.inner(nested).tanh(), 0.0).sum(1)
         else:
-            mask = valid.unsqueeze(-1).double()
-            hidden = self.inner(x).tanh()
-            summed = (hidden * (Wrapped(mask) if self.kind == "wrapped" else mask)).sum(1)
+            summed = (self.inner(x).tanh() * valid.unsqueeze(-1)).sum(1)
         return self.head(summed)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("kind", ["jagged", "wrapped"])
-def test_tensors_without_memory(kind: str):
+def test_jagged_tensors():
     torch.manual_seed(1)
     X, y = (torch.randn(N, 4, 2).double(), torch.randint(1, 5, (N,))), torch.randn(N, 2).double()
     operators = [
@@ -219,14 +194,10 @@ def test_tensors_without_memory(kind: str):
         curvlinops.GGNDiagonalLinearOperator,
     ]
     for operator in operators:
-        models = Sequences(kind), Sequences("plain")
+        models = Sequences(True), Sequences(False)
         made = [operator(m, nn.MSELoss(), list(m.parameters()), [(X, y)]) for m in models]
         found, expected = (op @ torch.eye(17).double() for op in made)
         torch.testing.assert_close(found, expected)
-
-
-def _fails_at_once(*args, **kwargs):
-    raise ZeroDivisionError("at once")
 
 
 def _fails_on_gradients(input, weight, bias=None):
@@ -236,23 +207,15 @@ def _fails_on_gradients(input, weight, bias=None):
     return {"weight": Use((len(input),), fails, fails)}
 
 
-def _fails_on_inputs(input, weight, bias=None):
-    def fails(*args):
-        raise IndexError("on inputs")
-
-    return {"weight": Use((len(input),), lambda g: g, fails)}
-
-
-@pytest.mark.parametrize("rule", [_fails_at_once, _fails_on_gradients, _fails_on_inputs])
-def test_rules_that_fail_are_not_used(rule, monkeypatch, caplog):
-    monkeypatch.setitem(RULES, F.linear, Rule(rule))
+def test_rules_that_fail_are_not_used(monkeypatch, caplog):
+    monkeypatch.setitem(RULES, F.linear, Rule(_fails_on_gradients))
     with caplog.at_level(logging.WARNING, "curvlinops"):
         op = check(FirstLayer(), torch.eye(N, 4).double())
     assert set(op.fallbacks) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
-    assert rule.__name__[7:].replace("_", " ") in op.fallbacks["net.0.weight"]
+    assert "on gradients" in op.fallbacks["net.0.weight"]
 
 
-@pytest.mark.parametrize("change", [lambda z: z + 1, lambda z: z + 1j, torch.conj])
+@pytest.mark.parametrize("change", [lambda z: z + 1j, torch.conj])
 def test_complex_data_that_differ_between_passes(change: Callable):
     numbers, y = torch.randn(4, 3, dtype=torch.complex64), torch.randn(4, 2)
 

@@ -141,17 +141,3 @@ def test_hessian_with_constants(name: str):
     data, loss = [(x, torch.zeros(3, 2).double())], nn.MSELoss(reduction="sum")
     H = curvlinops.HessianLinearOperator(model, loss, params, data)
     torch.testing.assert_close(H @ torch.eye(len(rows)).double(), torch.stack(rows))
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_layers_before_recurrent_ones(kind: str):
-    """Their tangents travel through the cells."""
-    torch.manual_seed(0)
-    first, cell = nn.Embedding(5, 3), getattr(nn, kind)(3, 2, batch_first=True)
-    model = nn.ModuleList([first, cell]).double()
-    model.forward = lambda x: cell(first(x))[0][:, -1]
-    x, params = torch.randint(5, (3, 4)), list(model.parameters())
-    for mode in ("forward", "reverse"):
-        J = curvlinops.JacobianLinearOperator(model, params, [(x, None)], autodiff=mode)
-        v = torch.linspace(-1, 2, J.shape[1]).double()
-        torch.testing.assert_close(J @ v, jacobian(model, x) @ v)

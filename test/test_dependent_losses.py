@@ -17,7 +17,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
-pytestmark = pytest.mark.extensive
+pytestmark = [pytest.mark.extensive, pytest.mark.usefixtures("double")]
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -76,14 +76,6 @@ def difference(model: nn.Module, loss, data: Data, v: Tensor) -> Tensor:
     return slope
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def test_points_with_a_history():
     """They are constants, with respect to which the loss still differentiates."""
     model, points = net(), [x for x, _ in collocation()]
@@ -138,21 +130,12 @@ KINDS: dict[str, tuple[Callable, Callable]] = {
 COUPLED = {"gradient penalty": (penalized, supervised)}
 
 
-@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("cache", ["none", "graph"])
 @pytest.mark.parametrize("kind", KINDS | COUPLED)
-@pytest.mark.parametrize("as_closure", [False, True])
-def test_hessian(kind: str, cache: str, as_closure: bool):
+def test_hessian(kind: str, cache: str):
     model, (build, points) = net(), (KINDS | COUPLED)[kind]
-    loss, data = build(model), points()
-    params = list(model.parameters())
-    H = HessianLinearOperator(
-        (lambda x: model(x)) if as_closure else model,
-        loss,
-        params,
-        data,
-        reduction="mean",
-        cache=cache,
-    )
+    loss, data, params = build(model), points(), list(model.parameters())
+    H = HessianLinearOperator(model, loss, params, data, reduction="mean", cache=cache)
     V = torch.randn(H.shape[1], 2)
     for _ in range(3):
         truth = difference(model, loss, data, V[:, 0])
@@ -173,26 +156,23 @@ CURVATURES = {
     "diagonal": (GGNDiagonalLinearOperator, {}),
     "KFAC": (KFACLinearOperator, {"fisher_type": "empirical"}),
     "KFAC, type-2": (KFACLinearOperator, {"fisher_type": "type-2"}),
-    "KFAC, exact": (KFACLinearOperator, {"fisher_type": "type-2", "exact": True}),
     "EKFAC": (EKFACLinearOperator, {"fisher_type": "empirical"}),
-    "EKFAC, type-2": (EKFACLinearOperator, {"fisher_type": "type-2"}),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("check", [False, True])
-def test_no_derivative_with_respect_to_the_output(check: bool, curvature: str, kind: str):
+def test_no_derivative_with_respect_to_the_output(curvature: str, kind: str):
     model, (build, points), (operator, options) = net(), KINDS[kind], CURVATURES[curvature]
     args = model, build(model), list(model.parameters()), points()
-    with pytest.raises(ValueError, match="is not a function of the model's output"):
-        A = operator(*args, reduction="mean", check_deterministic=check, **options)
-        A @ torch.ones(A.shape[1])
+    for check in (False, True):
+        with pytest.raises(ValueError, match="is not a function of the model's output"):
+            A = operator(*args, reduction="mean", check_deterministic=check, **options)
+            A @ torch.ones(A.shape[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_factors_without_derivatives_of_the_loss(kind: str):
-    model, (build, points) = net(), KINDS[kind]
+def test_factors_without_derivatives_of_the_loss():
+    model, (build, points) = net(), KINDS["differential equation"]
     data, params = points(), [param for param in model.parameters() if param.ndim]
     options = {"reduction": "mean", "fisher_type": "forward-only"}
     found = KFACLinearOperator(model, build(model), params, data, **options)
@@ -217,15 +197,11 @@ def alone(model: nn.Module, loss: Callable, data: Data) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("terms", ["sample", "term"])
-@pytest.mark.parametrize("as_closure", [False, True])
-def test_gradients_of_samples(kind: str, terms: str, as_closure: bool, caplog):
+def test_gradients_of_samples(kind: str, terms: str, caplog):
     model, (build, points) = net(), KINDS[kind]
     loss, data = build(model), points()
     rows = alone(model, loss, data)
-    args = (
-        (lambda x: model(x)) if as_closure else model,
-        *(loss, list(model.parameters()), data),
-    )
+    args = model, loss, list(model.parameters()), data
     A = PerSampleGradientLinearOperator(*args, reduction="mean", terms=terms)
     few = PerSampleGradientLinearOperator(
         *args, reduction="mean", terms=terms, subsampling=[5, 1, 5]
@@ -249,7 +225,7 @@ def test_gradients_of_samples(kind: str, terms: str, as_closure: bool, caplog):
     assert all(x.grad is None for x, _ in data)
 
 
-@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
+@pytest.mark.parametrize("cache", ["none", "graph"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_empirical_fisher(kind: str, cache: str):
     model, (build, points) = net(), KINDS[kind]
@@ -358,7 +334,7 @@ def test_batches_that_cannot_be_cut():
         B.dense()
 
 
-@pytest.mark.parametrize("options", [{}, {"allow_unused": True, "materialize_grads": True}, None])
+@pytest.mark.parametrize("options", [{}, None])
 def test_captured_parameters_are_refused(options: dict | None):
     """They cannot be replaced, and their share of the derivative would be lost."""
     model = net()
@@ -409,34 +385,3 @@ def test_inputs_that_require_gradients_change_nothing():
         )
         v = torch.randn(A.shape[1])
         torch.testing.assert_close(A @ v, B @ v)
-
-
-class ByNumber(nn.Module):
-    """Has a penalty while a number in a tensor is positive."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = [net]
-        self.register_buffer("weight", torch.zeros(()).double())
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(output, target)
-        if self.weight > 0:
-            loss = loss + self.weight * sum(p.square().sum() for p in self.net[0].parameters()) / 2
-        return loss
-
-
-@pytest.mark.parametrize("cache", ["none", "auto", "graph"])
-def test_a_dependence_that_numbers_switch_on(cache: str):
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2).double()
-    loss, data = ByNumber(net), [(torch.rand(5, 3).double(), torch.tensor([0, 1, 0, 1, 1]))]
-    H = HessianLinearOperator(
-        net, loss, list(net.parameters()), data, reduction="mean", cache=cache
-    )
-    eye = torch.eye(8).double()
-    plain = H @ eye
-    for weight in (0.0, 0.5, 0.25, 0.0, 1.0):
-        loss.weight.fill_(weight)
-        for _ in range(2):
-            torch.testing.assert_close(H @ eye, plain + weight * eye, rtol=1e-10, atol=1e-12)

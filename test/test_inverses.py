@@ -2,11 +2,11 @@
 
 import contextlib
 
+import matrices
 import numpy as np
 import problems
 import pytest
 import scipy.sparse.linalg as sla
-import spectra
 import torch
 from contract import CASES
 
@@ -34,7 +34,7 @@ each_inverse = pytest.mark.parametrize("inverse", [CG, MINRES])
 
 def system(name: str, dtype: type = np.float64, columns: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Return a matrix and right-hand sides of different difficulty, one of them zero."""
-    A = spectra.matrix(name, dtype)
+    A = matrices.large(name, dtype)
     B = np.random.default_rng(0).standard_normal((len(A), columns)).astype(dtype)
     B = A @ B if name == "singular" else B
     B[:, 1] = 0
@@ -62,7 +62,7 @@ def test_true_residuals(inverse: type, name: str, dtype: type, rtol: float):
 
 
 @pytest.mark.parametrize("scales", [(1e-18, 1.0), (1e18, 1.0), (1.0, 1e-25)])
-@pytest.mark.parametrize("inverse", [CG, MINRES, LSMR])
+@each_inverse
 def test_squares_that_are_no_numbers_of_single_precision(inverse: type, scales: tuple):
     A, B = system("positive", np.float32)
     expected = np.linalg.solve(A.astype(float), B.astype(float)) * (scales[1] / scales[0])
@@ -119,7 +119,7 @@ def test_rounding_does_not_hide_the_true_residual(inverse: type):
 @each_inverse
 def test_preconditioner(inverse: type):
     eigenvalues = np.logspace(0, 6, 200) * (1 if inverse is CG else np.sign(RNG.random(200) - 0.3))
-    A = np.diag(eigenvalues) + 0.1 * spectra.matrix("multiple")
+    A = np.diag(eigenvalues) + 0.1 * matrices.large("multiple")
     P = np.diag(1 / np.abs(eigenvalues))
     b = RNG.standard_normal(200)
     for preconditioner in (P, torch.from_numpy(P), sla.aslinearoperator(P)):
@@ -132,36 +132,27 @@ def test_preconditioner(inverse: type):
     with pytest.raises(ValueError, match="preconditioner is not positive definite"):
         inverse(A, preconditioner=-P) @ b
     with pytest.raises(ValueError, match="preconditioner is not positive definite"):
-        inverse(A, preconditioner=spectra.matrix("indefinite")) @ b
+        inverse(A, preconditioner=matrices.large("indefinite")) @ b
     with pytest.raises(ValueError, match="dimension"):
         inverse(A, preconditioner=np.eye(3))
 
 
-FUNCTIONS = {
-    "vectors": lambda P: lambda v: P.diagonal() * v,
-    "columns": lambda P: lambda V: P.diagonal()[:, None] * V,
-    "columns-only": lambda P: lambda V: torch.cholesky_solve(V, P.inverse().sqrt()),
-    "in-place": lambda P: lambda v: v.mul_(P.diagonal()),
-}
-
-
 @pytest.mark.parametrize("num_columns", [0, 3, 5])
 @pytest.mark.parametrize("kind", [CG, NEUMANN])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_as_preconditioners(name: str, kind: type, num_columns: int):
-    """Also with as many right-hand sides as entries, where vectors broadcast over columns."""
+def test_functions_as_preconditioners(kind: type, num_columns: int):
     P = torch.linspace(1, 0.1, 5, dtype=torch.float64).diag()
     A = P.inverse() + 0.01 * torch.ones(5, 5, dtype=torch.float64)
     B = torch.from_numpy(np.random.default_rng(0).standard_normal((5, num_columns)))
     expected = kind(A, preconditioner=P) @ B
-    torch.testing.assert_close(kind(A, preconditioner=FUNCTIONS[name](P)) @ B, expected)
+    for function in (lambda v: P.diagonal() * v, lambda v: v.mul_(P.diagonal())):
+        torch.testing.assert_close(kind(A, preconditioner=function) @ B, expected)
 
 
 def test_functions_that_are_no_preconditioners():
     A, b = torch.eye(4), torch.ones(4, 2)
-    with pytest.raises(ValueError, match=r"shape \[4\], or \[4, 2\], .* it returned \[2, 4\]"):
-        CG(A, preconditioner=lambda x: x.T if x.ndim == 2 else None) @ b
-    with pytest.raises(NotImplementedError, match="adjoint of the preconditioner, a function,"):
+    with pytest.raises(ValueError, match=r"one vector, of shape \[4\]; it returned \[4, 4\]"):
+        CG(A, preconditioner=lambda V: torch.ones(4)[:, None] * V) @ b
+    with pytest.raises(NotImplementedError, match="function as preconditioner has no adjoint"):
         NEUMANN(A, preconditioner=lambda v: v).T @ b
 
 
@@ -183,7 +174,7 @@ def test_no_right_hand_sides(inverse: type):
 @each_inverse
 @pytest.mark.parametrize("name", ["singular", "zero"])
 def test_right_hand_side_out_of_range(inverse: type, name: str):
-    A = spectra.matrix(name)
+    A = matrices.large(name)
     b = RNG.standard_normal(len(A))
     with pytest.raises(ConvergenceError, match="1 of 1 systems are not solved"):
         inverse(A, on_failure="raise") @ b
@@ -288,8 +279,8 @@ RECTANGULAR = {
     "tall": RNG.standard_normal((60, 40)),
     "wide": RNG.standard_normal((40, 60)),
     "low-rank": RNG.standard_normal((60, 10)) @ RNG.standard_normal((10, 40)),
-    "square": spectra.matrix("multiple")[:50, :50],
-    "indefinite": spectra.matrix("indefinite")[:50, :50] + 0.5 * np.eye(50),
+    "square": matrices.large("multiple")[:50, :50],
+    "indefinite": matrices.large("indefinite")[:50, :50] + 0.5 * np.eye(50),
     "zero": np.zeros((5, 4)),
 }
 
@@ -413,7 +404,7 @@ def test_neumann_diverges(size: float, check_nan: bool):
 )
 def test_errors(make, message: str):
     with pytest.raises(ValueError, match=message):
-        make(spectra.matrix("positive"))
+        make(matrices.large("positive"))
 
 
 def test_dottest_finds_a_wrong_adjoint():

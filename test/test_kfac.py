@@ -1,6 +1,7 @@
 """KFAC's factors against dense references, closed forms, and exact GGNs."""
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
+from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ LAYERS = [
     "subset", "padding-idx", "padding-idx-tied", "embedding-bag-sum", "embedding-bag-mean",
     "dict-batch-padding-idx", "frozen-stem", "data-parallel", "weight-norm",
     "weight-norm-deprecated", "pinn", "float32-transformer", "bfloat16-cnn",
-    "bfloat16-float32-norms",
+    "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
 NEED_FALLBACK = ("weight-norm", "weight-norm-deprecated", "pinn", "cross-attention")
@@ -56,16 +58,6 @@ def problem(model: Any, X: list[Any], loss: nn.Module, target: Any = torch.randn
     """A problem in all parameters."""
     data = [(x, target(model(x).detach())) for x in X]
     return Problem(model, loss, list(model.parameters()), data, mc=True)
-
-
-@pytest.fixture
-def double():
-    """Seeds, and makes float64 the default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 # --- against the reference ------------------------------------------------------------------------
@@ -109,19 +101,13 @@ def _conv(kind: type, *sizes: int, **options: Any) -> nn.Module:
 
 
 CONVOLUTIONS = {
-    "1d-dilated": (_conv(nn.Conv1d, 2, 3, 2, dilation=2, stride=2, padding=1), (2, 7)),
     "1d-even-same": (_conv(nn.Conv1d, 2, 3, 4, padding="same"), (2, 5)),
     "2d-grouped": (_conv(nn.Conv2d, 4, 6, (2, 3), groups=2, padding=(1, 0)), (4, 4, 5)),
-    "2d-depthwise": (_conv(nn.Conv2d, 3, 6, 2, groups=3), (3, 4, 3)),
     "2d-circular": (_conv(nn.Conv2d, 2, 2, 3, padding=1, padding_mode="circular"), (2, 4, 4)),
-    "2d-reflect": (_conv(nn.Conv2d, 2, 2, 3, padding=2, padding_mode="reflect"), (2, 4, 4)),
-    "2d-replicate": (_conv(nn.Conv2d, 2, 2, 3, padding=1, padding_mode="replicate"), (2, 3, 4)),
     "3d": (_conv(nn.Conv3d, 2, 2, 2, stride=(1, 2, 1), padding=1), (2, 2, 3, 2)),
-    "transposed-1d": (_conv(nn.ConvTranspose1d, 2, 4, 3, stride=2, groups=2), (2, 4)),
     "transposed-2d": (
         _conv(nn.ConvTranspose2d, 2, 3, 3, stride=2, padding=1, output_padding=1), (2, 2, 3)
     ),
-    "transposed-3d": (_conv(nn.ConvTranspose3d, 2, 2, 2, dilation=2), (2, 2, 2, 1)),
     # the bias is also added where the filters write nothing
     "transposed-gaps": (_conv(nn.ConvTranspose2d, 2, 2, 1, stride=2), (2, 3, 2)),
     "transposed-cut": (_conv(nn.ConvTranspose2d, 2, 2, 1, padding=1), (2, 3, 3)),
@@ -138,19 +124,6 @@ def test_convolutions(double, name: str, joint: bool):
     for reduce in (False, True):
         expected = kfac_reference.kfac(p, "empirical", reduce=reduce, joint=joint)
         assert error(matrix(build(p, "empirical", reduce, joint)), expected) <= 1e-10
-
-
-class Using(nn.Module):
-    """A model given by a function of its layers, by name."""
-
-    def __init__(self, forward: Any, **layers: Any):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self._function = forward
-
-    def forward(self, x: Any) -> Tensor:
-        return self._function(self, x)
 
 
 def shared_weight() -> nn.Module:
@@ -235,10 +208,6 @@ CIRCULAR = {"padding": 1, "padding_mode": "circular"}
 DEEP_LINEAR = {
     "expand": (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3), nn.Linear(3, 2)), (4, 3), False),
     "reduce": (Pooled(nn.Linear(3, 2), nn.Linear(2, 2), channels=-1), (4, 3), True),
-    "reduce-conv1d": (
-        Pooled(nn.Conv1d(2, 3, 3, **CIRCULAR), nn.Conv1d(3, 2, 3, **CIRCULAR), channels=1),
-        (2, 5), True,
-    ),
     "reduce-conv2d": (
         Pooled(nn.Conv2d(2, 2, 3, **CIRCULAR), nn.Conv2d(2, 3, (1, 2)), channels=1), (2, 3, 4), True
     ),
@@ -267,16 +236,15 @@ def test_exact_for_deep_linear_nets(double, name: str, reduction: str, joint: bo
     assert error(matrix(build(p, "type-2", reduce, joint)), expected) <= 1e-10
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", [n for n in LOSSES if n.startswith("mlp-") and "user" not in n])
-def test_exact_for_one_datum(name: str, joint: bool):
+@pytest.mark.parametrize("name", [n for n in LOSSES if re.fullmatch("mlp-.*-mean", n)])
+def test_exact_for_one_datum(name: str):
     """With a single position, a single Kronecker product is the matrix itself."""
     p = problems.rebatched(problems.make(name), 1)
     p = replace(p, data=p.data[-1:])
     truths = {"type-2": reference.ggn, "empirical": reference.empirical_fisher}
     for fisher in types(p):
-        expected = blocks_of(truths[fisher](p), p.params, joint)
-        operator = build(p, fisher, False, joint, check_deterministic=False)
+        expected = blocks_of(truths[fisher](p), p.params, joint=True)
+        operator = build(p, fisher, joint=True, check_deterministic=False)
         assert error(matrix(operator), expected) <= 1e-8
 
 
@@ -633,11 +601,10 @@ class _Unflattened(nn.Module):
 
 @pytest.mark.parametrize("operator", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("options", [{"exact": True}, {"exact": False}], ids=str)
-def test_rows_of_the_output_may_be_tokens(operator: type, approx: str, options: dict):
+def test_rows_of_the_output_may_be_tokens(operator: type, approx: str):
     model, loss = _Attention(), nn.CrossEntropyLoss()  # in float32, with many rows
     data = [(torch.randn(n, 6, 8), torch.randint(3, (n, 6))) for n in (40, 7)]
-    options = {"fisher_type": "type-2", "kfac_approx": approx, **options}
+    options = {"fisher_type": "type-2", "kfac_approx": approx}
     params = list(model.parameters())
     flat = operator(model, loss, params, [(X, y.flatten()) for X, y in data], **options)
     expected = operator(_Unflattened(model), loss, params, data, **options)
@@ -670,7 +637,7 @@ def test_bias_without_a_joint_block_says_why():
     assert [block.reason for block in separate] == [""] * 4
 
 
-@pytest.mark.parametrize("shape", [(2**21, 3), (2, 2**21, 3), (600, 301), (2**15 + 600, 256)])
+@pytest.mark.parametrize("shape", [(2, 2**18, 3), (600, 301), (2**15 + 600, 64)])
 def test_moments_of_many_rows(shape: tuple[int, ...]):
     rows = torch.rand(shape, generator=torch.manual_seed(0))
     wide = rows.double()

@@ -76,7 +76,7 @@ def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: 
     rows = loop(model, params, data, loss)
     close = {"rtol": 1e-8, "atol": 1e-10 * float(rows.norm())}
     torch.testing.assert_close(operator.dense(), rows, **close)
-    assert not (covered and operator.fallbacks), operator.fallbacks
+    assert covered != bool(operator.fallbacks), operator.fallbacks
     torch.testing.assert_close(operator.norms(), rows.norm(dim=1), **close)
     torch.testing.assert_close(
         operator.gram(), rows @ rows.T, rtol=1e-8, atol=1e-10 * float(rows.norm()) ** 2
@@ -337,6 +337,7 @@ def _assigned(x: Tensor, weight: Tensor) -> Tensor:
 
 #: Functions of a batch of sequences and of vectors, which are parameters.
 ELEMENTWISE: dict[str, Callable] = {
+    "torch.mul": lambda x, w: x * w,
     "torch.add": lambda x, w: torch.add(x, w, alpha=2),
     "torch.sub": lambda x, w: torch.sub(w, x, alpha=3),
     "torch.div": lambda x, w: torch.true_divide(x, w),
@@ -367,175 +368,130 @@ ELEMENTWISE: dict[str, Callable] = {
     "torch.copysign": lambda x, w: torch.copysign(w, x),
     "torch.ldexp": lambda x, w: torch.ldexp(x, w),
 }
-#: A call, the parameters' shapes, inputs.
-CALLS: dict[str, tuple[Callable, list[tuple[int, ...]], Callable[[], list]]] = (
-    {
-        name: (call, [(4,)] * (len(inspect.signature(call).parameters) - 1), sequences)
-        for name, call in ELEMENTWISE.items()
-    }
-    | {
-        "torch.mul": (lambda x, weight: x * weight, [(3, 4)], lambda: [torch.randn(2, 3, 4)] * 2),
-        "torch.sub, into a part": (_assigned, [(2,)], sequences),
-        "torch.cosine_similarity": (
-            lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
-            [(3, 4)],
-            sequences,
+#: Functions of sequences, ``[N, T, 4]``, and of parameters of the given shapes.
+SEQUENCES: dict[str, tuple] = {
+    "torch.sub, into a part": (_assigned, (2,)),
+    "torch.cosine_similarity": (
+        lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
+        (3, 4),
+    ),
+    "torch.cdist": (lambda x, weight: torch.cdist(x, weight), (3, 4)),
+    "Tensor.expand": (lambda x, token: torch.cat([token.expand(len(x), 1, -1), x], 1), (4,)),
+    "Tensor.expand_as": (lambda x, shift: x + shift.expand_as(x).exp(), (4,)),
+    "Tensor.repeat": (lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1), (2, 4)),
+    "torch.tile": (lambda x, token: torch.cat([torch.tile(token, (len(x), 1, 2)), x], 1), (2, 2)),
+    "p[i], the same for all": (lambda x, table: x * table[PLACES], (5,)),
+    "p[i], by a mask": (lambda x, table: x * table[PLACES > 0][[0, 1, 2, 2]], (4,)),
+    "torch.matmul": (lambda x, weight: x @ weight, (4, 3)),
+    "torch.matmul, from the left": (lambda x, weight: weight @ x.mT, (3, 4)),
+    "torch.matmul, of heads": (lambda x, weight: x[:, None] @ weight, (1, 2, 4, 3)),
+    "torch.matmul, of a vector": (lambda x, weight: x @ weight, (4,)),
+    "torch.addbmm": (
+        lambda x, input, weight: torch.addbmm(
+            input, x.movedim(1, 0), weight.expand(x.shape[1], 4, 3), beta=2, alpha=3
         ),
-        "F.pairwise_distance": (
-            lambda x, weight: F.pairwise_distance(x, weight, keepdim=True),
-            [(1, 4)],
-            vectors,
+        (3,),
+        (4, 3),
+    ),
+    "torch.inner": (lambda x, weight: torch.inner(x, weight), (3, 4)),
+    "torch.tensordot": (
+        lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
+        (3, 4),
+    ),
+    "torch.tensordot, of axes in a tensor": (
+        lambda x, weight: torch.tensordot(x, weight, torch.tensor([[2, 1], [0, 2]])[:, :1]),
+        (4, 3),
+    ),
+    "F.bilinear": (lambda x, weight: F.bilinear(x, x[..., :2].contiguous(), weight), (3, 4, 2)),
+    "torch.einsum": (
+        lambda x, first, second: torch.einsum("ntd,dr,er->nte", x, first, second),
+        (4, 2),
+        (3, 2),
+    ),
+    "F.scaled_dot_product_attention, causal": (
+        lambda x, key: F.scaled_dot_product_attention(x, key, x[:, :2], is_causal=True, scale=0.3),
+        (2, 4),
+    ),
+    "F.scaled_dot_product_attention, with a mask": (
+        lambda x, query: F.scaled_dot_product_attention(query, x, x, x[:, None, :, 0] > 0),
+        (1, 2, 4),
+    ),
+    "F.scaled_dot_product_attention, of groups": (
+        lambda x, key, value: F.scaled_dot_product_attention(
+            x[:, None] * torch.ones(4, 1, 1), key, value, enable_gqa=True
         ),
-        "torch.cdist": (lambda x, weight: torch.cdist(x, weight), [(3, 4)], sequences),
-        "Tensor.expand": (
-            lambda x, token: torch.cat([token.expand(len(x), 1, -1), x], 1),
-            [(4,)],
-            sequences,
+        (1, 2, 5, 4),
+        (1, 2, 5, 3),
+    ),
+    "F.scaled_dot_product_attention": (
+        lambda x, query, value, bias: F.scaled_dot_product_attention(
+            query, x, value[: x.shape[1]], bias[:, : x.shape[1]]
         ),
-        "Tensor.expand_as": (lambda x, shift: x + shift.expand_as(x).exp(), [(4,)], sequences),
-        "Tensor.repeat": (
-            lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1),
-            [(2, 4)],
-            sequences,
+        (1, 2, 4),
+        (5, 3),
+        (2, 5),
+    ),
+}
+#: The same for batches of vectors, ``[N, 4]``.
+VECTORS: dict[str, tuple] = {
+    "F.pairwise_distance": (lambda x, weight: F.pairwise_distance(x, weight, keepdim=True), (1, 4)),
+    "torch.mv": (lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]), (3, 4)),
+    "torch.dot": (lambda x, weight: torch.stack([torch.dot(weight, one) for one in x]), (4,)),
+    "torch.addmv": (lambda x, input, vec: torch.addmv(input, x, vec, beta=2, alpha=3), (1,), (4,)),
+    "torch.addmm": (
+        lambda x, input, mat2: torch.addmm(input, x, mat2, beta=2, alpha=3),
+        (3,),
+        (4, 3),
+    ),
+    "torch.outer": (lambda x, weight: torch.stack([torch.outer(one, weight) for one in x]), (3,)),
+    "torch.linalg.multi_dot": (
+        lambda x, first, second: torch.linalg.multi_dot([x, first, second]),
+        (4, 3),
+        (3, 2),
+    ),
+    "F.linear, of vectors": (
+        lambda x, weight, bias: torch.stack([F.linear(one, weight, bias) for one in x]),
+        (3, 4),
+        (3,),
+    ),
+}
+#: The same for batches of indices below five.
+INDICES: dict[str, tuple] = {
+    "p[i]": (lambda x, table: table[x], (5, 3)),
+    "p[i], of negative numbers": (lambda x, table: table[x - 5], (5, 3)),
+    "p[i], columns": (lambda x, table: table[:, x].transpose(0, 1), (3, 5)),
+    "p[i], entries": (lambda x, table: table[x, x.flip(1)], (5, 5)),
+    "p[i], twice": (lambda x, table: table[x] * table[x, :1], (5, 3)),
+    "torch.index_select": (
+        lambda x, table: table.index_select(1, x.flatten()).T.reshape(*x.shape, 3),
+        (3, 5),
+    ),
+    "torch.gather": (lambda x, table: torch.gather(table.expand(len(x), 5), 1, x), (5,)),
+    "torch.take_along_dim": (lambda x, table: torch.take_along_dim(table[None], x, 1), (5,)),
+    "torch.take": (lambda x, table: torch.take(table, x), (5,)),
+}
+#: The same where the shapes of a square batch show no samples.
+NOT_SQUARE: dict[str, tuple] = {
+    "torch.baddbmm": (
+        lambda x, input, batch2: torch.baddbmm(
+            input, x, batch2.expand(len(x), 4, 3), beta=2, alpha=3
         ),
-        "torch.tile": (
-            lambda x, token: torch.cat([torch.tile(token, (len(x), 1, 2)), x], 1),
-            [(2, 2)],
-            sequences,
-        ),
-        "p[i]": (lambda x, table: table[x], [(5, 3)], indices),
-        "p[i], of negative numbers": (lambda x, table: table[x - 5], [(5, 3)], indices),
-        "p[i], columns": (lambda x, table: table[:, x].transpose(0, 1), [(3, 5)], indices),
-        "p[i], entries": (lambda x, table: table[x, x.flip(1)], [(5, 5)], indices),
-        "p[i], the same for all": (lambda x, table: x * table[PLACES], [(5,)], sequences),
-        "p[i], by a mask": (
-            lambda x, table: x * table[PLACES > 0][[0, 1, 2, 2]],
-            [(4,)],
-            sequences,
-        ),
-        "p[i], twice": (lambda x, table: table[x] * table[x, :1], [(5, 3)], indices),
-        "torch.index_select": (
-            lambda x, table: table.index_select(1, x.flatten()).T.reshape(*x.shape, 3),
-            [(3, 5)],
-            indices,
-        ),
-        "torch.gather": (
-            lambda x, table: torch.gather(table.expand(len(x), 5), 1, x),
-            [(5,)],
-            indices,
-        ),
-        "torch.take_along_dim": (
-            lambda x, table: torch.take_along_dim(table[None], x, 1),
-            [(5,)],
-            indices,
-        ),
-        "torch.take": (lambda x, table: torch.take(table, x), [(5,)], indices),
-        "torch.matmul": (lambda x, weight: x @ weight, [(4, 3)], sequences),
-        "torch.matmul, from the left": (lambda x, weight: weight @ x.mT, [(3, 4)], sequences),
-        "torch.matmul, of heads": (
-            lambda x, weight: x[:, None] @ weight,
-            [(1, 2, 4, 3)],
-            sequences,
-        ),
-        "torch.matmul, of a vector": (lambda x, weight: x @ weight, [(4,)], sequences),
-        "torch.mv": (
-            lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]),
-            [(3, 4)],
-            vectors,
-        ),
-        "torch.dot": (
-            lambda x, weight: torch.stack([torch.dot(weight, one) for one in x]),
-            [(4,)],
-            vectors,
-        ),
-        "torch.addmv": (
-            lambda x, input, vec: torch.addmv(input, x, vec, beta=2, alpha=3),
-            [(1,), (4,)],
-            vectors,
-        ),
-        "torch.addmm": (
-            lambda x, input, mat2: torch.addmm(input, x, mat2, beta=2, alpha=3),
-            [(3,), (4, 3)],
-            vectors,
-        ),
-        "torch.baddbmm": (
-            lambda x, input, batch2: torch.baddbmm(
-                input, x, batch2.expand(len(x), 4, 3), beta=2, alpha=3
-            ),
-            [(3,), (4, 3)],
-            lambda: sequences()[1:],  # the shapes of a square batch show no samples
-        ),
-        "torch.addbmm": (
-            lambda x, input, weight: torch.addbmm(
-                input, x.movedim(1, 0), weight.expand(x.shape[1], 4, 3), beta=2, alpha=3
-            ),
-            [(3,), (4, 3)],
-            sequences,
-        ),
-        "torch.outer": (
-            lambda x, weight: torch.stack([torch.outer(one, weight) for one in x]),
-            [(3,)],
-            vectors,
-        ),
-        "torch.inner": (lambda x, weight: torch.inner(x, weight), [(3, 4)], sequences),
-        "torch.tensordot": (
-            lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
-            [(3, 4)],
-            sequences,
-        ),
-        "torch.tensordot, of axes in a tensor": (
-            lambda x, weight: torch.tensordot(x, weight, torch.tensor([[2, 1], [0, 2]])[:, :1]),
-            [(4, 3)],
-            sequences,
-        ),
-        "torch.linalg.multi_dot": (
-            lambda x, first, second: torch.linalg.multi_dot([x, first, second]),
-            [(4, 3), (3, 2)],
-            vectors,
-        ),
-        "F.linear, of vectors": (
-            lambda x, weight, bias: torch.stack([F.linear(one, weight, bias) for one in x]),
-            [(3, 4), (3,)],
-            vectors,
-        ),
-        "F.bilinear": (
-            lambda x, weight: F.bilinear(x, x[..., :2].contiguous(), weight),
-            [(3, 4, 2)],
-            sequences,
-        ),
-        "torch.einsum": (
-            lambda x, first, second: torch.einsum("ntd,dr,er->nte", x, first, second),
-            [(4, 2), (3, 2)],
-            sequences,
-        ),
-        "F.scaled_dot_product_attention, causal": (
-            lambda x, key: F.scaled_dot_product_attention(
-                x, key, x[:, :2], is_causal=True, scale=0.3
-            ),
-            [(2, 4)],
-            sequences,
-        ),
-        "F.scaled_dot_product_attention, with a mask": (
-            lambda x, query: F.scaled_dot_product_attention(query, x, x, x[:, None, :, 0] > 0),
-            [(1, 2, 4)],
-            sequences,
-        ),
-        "F.scaled_dot_product_attention, of groups": (
-            lambda x, key, value: F.scaled_dot_product_attention(
-                x[:, None] * torch.ones(4, 1, 1), key, value, enable_gqa=True
-            ),
-            [(1, 2, 5, 4), (1, 2, 5, 3)],
-            sequences,
-        ),
-        "F.scaled_dot_product_attention": (
-            lambda x, query, value, bias: F.scaled_dot_product_attention(
-                query, x, value[: x.shape[1]], bias[:, : x.shape[1]]
-            ),
-            [(1, 2, 4), (5, 3), (2, 5)],
-            sequences,
-        ),
-    }
-)
+        (3,),
+        (4, 3),
+    ),
+}
+#: What makes the inputs, a call, and the shapes of its parameters.
+CALLS = {
+    name: (sequences, call, *[(4,)] * (len(inspect.signature(call).parameters) - 1))
+    for name, call in ELEMENTWISE.items()
+}
+for _inputs, _calls in (
+    (sequences, SEQUENCES),
+    (vectors, VECTORS),
+    (indices, INDICES),
+    (lambda: sequences()[1:], NOT_SQUARE),
+):
+    CALLS |= {name: (_inputs, *call) for name, call in _calls.items()}
 #: Shapes of the parameters around the input, which is ``None``, and sublists.
 EINSUMS: dict[str, list[tuple[int, ...] | None]] = {
     "ntd,de->nte": [None, (4, 3)],
@@ -559,7 +515,7 @@ UNCOVERED = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str):
     torch.manual_seed(0)
-    function, shapes, inputs = CALLS[name]
+    inputs, function, *shapes = CALLS[name]
     check(Call(function, *shapes), inputs(), covered=name not in UNCOVERED)
 
 

@@ -1,13 +1,10 @@
 """Replaced calls: their values, and their derivatives of first and second order."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import gradcheck, gradgradcheck
 
 from curvlinops import HessianLinearOperator
 from curvlinops.autodiff import overrides
@@ -80,42 +77,6 @@ def test_in_place():
         assert torch.equal(x, expected)
 
 
-class Calls(TorchDispatchMode):
-    """Lists the operations that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_distances_without_derivatives_take_no_memory():
-    """All differences are in memory only where they are differentiated."""
-    x, c = tensor(4, 3), tensor(5, 3)
-    expected = torch.cdist(x, c).detach()
-
-    def fused(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-        with overrides.active("once"), Calls() as calls:
-            torch.testing.assert_close(function(x, c).detach(), expected)
-        return "_cdist_forward" in calls.names
-
-    def forward_mode(x: Tensor, c: Tensor) -> Tensor:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x.detach(), x.detach().sin())
-            return forward_ad.unpack_dual(torch.cdist(dual, c.detach())).primal
-
-    assert fused(lambda x, c: torch.cdist(x.detach(), c.detach()))
-    with torch.no_grad():
-        assert fused(torch.cdist)
-    assert not fused(torch.cdist)
-    assert not fused(lambda x, c: torch.cdist(x.detach(), c))
-    assert not fused(forward_mode)
-    assert not fused(lambda x, c: torch.func.vmap(lambda x: torch.cdist(x[None], c)[0])(x.detach()))
-
-
 def test_extreme_inputs_stay_finite():
     x = torch.tensor([-1e4, -40.0, 0.0, 40.0, 1e4], requires_grad=True)
     for function, options in [(F.gelu, {}), (F.gelu, {"approximate": "tanh"}), (F.silu, {})]:
@@ -150,7 +111,7 @@ def test_confident_float32_hessian():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("batch_first", "bidirectional"), [(False, True), (True, False)])
-@pytest.mark.parametrize("dropout", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -78,8 +78,6 @@ PARTS = {
 COPIES = {
     "none": lambda x: x,
     "cast": Tensor.float,
-    "cast twice": lambda x: x.to(torch.float32).double(),
-    "clone": Tensor.clone,
 }
 #: Functions that are no views, or have entries twice.
 FUNCTIONS = {

@@ -1,6 +1,6 @@
 """Batches in containers of all kinds keep them wherever they are cut, moved or converted."""
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +49,6 @@ Named = namedtuple("Named", ["values"])
 #: Make a container of a tensor, and take it out again.
 CONTAINERS: dict[str, tuple[Callable, Callable]] = {
     "dict": (lambda v: {"values": v}, lambda c: c["values"]),
-    "OrderedDict": (
-        lambda v: OrderedDict(values=v),
-        lambda c: (c.move_to_end("values"), c["values"])[1],
-    ),
-    "defaultdict": (lambda v: defaultdict(list, values=v), lambda c: (c["new"], c["values"])[1]),
     "dict that moves itself": (lambda v: Features(values=v), lambda c: c["values"]),
     "BatchEncoding": (lambda v: BatchEncoding({"values": v}), lambda c: c["values"]),
     "ModelOutput": (lambda v: Output(logits=v), lambda c: c.logits),

@@ -236,12 +236,3 @@ def test_pad_rows_are_constant():
     p = make("padding-idx")
     for M in [reference.hessian(p), reference.ggn(p), reference.empirical_fisher(p)]:
         assert M[list(p.constant)].abs().max() == 0 == M[:, list(p.constant)].abs().max()
-
-
-@each_exact
-def test_batching_is_immaterial(name):
-    p = make(name)
-    truth = torch_loss(p, whole_outputs(p))
-    for q in [problems.rebatched(p), problems.rebatched(p, 2), problems.merged(p)]:
-        if q is not None:
-            torch.testing.assert_close(torch_loss(q, whole_outputs(q)), truth)

@@ -54,11 +54,6 @@ def symmetric(net: Written, A: Tensor, z: Tensor) -> Tensor:
     return A
 
 
-def copied(net: Written, A: Tensor, z: Tensor) -> Tensor:
-    A.copy_(net.w)
-    return A
-
-
 def by_rows(net: Written, A: Tensor, z: Tensor) -> Tensor:
     A[0] = net.w[0]
     A[1] = 2 * net.w[1]
@@ -67,35 +62,7 @@ def by_rows(net: Written, A: Tensor, z: Tensor) -> Tensor:
     return A
 
 
-def with_constants(net: Written, A: Tensor, z: Tensor) -> Tensor:
-    A[0] = net.w[0]
-    A[1] = torch.ones(3).to(A)
-    A[2].copy_(torch.eye(3)[2])
-    return A
-
-
-def with_all_samples(net: Written, A: Tensor, z: Tensor) -> Tensor:
-    """The first row is that of the parameters, the second one of all samples' weights."""
-    A[0] = net.w[0]
-    A[1] = net.first.weight.sum(0)
-    return A
-
-
-def with_others(net: Written, A: Tensor, z: Tensor) -> Tensor:
-    """What is written also enters by itself, before and afterwards."""
-    A[0] = net.w[0] * A.new_tensor([1.0, 2.0, 3.0])
-    A[:, 1] += net.p[:3]
-    A *= net.p[3]
-    return A
-
-
-WRITTEN = {
-    w.__name__: w
-    for w in (
-        *(triangle, product, symmetric, copied, by_rows, with_constants),
-        *(with_all_samples, with_others),
-    )
-}
+WRITTEN = {w.__name__: w for w in (triangle, product, symmetric, by_rows)}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -103,7 +70,7 @@ def test_parameters_written_into_a_matrix(name: str, caplog):
     torch.manual_seed(1)
     net = Written(WRITTEN[name])
     with caplog.at_level(logging.INFO, "curvlinops"):
-        check(net, [torch.randn(3, 3), torch.randn(2, 3)], covered=name != "with_others")
+        check(net, [torch.randn(3, 3), torch.randn(2, 3)])
     assert "recursion" not in caplog.text
 
 
@@ -113,22 +80,14 @@ def into_rows(net: Written, z: Tensor) -> Tensor:
     return x
 
 
-def into_outputs(net: Written, z: Tensor) -> Tensor:
-    z = z.clone()
-    z[:, 0] = net.p[0]
-    z[:, 1] = z[:, 0].clone() * net.p[1]
-    return z
-
-
 class Overwritten(Written):
     def forward(self, x: Tensor) -> Tensor:
         return self.write(self, self.first(x).tanh()) @ self.w
 
 
-@pytest.mark.parametrize("write", [into_rows, into_outputs])
-def test_parameters_written_into_rows_of_samples(write: Callable):
+def test_parameters_written_into_rows_of_samples():
     torch.manual_seed(1)
-    check(Overwritten(write), [torch.randn(3, 3), torch.randn(2, 3)], covered=False)
+    check(Overwritten(into_rows), [torch.randn(3, 3), torch.randn(2, 3)])
 
 
 # --- what all samples share
@@ -151,7 +110,7 @@ DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @pytest.mark.parametrize("entries", [1, 4])
-@pytest.mark.parametrize("sizes", [(5, 2), (8, 5), (1, 4, 1, 3), (16, 16), (64, 32)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 2), (1, 4, 1, 3), (16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_mixtures_of_samples_are_not_taken_for_one(
     dtype: torch.dtype, sizes: tuple[int, ...], entries: int

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Using
 from test_layers import check, loop, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
@@ -15,27 +16,22 @@ from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 
 pytestmark = pytest.mark.extensive
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
+#: What builds a model, what makes inputs, and whether rules cover all parameters.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool]] = {}
 
 
-class Model(nn.Module):
-    """A function of an input, and of modules and parameters by name."""
-
-    def __init__(self, function: Callable, **parts: nn.Module | nn.Parameter):
-        super().__init__()
-        self._function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
+class Model(Using):
+    """With bounded outputs, flattened to ``[N, *]``."""
 
     def forward(self, x: Any) -> Tensor:
-        return torch.tanh(self._function(self, x)).flatten(1)
+        return torch.tanh(super().forward(x)).flatten(1)
 
 
-def model(inputs: Callable[[], list]) -> Callable:
+def model(inputs: Callable[[], list], covered: bool = True) -> Callable:
     """Register a function that builds a model."""
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        MODELS[build.__name__] = build, inputs
+        MODELS[build.__name__] = build, inputs, covered
         return build
 
     return register
@@ -79,43 +75,12 @@ def bias_from_a_table() -> nn.Module:
     return Model(function, qkv=nn.Linear(4, 12), table=weight(11, 2))
 
 
-@model(sequences)
-def bias_from_an_embedding() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return _attend(s, x, lambda d: s.table(d.clamp(-2, 2) + 2).permute(2, 0, 1)[None])
-
-    return Model(function, qkv=nn.Linear(4, 12), table=nn.Embedding(5, 2))
-
-
-@model(sequences)
-def experts_by_index() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        h = x.flatten(0, 1)
-        scores, chosen = s.gate(h).softmax(-1).topk(2)
-        out = h.new_zeros(len(h), 3)
-        for number, expert in enumerate(s.experts):
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            out = out.index_add(0, row, expert(h[row]) * scores[row, place, None])
-        return out.unflatten(0, x.shape[:2])
-
-    experts = nn.ModuleList([nn.Linear(4, 3) for _ in range(3)])
-    return Model(function, gate=nn.Linear(4, 3), experts=experts)
-
-
 @model(tasks)
 def weights_of_tasks() -> nn.Module:
     def function(s: Model, X: dict[str, Tensor]) -> Tensor:
         return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
 
     return Model(function, weight=weight(2, 4, 3), bias=weight(2, 3))
-
-
-@model(vectors)
-def one_sample_after_the_other() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return torch.stack([s.a(one) if one[0] > 0 else s.b(one) for one in x])
-
-    return Model(function, a=nn.Linear(4, 2), b=nn.Linear(4, 2))
 
 
 @model(images)
@@ -135,23 +100,6 @@ def low_rank_update_with_magnitudes() -> nn.Module:
     return Model(
         function, weight=weight(3, 4), left=weight(3, 2), right=weight(2, 4), size=weight(3, 1)
     )
-
-
-@model(vectors)
-def generated_weights() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        shared, own = s.generator(s.code).view(3, 4), s.from_input(x).view(-1, 3, 4)
-        return F.linear(x, shared) + (own @ x.unsqueeze(-1)).squeeze(-1)
-
-    return Model(function, code=weight(2), generator=nn.Linear(2, 12), from_input=nn.Linear(4, 12))
-
-
-@model(vectors)
-def tensor_train() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return torch.einsum("nab,apr,rbq->npq", x.view(-1, 2, 2), s.first, s.second)
-
-    return Model(function, first=weight(2, 2, 3), second=weight(3, 2, 2))
 
 
 @model(sequences)
@@ -178,11 +126,6 @@ def written_in_place() -> nn.Module:
     )
 
 
-@model(sequences)
-def only_written_in_place() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Flatten())
-
-
 @model(vectors)
 def prototypes() -> nn.Module:
     def function(s: Model, x: Tensor) -> Tensor:
@@ -203,15 +146,6 @@ def random_field() -> nn.Module:
         return (total.logsumexp(1) - path).unsqueeze(1)
 
     return Model(function, emissions=nn.Embedding(3, 3), moves=weight(3, 3), start=weight(3))
-
-
-@model(lambda: [(torch.randn(n, 4), torch.randn(n, 4)) for n in (3, 2)])
-def twins() -> nn.Module:
-    def function(s: Model, X: tuple[Tensor, Tensor]) -> Tensor:
-        first, second = s.encode(torch.cat(X)).chunk(2)
-        return F.cosine_similarity(first, second * s.scale).unsqueeze(1)
-
-    return Model(function, encode=nn.Linear(4, 3), scale=weight(3))
 
 
 @model(sequences)
@@ -247,40 +181,15 @@ def weighted_averages() -> nn.Module:
     return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
 
 
-#: Models whose layers have rows along no axis of samples.
-IRREGULAR = {"experts_by_index", "one_sample_after_the_other"}
+# --- models of which some gradients take one pass for each sample
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_covered(name: str):
-    torch.manual_seed(0)
-    build, inputs = MODELS[name]
-    check(build(), inputs(), covered=name not in IRREGULAR)
+@model(vectors, covered=False)
+def transformed() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return torch.func.vmap(s.a)(x) @ s.w[:2]
 
-
-class Square(torch.autograd.Function):
-    """``x^2 @ w``, with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x.square() @ w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return 2 * x * (g @ w.T), x.square().T @ g
-
-
-def _vmapped(s: Model, x: Tensor) -> Tensor:
-    return torch.func.vmap(s.a)(x) @ s.w[:2]
-
-
-@torch.enable_grad()
-def _inner_gradient(s: Model, x: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    energy = s.a(x).tanh().sum() + (x @ s.w).square().sum()
-    return torch.autograd.grad(energy, x, create_graph=True)[0]
+    return Model(function, a=nn.Linear(4, 2), w=weight(4, 2))
 
 
 @torch.enable_grad()
@@ -293,72 +202,91 @@ def _inner_steps(s: Model, x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def _looks_at_its_graph(s: Model, x: Tensor) -> Tensor:
-    y = s.a(x)
-    if y.requires_grad:
-        found = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
-        assert any(leaf is s.a.bias for leaf in found), "not its bias"
-    return y @ s.w[:2]
+@model(vectors, covered=False)
+def inner_steps() -> nn.Module:
+    return Model(_inner_steps, a=nn.Linear(4, 2), w=weight(4, 2))
 
 
-def _spectrum(s: Model, x: Tensor) -> Tensor:
-    return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(s.a(s.w[:, :4].T)[:, 0]), n=4)
+def _state_space(s: Model, x: Tensor) -> Tensor:
+    """Long convolutions by Fourier transforms of what parameters decay like."""
+    x, T = s.read(x).mT, x.shape[1]
+    for decay, scale in zip(s.decay, s.scale, strict=True):
+        times = torch.arange(T, dtype=x.dtype)
+        kernel = (scale[..., None] * torch.exp(-F.softplus(decay)[..., None] * times)).sum(1)
+        spectrum = torch.fft.rfft(x, 2 * T) * torch.fft.rfft(kernel, 2 * T)
+        x = x + torch.fft.irfft(spectrum, 2 * T)[..., :T].tanh()
+    return s.head(x.mean(-1))
 
 
-def _masked(s: Model, x: Tensor) -> Tensor:
-    """Writes into a view; some samples have no gradient there."""
-    queries = torch.cat([x, x], 1).reshape(-1, 2, 2, 2)
-    scores = torch.einsum("binh,nth->bnit", queries, s.w.reshape(2, 2, 2))
-    scores *= (x[:, 0] > 0).to(x).reshape(-1, 1, 1, 1)
-    return s.a(x) + scores.flatten(2).sum(2)
+@model(lambda: [torch.randn(n, 6, 1) for n in (3, 5)], covered=False)
+def state_space() -> nn.Module:
+    parts = {"decay": weight(2, 4, 3), "scale": weight(2, 4, 3)}
+    return Model(_state_space, read=nn.Linear(1, 4), head=nn.Linear(4, 3), **parts)
 
 
-def _parts_of_an_output(s: Model, x: Tensor) -> Tensor:
-    y = x @ s.w
-    left, right = y[:, :1], y[:, 1:]
-    left += s.a.bias[:1]
-    right *= s.a.weight[0, :1]
-    return y * left
+@model(lambda: [{"x": torch.randn(n, 6, 1), "mask": torch.ones(n, 1)} for n in (3, 5)], False)
+def state_space_of_dictionaries() -> nn.Module:
+    inner = state_space()
+    return Model(lambda s, X: s.inner(X["x"]) * X["mask"], inner=inner)
 
 
-FALLBACKS: dict[str, Callable] = {
-    "custom function": lambda s, x: s.a(Square.apply(x, s.w).repeat(1, 2)),
-    "vmap": _vmapped,
-    "inner gradient": _inner_gradient,
-    "inner steps": _inner_steps,
-    "looks at its graph": _looks_at_its_graph,
-    "spectrum": _spectrum,
-    "parts of an output": _parts_of_an_output,
-}
+@torch.enable_grad()
+def _forces(s: Model, x: Tensor) -> Tensor:
+    """An energy and its derivatives."""
+    x = x.detach().requires_grad_()
+    energy = s.energy(x)
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, -slope], 1)
 
 
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_sample_by_sample(name: str):
+@model(vectors, covered=False)
+def forces() -> nn.Module:
+    return Model(_forces, energy=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+
+
+class Fourth(torch.autograd.Function):
+    """Multiplies by the fourth power of a weight; has no ``vmap``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.pow(4)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return g * weight.pow(4), 4 * weight.pow(3) * (g * x).sum(0)
+
+
+@model(vectors, covered=False)
+def custom_function() -> nn.Module:
+    return Model(lambda s, x: Fourth.apply(x, s.w), w=weight(4))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str):
     torch.manual_seed(0)
-    shape = (4, 4) if name == "spectrum" else (4, 2)
-    function = FALLBACKS[name]
-    check(Model(function, a=nn.Linear(4, 2), w=weight(*shape)), vectors(), covered=False)
+    build, inputs, covered = MODELS[name]
+    check(build(), inputs(), covered)
 
 
-def test_overwritten_without_a_gradient_at_first():
-    """What the first batch shows is not that the output does not depend on the parameter."""
+def test_some_samples_without_rules():
     torch.manual_seed(0)
-    signs = torch.tensor([-1.0, 1.0, 1.0, 1.0])
-    inputs = [torch.rand(4, 4) * signs, torch.rand(3, 4)]
-    check(Model(_masked, a=nn.Linear(4, 2), w=weight(4, 2)), inputs, covered=False)
+    net = state_space().double()
+    data = [(torch.randn(n, 6, 1).double(), torch.randn(n, 3).double()) for n in (3, 5)]
+    arguments = net, nn.MSELoss(), list(net.parameters()), data
+    rows = PerSampleGradientLinearOperator(*arguments).dense()
+    some = PerSampleGradientLinearOperator(*arguments, subsampling=[6, 1, 4])
+    torch.testing.assert_close(some.dense(), rows[[6, 1, 4]])
 
 
-@pytest.mark.parametrize(
-    "name, reason",
-    [("inner steps", "it computes gradients itself"), ("looks at its graph", "not its bias")],
-)
-def test_models_that_cannot_be_recorded(name: str, reason: str, caplog: pytest.LogCaptureFixture):
-    net = Model(FALLBACKS[name], a=nn.Linear(4, 2), w=weight(4, 2))
+def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):
+    net = Model(_inner_steps, a=nn.Linear(4, 2), w=weight(4, 2))
     data = [(x, torch.zeros(len(x), 2)) for x in vectors()]
     arguments = net, nn.MSELoss(), list(net.parameters()), data
     gradients = PerSampleGradientLinearOperator(*arguments)
     gradients.norms(), gradients.norms()
-    reason = f"the model cannot be recorded: {reason}"
+    reason = "the model cannot be recorded: it computes gradients itself"
     known = dict.fromkeys(gradients.domain.names, reason)
     assert gradients.fallbacks == known
     assert len(caplog.records) == 1

@@ -32,7 +32,7 @@ def built(case: str, **options) -> TorchLinearOperator:
 
 def _ggn() -> TorchLinearOperator:
     G = built("ggn")
-    return G + 0.1 * C.IdentityLinearOperator(G.space)
+    return G + C.IdentityLinearOperator(G.space)
 
 
 def _submatrix() -> TorchLinearOperator:
@@ -104,18 +104,6 @@ def test_of_parameter_shaped_vectors(kind: str, named: bool, columns: tuple[int,
     assert error(flat, 3 * M.T @ (M @ x).square()) <= 1e-9
 
 
-def test_some_vectors_alone():
-    K = built("kfac")
-    parts = [torch.randn(shape).double() for shape in K.space.shapes.values()]
-    parts[1].requires_grad_()
-    out = K @ parts
-    loss = sum((part * part).sum() for part in out)
-    (found,) = torch.autograd.grad(loss, parts[1])
-    M, x = matrix(K), torch.cat([part.flatten() for part in parts])
-    expected = (2 * M.T @ M @ x)[K.space.slice(K.space.names[1])]
-    assert error(found.flatten(), expected) <= 1e-10
-
-
 def test_quadratic_penalty_of_the_parameters():
     p = problems.make(PROBLEM)
     K = built("ekfac")
@@ -131,16 +119,6 @@ def test_dtypes_of_vectors_are_kept():
     (gradient,) = torch.autograd.grad((A @ x).sum(), x)
     assert gradient.dtype == torch.float32
     assert error(gradient, matrix(A).sum(0)) <= 1e-6
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_no_graph_where_none_is_asked_for(case: str):
-    A = built(case)
-    x = vectors(A)
-    assert not (A @ x).requires_grad
-    assert isinstance(A @ x.numpy(), np.ndarray)
-    with torch.no_grad():
-        assert not (A @ x.requires_grad_()).requires_grad
 
 
 def test_results_may_be_changed_in_place():
@@ -181,23 +159,16 @@ def _given(p: Tensor) -> dict[str, Callable]:
     K, A, one = built("kfac"), torch.diag(torch.tensor([1.0, 2.0, 0.5])), torch.ones(3)
     return {
         "factor": lambda: p * K,
-        "factor behind": lambda: K * p,
         "divisor": lambda: K / p,
         "multiple of the identity": lambda: K + p * C.IdentityLinearOperator(K.space),
         "identity": lambda: C.IdentityLinearOperator(3, p),
-        "damping": lambda: K.inverse(damping=p),
-        "pair": lambda: K.inverse(damping=(0.1, p)),
         "structured damping": lambda: K.structure.inverse(damping=p),
         "diagonal": lambda: C.DiagonalLinearOperator(p * one),
-        "parameter": lambda: C.DiagonalLinearOperator(torch.nn.Parameter(one)),
         "kronecker": lambda: C.KroneckerProductLinearOperator(p * torch.eye(2), torch.eye(3)),
-        "eigenvalues": lambda: C.EighDecomposedLinearOperator(p * one, torch.eye(3)),
         "eigenvectors": lambda: C.EighDecomposedLinearOperator(one, p * torch.eye(3)),
         "cg damping": lambda: C.CGInverseLinearOperator(A, damping=p),
-        "cg start": lambda: C.CGInverseLinearOperator(A, x0=p * one),
         "solve": lambda: C.CGInverseLinearOperator(A).solve(p * one),
         "lsmr damping": lambda: C.LSMRInverseLinearOperator(A, damp=p),
-        "lsmr info": lambda: C.LSMRInverseLinearOperator(A).matvec_with_info(p * one),
         "neumann scale": lambda: C.NeumannInverseLinearOperator(A, scale=p),
         "matrix": lambda: C.eigsh(p * A, k=1),
     }

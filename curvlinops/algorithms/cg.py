@@ -23,18 +23,18 @@ from curvlinops.support.progress import show_residuals
 class CGInverseLinearOperator(KrylovInverseLinearOperator):
     """The inverse of a symmetric positive definite matrix by conjugate gradients.
 
-    ``(A + damping I)^-1`` (Hestenes and Stiefel, 1952), for all right-hand sides at once; those
-    that are solved drop out. A singular matrix is fine if the right-hand side lies in its range.
+    ``(A + damping I)^-1`` (Hestenes and Stiefel, 1952), for all right-hand sides at once. A
+    right-hand side that is solved drops out. A singular matrix is fine if the right-hand side lies
+    in its range.
 
-    For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
-
-    Truncated Newton methods (Steihaug, 1983) continue where it meets negative curvature: after
+    Truncated Newton methods (Steihaug, 1983) go on where CG meets negative curvature: after
     ``except NegativeCurvatureError as error``, along ``error.direction`` from ``error.solution``.
 
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0``, ``x0``, ``on_failure="warn"``, and their aliases.
+            ``damping=0``, ``x0``, ``on_failure="warn"``, and their aliases; see
+            ``KrylovInverseLinearOperator``.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.
@@ -49,7 +49,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         /,
         **options: Unpack[SolverOptions],
     ) -> None:
-        """Set the options of the constructor again; those that are not given have defaults."""
+        """Set the given options of the constructor, and all others to their defaults."""
         positional = {"x0": x0, "maxiter": maxiter}
         given = {name: value for name, value in positional.items() if value is not None}
         self._set_options(given | options)
@@ -65,7 +65,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             curvature = double_dots(s.P, Q)
             if bool((curvature < 0).any()):
                 _check_curvature(A, X, s, Q, curvature)
-            # a direction without curvature is of no use: the matrix is singular
+            # the matrix is singular along a direction of zero curvature: no step
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.index, scaled(alpha, s.P))
             iterations[s.index] += 1
@@ -82,7 +82,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
 
 def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvature: Tensor) -> None:
-    """Check that negative curvature is rounding.
+    """Check that negative curvature is only rounding.
 
     Args:
         A: The matrix.
@@ -92,10 +92,10 @@ def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvatur
         curvature: ``<p, A p>``, ``[K]``.
 
     Raises:
-        NegativeCurvatureError: If it is not.
+        NegativeCurvatureError: If the curvature is more negative than rounding errors.
     """
     lengths, sizes = double_norm(s.P, 1), double_norm(Q, 1)
-    # products with vectors of a null space are rounding errors, which do not show the norm
+    # products with vectors of a null space are rounding errors and do not show the norm of A
     norm = (sizes / lengths).maximum((double_norm(A.multiply(Q), 1) / sizes).nan_to_num())
     curvature = curvature / lengths**2
     negative = curvature < -100 * torch.finfo(Q.dtype).eps * norm

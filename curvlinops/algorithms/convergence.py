@@ -7,7 +7,7 @@ from curvlinops.support.warnings import warn
 
 
 class ConvergenceWarning(UserWarning):
-    """An iterative algorithm has returned a result that is less accurate than it was asked for."""
+    """An iterative algorithm has returned a result that misses the requested accuracy."""
 
 
 class ConvergenceError(RuntimeError):
@@ -19,13 +19,9 @@ class NegativeCurvatureError(ConvergenceError):
 
     Args:
         message: The text.
-        direction: See below.
-        solution: See below.
-
-    Attributes:
         direction: For each right-hand side b a direction p of norm one with ``p^T A p < 0``
-            (damping included) and ``p^T (b - A x) >= 0``; zero if none was met. A tensor ``[D, K]``
-            for K right-hand sides of any kind, ``[D, 1]`` for a single one.
+            (damping included) and ``p^T (b - A x) >= 0``; zero for the others. A tensor ``[D, K]``
+            for K right-hand sides of any type, ``[D, 1]`` for a single one.
         solution: The iterates x so far, ``[D, K]``.
     """
 
@@ -35,7 +31,7 @@ class NegativeCurvatureError(ConvergenceError):
 
 
 class DivergenceError(ConvergenceError, ValueError):
-    """A series does not converge for the options that were chosen: its terms grow."""
+    """The terms of a series grow, so that it does not converge."""
 
 
 def check_on_failure(on_failure: str) -> None:
@@ -44,14 +40,14 @@ def check_on_failure(on_failure: str) -> None:
 
 
 def fail(message: str, on_failure: str) -> None:
-    """Warn, or raise an error: an algorithm has not converged.
+    """Warn that an algorithm has not converged, or raise an error.
 
     Args:
         message: The text.
         on_failure: ``"warn"`` or ``"raise"``.
 
     Raises:
-        ConvergenceError: If ``on_failure`` says so.
+        ConvergenceError: If ``on_failure`` is ``"raise"``.
     """
     if on_failure == "raise":
         raise ConvergenceError(message)

@@ -1,4 +1,4 @@
-"""The dot test of an adjoint."""
+"""The dot test, which checks an adjoint."""
 
 import torch
 
@@ -23,15 +23,15 @@ def dottest(
         A: An operator or matrix of any kind.
         num_tests: Number of pairs of random vectors.
         rtol: Largest difference, relative to ``||u|| ||A v|| + ||A^T u|| ||v||``. Default: 1e-4 in
-            single, 1e-10 in double precision. Models in half precision round more: pass 1e-2.
-        seed: Seeds the vectors. Default: PyTorch's global generator does.
-        generator: Draws the vectors, instead of ``seed``.
+            single, 1e-10 in double precision. For models in half precision, pass 1e-2.
+        seed: Seed of the vectors. Default: one drawn from PyTorch's global generator.
+        generator: Generator that draws the vectors, instead of ``seed``.
 
     Returns:
         The largest relative difference.
 
     Raises:
-        ValueError: If it exceeds ``rtol``.
+        ValueError: If the difference exceeds ``rtol``.
     """
     matrix = Matrix(A)
     rng = read_generator(matrix.device, seed, generator)

@@ -17,7 +17,7 @@ from curvlinops.support.progress import show_residuals, solves
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
-#: The default ``ncv``, unless so many basis vectors need more memory than the second number.
+#: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
 #: Restarts recombine the basis in parts of about this many bytes.
 _PART = 16 * 2**20
@@ -25,13 +25,13 @@ _PART = 16 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
-    """Eigenvalues and eigenvectors, into which it unpacks; with residuals and costs.
+    """Eigenpairs of a matrix; unpacks into eigenvalues and eigenvectors.
 
     Attributes:
         eigenvalues: Ascending, ``[k]``.
         eigenvectors: Orthonormal columns, ``[D, k]``.
         residuals: Norms ``||A x - lambda x||``, ``[k]``.
-        num_products: Number of vectors that ``A`` has been multiplied with.
+        num_products: Number of vectors that ``A`` was multiplied by.
     """
 
     eigenvalues: Tensor
@@ -40,7 +40,7 @@ class Eigenpairs:
     num_products: int
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Unpack like the result of scipy's ``eigsh``."""
+        """Unpack like the result of SciPy's ``eigsh``."""
         return iter((self.eigenvalues, self.eigenvectors))
 
     def __len__(self) -> int:
@@ -69,38 +69,37 @@ def eigsh(
     """Compute k eigenpairs ``A x = lambda x`` of a symmetric matrix, on its device.
 
     Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
-    Appl. 2000). As with scipy's ``eigsh``, a search from one vector may find fewer copies of a
-    multiple eigenvalue than there are; ``block_size=m`` finds up to m copies. Structured operators,
-    such as KFAC, answer with eigenpairs of their own.
+    Appl. 2000). Like SciPy's ``eigsh``, it may find fewer copies of a multiple eigenvalue than
+    there are; ``block_size=m`` finds up to m copies. Eigenpairs of structured operators, such as
+    KFAC, are computed from their structure.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         k: Number of eigenpairs, at most D.
         which: Eigenvalues of largest magnitude (``"LM"``), the largest (``"LA"``), the smallest
             (``"SA"``), or from both ends (``"BE"``; one more from the upper end if k is odd).
-        block_size: How many vectors are multiplied at once. Default: as many as ``v0`` has, or
-            one, which needs the fewest products. Larger blocks pay where a product with several
-            vectors costs little more than with one, and find multiple eigenvalues.
+        block_size: Number of vectors that are multiplied at once. Default: as many as ``v0`` has,
+            or one, which needs the fewest products. Larger blocks find multiple eigenvalues, and
+            save time if a product with several vectors costs little more than with one.
         ncv: Largest number of basis vectors, at least ``k + 2 * block_size`` or D. More basis
             vectors need fewer products and more memory (``D * ncv`` numbers). Default: 1000, or as
             many as fit into 1 GiB, but at least ``max(2 k + 1, 20)``.
         v0: Start vectors, ``[D]`` or ``[D, block_size]``; or, for an operator on named parameters,
             a list or dictionary of tensors, like the vectors that it multiplies. Default: random.
-        tol: Residuals shall be at most ``tol * |lambda|``, or about ten units of rounding
-            relative to the norm of ``A`` if that is larger. With zero they are as small as the
-            accuracy of products allows.
+        tol: Largest residual relative to ``|lambda|``. Residuals of about ten units of rounding,
+            relative to the norm of ``A``, are always accepted. With zero, residuals are as small as
+            the accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
         on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
-        seed: Seeds start vectors. Default: PyTorch's global generator does.
-        generator: Draws start vectors, instead of ``seed``.
+        seed: Seed of the start vectors. Default: one drawn from PyTorch's global generator.
+        generator: Generator that draws the start vectors, instead of ``seed``.
 
     Returns:
-        An ``Eigenpairs`` of tensors on the device of ``A``, which unpacks into ``(eigenvalues,
-        eigenvectors)`` as scipy's result, and has the attributes ``residuals`` and
-        ``num_products``.
+        Eigenpairs on the device of ``A``. They unpack into ``(eigenvalues, eigenvectors)`` like
+        SciPy's result, and have the attributes ``residuals`` and ``num_products``.
 
     Raises:
-        ValueError: If an argument is out of its range, or ``A`` is not symmetric.
+        ValueError: If an argument is out of range, or ``A`` is not symmetric.
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
 
     Example:
@@ -146,8 +145,8 @@ class RitzPairs(NamedTuple):
     Attributes:
         values: Ritz values ``[p]``, ascending.
         vectors: Ritz vectors as columns of coefficients in the basis, ``[m, p]``.
-        couplings: The norms of the residuals' parts that further products reduce, ``[p]``.
-        noise: The norms of the parts that stay, since products are not symmetric, ``[p]``.
+        couplings: Norms of the parts of the residuals that more products reduce, ``[p]``.
+        noise: Norms of the parts that stay, from rounding errors of the products, ``[p]``.
     """
 
     values: Tensor
@@ -156,7 +155,7 @@ class RitzPairs(NamedTuple):
     noise: Tensor
 
     def select(self, indices: Tensor) -> "RitzPairs":
-        """Return some of the pairs."""
+        """Return the pairs with these indices."""
         return RitzPairs(*(field[..., indices] for field in self))
 
 
@@ -177,19 +176,19 @@ def thick_restart_lanczos(
         start: Rows ``[b, D]`` that span the first block.
         k: See ``eigsh``, as for ``which``, ``ncv`` and ``maxiter``.
         which: The wanted eigenvalues.
-        goals: Takes all Ritz values ``[m]``; returns the residuals that they may have.
+        goals: Takes all Ritz values ``[m]``; returns their largest residuals, ``[m]``.
         ncv: The largest number of basis vectors.
         maxiter: The largest number of restarts.
         generator: Draws new vectors where the basis spans an invariant subspace.
 
     Returns:
-        The basis, the k wanted pairs by ascending values, and how many of them miss their goal.
+        The basis; the k wanted pairs, by ascending value; the number of pairs that miss their goal.
     """
     basis = LanczosBasis(matrix, start, ncv, generator)
     restarts = checked = 0
     while True:
         is_full = basis.size + max(basis.num_pending, 1) > ncv and basis.size < matrix.shape[0]
-        # in large bases Ritz pairs cost more than the products that they may save
+        # in a large basis, Ritz pairs cost more time than the products that they may save
         is_due = basis.size >= k and basis.size - checked > (basis.size / 160) ** 2
         if is_full or is_due or basis.size == matrix.shape[0]:
             pairs, checked = basis.ritz(), basis.size
@@ -197,7 +196,7 @@ def thick_restart_lanczos(
             wanted = order[:k].sort().values
             allowed = goals(pairs.values)[wanted].clamp(min=basis.rounding)
             found = pairs.select(wanted)
-            # products of low precision are not symmetric, which further ones do not mend
+            # more products do not reduce the noise of products in low precision
             num_missed = int((found.couplings > allowed.maximum(found.noise)).sum())
             show_residuals((found.couplings, allowed))
             has_ended = basis.size == matrix.shape[0] or (is_full and restarts == maxiter)
@@ -240,7 +239,7 @@ def _basis_size(matrix: Matrix, k: int, block_size: int, ncv: int | None) -> int
 
 
 def _order(values: Tensor, which: str) -> Tensor:
-    """Return the indices of ascending values, the most wanted ones first."""
+    """Return indices into ascending values, the most wanted value first."""
     ascending = torch.arange(len(values), device="cpu")
     if which == "SA":
         return ascending
@@ -252,20 +251,20 @@ def _order(values: Tensor, which: str) -> Tensor:
 
 
 class LanczosBasis:
-    """An orthonormal basis V with ``A V = V H + Q B``, as rows.
+    """An orthonormal basis V with ``A V = V H + Q B``, stored as rows.
 
-    Q is the orthonormal block of rows that is multiplied next. H holds the measured coefficients,
-    and is symmetric only as far as the products are.
+    Q is the orthonormal block that is multiplied next. H has the measured coefficients, and is
+    symmetric up to the rounding errors of products.
 
     Args:
         matrix: The matrix.
         start: Rows ``[b, D]`` that span the first block; they may be linearly dependent.
-        ncv: How many rows the basis may have.
-        generator: Draws new rows where the basis spans an invariant subspace.
+        ncv: The largest number of rows.
+        generator: Draws new rows when V spans an invariant subspace.
 
     Attributes:
         size: The number m of rows of V.
-        num_pending: The number of rows of Q. With none, V spans an invariant subspace.
+        num_pending: The number of rows of Q. If zero, V spans an invariant subspace.
     """
 
     def __init__(self, matrix: Matrix, start: Tensor, ncv: int, generator: torch.Generator):
@@ -281,11 +280,11 @@ class LanczosBasis:
 
     @property
     def rounding(self) -> float:
-        """About ten units of rounding, relative to the norm of the matrix."""
+        """Ten units of rounding, times the norm of the matrix."""
         return 10 * self._eps * self._norm
 
     def expand(self) -> None:
-        """Multiply Q, and make it a part of V."""
+        """Multiply Q by the matrix, and append Q to V."""
         if not self.num_pending:
             self._inject(_random_rows(1, self._matrix, self._generator))
         start, end = self.size, self.size + self.num_pending
@@ -294,7 +293,7 @@ class LanczosBasis:
         self._norm = max(self._norm, largest)
         H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
         H[:start, :start], H[start:, :start] = self._H, self._B
-        # the first pass removes the parts that theory predicts, the second one rounding errors
+        # in exact arithmetic the first pass is enough; the second one removes rounding errors
         for first in (self._first_coupled, 0):
             rows = self._rows[first:end]
             coefficients = rows @ W.T
@@ -302,7 +301,7 @@ class LanczosBasis:
             H[first:, start:] += coefficients.double().cpu()
         Q, R = self._orthonormal(W, self.rounding, end)
         if len(Q) and float(torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
-            # little is left, so that rounding weighs more: a third pass
+            # little is left, and its rounding errors are large relative to it: a third pass
             rows = self._rows[:end]
             Q, correction = self._orthonormal(Q - (Q @ rows.T) @ rows, 0.5, end)
             R = correction @ R
@@ -317,12 +316,12 @@ class LanczosBasis:
         """Return the Ritz pairs."""
         values, vectors = torch.linalg.eigh((self._H + self._H.T) / 2)
         skew = ((self._H - self._H.T) / 2 @ vectors).norm(dim=0)
-        # the noise of different basis vectors has no common direction, so that squares add up
+        # noise of different basis vectors is uncorrelated, so that squares add up
         noise = torch.hypot(skew, ((vectors**2).T @ self._noise**2).sqrt())
         return RitzPairs(values, vectors, (self._B @ vectors).norm(dim=0), noise)
 
     def restart(self, pairs: RitzPairs) -> None:
-        """Reduce the basis to some Ritz vectors, with the same Q."""
+        """Replace V by some Ritz vectors; Q stays."""
         Q = self._rows[self.size : self.size + self.num_pending].clone()
         coefficients = pairs.vectors.T.to(self._rows)
         width = max(_PART // (self.size * self._rows.itemsize), 1)
@@ -333,12 +332,12 @@ class LanczosBasis:
         self._set_pending(Q, self._B @ pairs.vectors)
 
     def combine(self, Y: Tensor) -> Tensor:
-        """Return vectors ``[D, p]``, given by their coefficients in the basis, ``[m, p]``."""
+        """Return the vectors ``[D, p]`` with coefficients ``[m, p]`` in the basis."""
         rows = self._rows[: self.size]
         return rows.T @ Y.to(rows)
 
     def _inject(self, block: Tensor) -> None:
-        """Set Q to the parts of rows that are orthogonal to V."""
+        """Orthogonalize rows against V, and make them the block Q."""
         sizes = block.norm(dim=1, keepdim=True)
         block = block / sizes.where(sizes > 0, 1.0)
         rows = self._rows[: self.size]
@@ -352,7 +351,7 @@ class LanczosBasis:
     def _orthonormal(self, W: Tensor, negligible: float, size: int) -> tuple[Tensor, Tensor]:
         """Return orthonormal rows Q ``[r, D]`` and R with ``W.T = Q.T @ R`` up to ``negligible``.
 
-        There are at most as many rows as a basis of the given size leaves directions.
+        A basis of the given size leaves ``D - size`` directions, which limits r.
         """
         Q, R = torch.linalg.qr(W.T)
         U, S, Vt = torch.linalg.svd(R.double().cpu())
@@ -369,7 +368,7 @@ class LanczosBasis:
         self.num_pending, self._B = len(Q), B
 
     def _check_symmetric(self, H: Tensor, start: int) -> None:
-        """Compare the measured coefficients of the last block with those that symmetry implies."""
+        """Check that the measured coefficients of the last block are symmetric."""
         asymmetry = float((H - H.T)[start:].norm()) / 2
         if not self._matrix.operator.self_adjoint and asymmetry > ASYMMETRY * self._norm:
             raise ValueError(

@@ -28,32 +28,32 @@ def hutchinson_trace(
     """Estimate the trace of a square matrix.
 
     ``tr(A) = E[x^T A x]`` (Hutchinson, A stochastic estimator of the trace of the influence matrix,
-    Communications in Statistics 1989). Unbiased for every matrix; with Rademacher vectors exact for
-    diagonal ones, with spherical vectors for multiples of the identity.
+    Communications in Statistics 1989). Unbiased for every matrix. Exact for diagonal matrices with
+    Rademacher vectors, and for multiples of the identity with spherical vectors.
 
     Args:
         A: A square matrix: an operator, any other scipy LinearOperator, or a matrix.
         num_matvecs: The largest number of products with ``A``. Methods that need several products
             for each random vector round it down. From D on, the result is exact, with D products.
-        distribution: Of the random vectors: ``"rademacher"`` (signs), ``"gaussian"``, or
-            ``"sphere"``.
-        **options: All estimators share these.
-            ``rtol``: stop when the standard error is this small, relative to the estimate (in the
-            Euclidean norm); a ``ConvergenceWarning`` tells if it is not reached.
+        distribution: Distribution of the random vectors: ``"rademacher"`` (signs), ``"gaussian"``,
+            or ``"sphere"``.
+        **options: All estimators have these.
+            ``rtol``: stop when the standard error, relative to the estimate (in the Euclidean
+            norm), is this small; if it does not become so, a ``ConvergenceWarning`` says so.
             ``return_error=False``: whether to return the standard error, too, which needs two
             random vectors.
-            ``chunk_size``: how many vectors are multiplied at once. Default: as many as need
+            ``chunk_size``: number of vectors that are multiplied at once. Default: as many as need
             64 MiB.
-            ``seed``: seeds the random vectors.
-            ``generator``: draws the random vectors. Default: one seeded by PyTorch's global
-            generator.
+            ``seed``: seed of the random vectors.
+            ``generator``: generator that draws the random vectors. Default: one seeded by
+            PyTorch's global generator.
 
     Returns:
         The estimate, a scalar tensor on the device of ``A``. With ``return_error`` a named tuple of
         ``estimate`` and ``standard_error``.
 
     Raises:
-        ValueError: If the matrix is not square, or an argument is not among its choices.
+        ValueError: If the matrix is not square, or an argument is out of range.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
     return _mean(sampler, num_matvecs, quadratic_forms)
@@ -69,8 +69,8 @@ def hutchinson_diag(
     """Estimate the diagonal of a square matrix, ``[D]``.
 
     ``diag(A) = E[x * (A x)]``, entry by entry (Bekas et al., An estimator for the diagonal of a
-    matrix, Applied Numerical Mathematics 2007). Unbiased for every matrix; with Rademacher vectors
-    exact for diagonal ones. The arguments are those of ``hutchinson_trace``.
+    matrix, Applied Numerical Mathematics 2007). Unbiased for every matrix; exact for diagonal
+    matrices with Rademacher vectors. The arguments are those of ``hutchinson_trace``.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
     return _mean(sampler, num_matvecs, torch.mul)
@@ -103,13 +103,13 @@ def hutchpp_trace(
     distribution: str = "rademacher",
     **options: Unpack[SamplingOptions],
 ) -> Tensor | Estimate:
-    """Estimate the trace of a square matrix: exactly in a subspace, at random outside of it.
+    """Estimate the trace of a square matrix with Hutch++.
 
     ``tr(A) = tr(Q^T A Q) + E[x^T (I - Q Q^T) A (I - Q Q^T) x]``, with Q an orthonormal basis of the
-    range of ``A S``, S random vectors (Algorithm 1 of Meyer et al., Hutch++: optimal stochastic
+    range of ``A S``, and S random vectors (Algorithm 1 of Meyer et al., Hutch++: optimal stochastic
     trace estimation, SOSA 2021). Unbiased for every matrix, and exact if the rank is at most
-    ``num_matvecs / 3``: a third of the products each goes into Q, the trace in its span, and the
-    trace outside. Q is held in memory. The arguments are those of ``hutchinson_trace``.
+    ``num_matvecs / 3``. A third of the products is for Q, a third for the trace in the span of Q,
+    and a third for the rest. Q is held in memory. The arguments are those of ``hutchinson_trace``.
     """
     matrix = Matrix(A, square=True)
     sampler, outside = Sampler(matrix, distribution, **options), RunningMean()
@@ -117,7 +117,7 @@ def hutchpp_trace(
     if num is None:
         return sampler.exact(quadratic_forms)
     Q = torch.linalg.qr(sampler.multiply(sampler.draw(num))).Q
-    # contiguous vectors multiply fastest
+    # products with contiguous vectors are fastest
     inside = (Q * sampler.multiply(Q.T.contiguous().T)).sum()
 
     def update(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def hutchpp_trace(
 def _mean(
     sampler: Sampler, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | Estimate:
-    """Average a function of random vectors X and of ``A X``, with samples along the last axis."""
+    """Average ``terms(X, A X)`` over random vectors X; samples lie along the last axis."""
     num, mean = sampler.num_vectors(num_matvecs), RunningMean()
     if num is None:
         return sampler.exact(terms)

@@ -1,4 +1,4 @@
-"""Inverses of symmetric matrices by iterations: options, products, and true residuals."""
+"""What the iterative inverses of symmetric matrices share: options, products, true residuals."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -18,13 +18,13 @@ from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.progress import solver
 from curvlinops.support.torch_modes import default_modes
 
-#: Asymmetry, relative to the matrix's norm, that cannot be rounding of single precision.
+#: A larger asymmetry, relative to the matrix's norm, cannot be rounding in single precision.
 ASYMMETRY = 1e-3
 
-#: The kind of the right-hand sides.
+#: The type of the right-hand sides.
 Kind = TypeVar("Kind")
 
-#: Names of options in SciPy and GPyTorch.
+#: The names of options in SciPy and GPyTorch, and the names here.
 _ALIASES = {
     "M": "preconditioner",
     "tol": "rtol",
@@ -32,10 +32,10 @@ _ALIASES = {
     "max_iter": "maxiter",
     "initial_guess": "x0",
 }
-#: Options of GPyTorch that have no counterpart, and what to do instead.
+#: Options of GPyTorch without a counterpart, and what to do instead.
 _REFUSED = {
-    "eps": "nothing is added to the matrix but damping; omit eps, or pass damping",
-    "max_tridiag_iter": "no tridiagonal matrix is recorded; omit it, and use lanczos_logdet",
+    "eps": "omit eps; to add a multiple of the identity, pass damping",
+    "max_tridiag_iter": "omit it; for log-determinants, use lanczos_logdet",
 }
 
 
@@ -47,7 +47,7 @@ class SolverOptions(TypedDict, total=False):
     atol: float | None
     maxiter: int | None
     x0: Vectors | None
-    # other names of these
+    # aliases
     M: Preconditioner
     tol: float
     tolerance: float
@@ -56,10 +56,10 @@ class SolverOptions(TypedDict, total=False):
 
 
 class Solution(NamedTuple, Generic[Kind]):
-    """Solutions of linear systems, and how good they are.
+    """Solutions of linear systems, and how accurate they are.
 
     Attributes:
-        x: The solutions, of the kind of the right-hand sides.
+        x: The solutions, of the same type as the right-hand sides.
         residuals: True residual norms ``||b - A x||``, ``[K]``, float64.
         iterations: Number of iterations, ``[K]``.
         converged: Whether the tolerance is reached, ``[K]``.
@@ -74,26 +74,27 @@ class Solution(NamedTuple, Generic[Kind]):
 class KrylovInverseLinearOperator(TorchLinearOperator):
     """The inverse of a symmetric matrix, ``(A + damping I)^-1``, by an iteration.
 
-    A subclass writes ``_improve``, which reduces residuals as its recursion sees them. The true
-    residuals decide: where they are larger, the iteration starts again from the solution so far.
+    A subclass implements ``_improve``, which reduces the residuals that its recursion computes.
+    Convergence depends on the true residuals: if these are too large, the iteration restarts from
+    the solution so far.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         damping: Multiple of the identity that is added to ``A``.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
         **options: ``preconditioner``: a symmetric positive definite operator or matrix that
-            approximates the inverse; or a function that multiplies by one: a vector ``[D]``, or if
-            it does not take these, several at once, ``[D, K]``, tensors like the products of ``A``.
+            approximates the inverse; or a function that multiplies a vector by one, from a tensor
+            ``[D]`` to a tensor ``[D]``.
             ``rtol=1e-5`` and ``atol=0`` (or ``None``): a system is solved if
             ``||b - A x|| <= max(rtol ||b||, atol)``.
             ``maxiter``: largest number of iterations. Default: ``10 D``.
             ``x0``: start of the iteration for every right-hand side that is not zero, ``[D]``.
             Default: zero.
-            The same under the names of SciPy (``M``, ``tol``) and of GPyTorch (``tolerance``,
-            ``max_iter``, ``initial_guess``).
+            The names of SciPy (``M``, ``tol``) and of GPyTorch (``tolerance``, ``max_iter``,
+            ``initial_guess``) are aliases.
 
     Raises:
-        ValueError: If an argument is out of its range, or products show that the matrix is not
+        ValueError: If an argument is out of range, or products show that the matrix is not
             symmetric.
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
         TypeError: If an option is unknown, or given under two names.
@@ -119,12 +120,12 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self.on_failure = on_failure
 
     def _set_options(self, options: dict[str, Any]) -> None:
-        """Set options; those that are not given have their defaults."""
+        """Set the given options, and all others to their defaults."""
         for name in options.keys() & _REFUSED.keys():
             raise TypeError(f"There is no option '{name}': {_REFUSED[name]}.")
         given = {_ALIASES.get(name, name): value for name, value in options.items()}
         if len(given) < len(options):
-            raise TypeError(f"One option is given twice, under two names: {sorted(options)}.")
+            raise TypeError(f"An option is given twice, under two names: {sorted(options)}.")
         defaults = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None, "x0": None}
         if unknown := sorted(given.keys() - defaults.keys()):
             raise TypeError(f"There are no options {unknown}; there are {list(defaults)}.")
@@ -144,10 +145,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """Add approximate solutions of ``(A + damping I) dX = R`` to rows of X, in place.
 
         Args:
-            A: Multiplies by the matrix, damped, and by the preconditioner.
+            A: The damped matrix and the preconditioner.
             X: The solutions of all systems so far, ``[K, D]``.
-            iterations: Number of iterations of all systems, ``[K]``, counted on in place.
-            systems: The systems to improve. None has reached its goal.
+            iterations: Number of iterations of each system, ``[K]``, updated in place.
+            systems: The systems that have not reached their goal.
             budget: Largest number of iterations.
         """
         raise NotImplementedError
@@ -164,14 +165,14 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         """Solve linear systems.
 
         Args:
-            B: Right-hand sides: a vector or several, of any kind that operators take.
+            B: One or several right-hand sides, of any type that operators multiply.
             x0: Start of the iteration: one vector, or one for each right-hand side.
 
         Returns:
             The named tuple ``(x, residuals, iterations, converged)``.
 
         Raises:
-            ValueError: If a right-hand side requires gradients: only products have derivatives.
+            ValueError: If a right-hand side requires gradients; only products have derivatives.
         """
         without_graph(B, "The right-hand side")
         with default_modes():
@@ -190,10 +191,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
         with solver(type(self).__name__, self):
-            # an object for each call, so that several threads do not disturb each other
+            # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = double_norm(B, 1)
-            # float64 cannot hold the squares of other norms
+            # the squares of other norms overflow or underflow in float64
             if bool((sizes != sizes.clamp(1e-150, 1e150))[B.any(dim=1)].any()):
                 raise ValueError(
                     "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale "
@@ -202,7 +203,12 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             goal = (self.rtol * sizes).clamp(min=self.atol)
             X, R = torch.zeros_like(B), B
             if x0 is not None:
-                X = _expand(x0, B)
+                if len(x0) not in (1, len(B)):
+                    raise ValueError(
+                        f"x0 has {len(x0)} columns for {len(B)} right-hand sides. Pass one for "
+                        "all, or one for each."
+                    )
+                X = x0.expand_as(B).clone()
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
             residuals = double_norm(R, 1)
@@ -212,10 +218,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             R = R[index]
             while len(index) and (done := int(iterations.max())) < self.maxiter:
                 before = residuals[index]
-                # a margin for drifting recursions; rounding limits the gain of a single run
+                # the recursion drifts, hence a margin; rounding limits what one run can gain
                 target = (0.9 * goal[index]).maximum(rounding * before)
                 systems = Systems(index=index, R=R, goal=target)
-                # a restart gets at most as many products as all runs before it
+                # a restart takes at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
                 candidate = X.clone()
                 self._improve(A, candidate, iterations, systems, budget)
@@ -224,7 +230,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 better = after < before
                 improved = index[better]
                 X[improved], residuals[improved] = candidate[improved], after[better]
-                # residuals that do not even halve are as small as rounding allows
+                # a residual that does not halve is as small as rounding allows
                 going = (after > goal[index]) & (after < before / 2)
                 index, R = index[going], R[going]
             converged = residuals <= goal
@@ -244,13 +250,13 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
 
 class DampedMatrix:
-    """Multiplies by a symmetric matrix, damped, and by its preconditioner.
+    """A symmetric matrix with damping, and its preconditioner.
 
     Args:
         matrix: The matrix A.
-        damping: Multiple of the identity that is added to it.
+        damping: Multiple of the identity that is added to A.
         preconditioner: Approximates the inverse. ``None``: the identity.
-        method: The name of the method that needs a symmetric matrix.
+        method: The name of the method, for error messages.
     """
 
     def __init__(
@@ -284,7 +290,7 @@ class DampedMatrix:
         return (self._preconditioner @ rows.T).T.contiguous().to(rows)
 
     def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
-        """Check ``<x, A y> = <A x, y>`` for the last two products, which costs none."""
+        """Check ``<x, A y> = <A x, y>`` for the last two products, without another one."""
         last, self._last = self._last, (rows, products)
         if last is None or last[0].shape != rows.shape:
             return
@@ -293,22 +299,22 @@ class DampedMatrix:
         norm = torch.cat([size_Ax / size_x, size_Ay / size_y]).nan_to_num().max()
         if bool((difference.abs() > ASYMMETRY * norm * size_x * size_y).any()):
             raise ValueError(
-                f"The matrix is not symmetric, which {self._method} needs. Use "
-                "LSMRInverseLinearOperator, or the symmetric part (A + A.T) / 2 if that is meant."
+                f"{self._method} needs a symmetric matrix, and this one is not symmetric. Use "
+                "LSMRInverseLinearOperator, or the symmetric part (A + A.T) / 2."
             )
 
 
 class Systems(SimpleNamespace):
-    """The state of an iteration for K systems: tensors with K as their first axis.
+    """The state of an iteration for K systems; each attribute is a tensor ``[K, ...]``.
 
     Attributes:
         index: The index of each system's right-hand side.
         R: Residuals, ``[K, D]``.
-        goal: The residual norms that shall be reached.
+        goal: The residual norms to reach.
     """
 
     def keep(self, going: Tensor) -> None:
-        """Drop all systems but those where ``going`` is true."""
+        """Keep the systems for which ``going`` is true."""
         if not bool(going.all()):
             vars(self).update({name: tensor[going] for name, tensor in vars(self).items()})
 
@@ -328,12 +334,3 @@ def check_positive(squares: Tensor) -> Tensor:
     if bool((squares <= 0).any()):
         raise ValueError("The preconditioner is not positive definite.")
     return squares
-
-
-def _expand(x0: Tensor, B: Tensor) -> Tensor:
-    if len(x0) not in (1, len(B)):
-        raise ValueError(
-            f"x0 has {len(x0)} columns for {len(B)} right-hand sides. Pass one for all, or one for "
-            "each."
-        )
-    return x0.expand_as(B).clone()

@@ -1,4 +1,4 @@
-"""Lanczos runs from random vectors, and traces of functions of a symmetric matrix by quadrature."""
+"""Lanczos quadrature, and traces of functions of a symmetric matrix."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Unpack
@@ -41,8 +41,8 @@ class Quadrature(NamedTuple):
 def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
     """Run Lanczos' three-term recurrence from several starting vectors at once.
 
-    All vectors are kept, and orthogonalized against twice, since the recurrence alone soon loses
-    orthogonality and then finds eigenvalues more than once.
+    Each new vector is orthogonalized twice against all earlier ones. The recurrence alone soon
+    loses orthogonality, and then finds eigenvalues more than once.
 
     Args:
         matrix: The symmetric matrix.
@@ -50,8 +50,8 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
         num_steps: The number M of products for each vector, at most D.
 
     Returns:
-        Rules of M nodes. If a run ends early in an invariant subspace, its further nodes have no
-        weight.
+        Rules of M nodes. If a run ends early, in an invariant subspace, its further nodes have
+        weight zero.
 
     Raises:
         ValueError: If products show that the matrix is not symmetric.
@@ -71,12 +71,16 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
         norms = double_norm(W, 1).to(W)
         scale = scale.maximum(overlaps.abs().amax(1)).maximum(norms)
         if step and not matrix.operator.self_adjoint:
-            # orthogonal to all vectors but the last two
+            # of a symmetric matrix, products are orthogonal to all vectors but the last two
             wrong = overlaps[:, :-1].clone()
             wrong[:, -1] -= off_diagonal[:, step - 1]
-            _check_small(wrong.abs().amax(1), eps**0.5 * scale)
-        # a run that has ended goes on with zero vectors; its nodes without weight are its first
-        # Rayleigh quotient, for which functions of the spectrum are defined
+            if bool((wrong.abs().amax(1) > eps**0.5 * scale).any()):
+                raise ValueError(
+                    "Lanczos' method needs a symmetric matrix, and this one is not symmetric. Take "
+                    "the symmetric part (A + A.T) / 2."
+                )
+        # a run that has ended goes on with zero vectors; its nodes of weight zero are its first
+        # Rayleigh quotient, at which functions of the spectrum are defined
         diagonal[:, step] = overlaps[:, step].where(alive, diagonal[:, 0])
         alive = alive & (norms > 100 * eps * scale)
         off_diagonal[:, step] = norms.where(alive, 0.0)
@@ -99,14 +103,6 @@ def _orthogonalize(W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return W, overlaps
 
 
-def _check_small(asymmetry: Tensor, tolerance: Tensor) -> None:
-    if bool((asymmetry > tolerance).any()):
-        raise ValueError(
-            "The matrix is not symmetric, which Lanczos' method needs. Take its symmetric part "
-            "(A + A.T) / 2 if that is meant."
-        )
-
-
 @estimator
 def trace_function(
     A: AnyMatrix,
@@ -125,13 +121,13 @@ def trace_function(
 
     Args:
         A: A symmetric operator, any other scipy LinearOperator, or a matrix.
-        f: The function of eigenvalues, a tensor to a tensor of the same shape, entry by entry.
-        ncv: The number of products for each random vector, at most D; so many vectors are held in
-            memory for each.
+        f: The function of eigenvalues, from a tensor to a tensor of the same shape, entry by entry.
+        ncv: The number of products for each random vector, at most D. For each, ``ncv`` vectors are
+            held in memory.
         num_repeats: The number of random vectors; an upper limit if ``rtol`` is given.
         distribution: ``"rademacher"``, ``"gaussian"`` or ``"sphere"``.
-        **options: Those of ``hutchinson_trace``. The standard error is that of sampling, and says
-            nothing about the quadrature: compare with a larger ``ncv``.
+        **options: The options of ``hutchinson_trace``. The standard error does not contain the
+            error of the quadrature; for that, compare with a larger ``ncv``.
 
     Returns:
         The estimate, a scalar. With ``return_error`` a named tuple of ``estimate`` and
@@ -139,8 +135,7 @@ def trace_function(
 
     Raises:
         ValueError: If the matrix is not square, products show that it is not symmetric, f is not
-            finite at an approximate eigenvalue, or an argument is not among its choices.
-        TypeError: If f returns complex numbers.
+            real and finite at all approximate eigenvalues, or an argument is out of range.
     """
     matrix = Matrix(A, square=True)
     ncv = check_count("ncv", ncv, at_most=matrix.shape[0])
@@ -160,12 +155,12 @@ def lanczos_logdet(
 
     ``log det A = tr log A``, by stochastic Lanczos quadrature. Matrices with few large eigenvalues
     above a damping need few products. The arguments are those of ``trace_function``. The default
-    for ``ncv`` is 50, or D if that is less: on matrices with smallest eigenvalues down to ``1e-5``
-    of the largest one, with decaying and with uniform spectra, a larger one changed the result by
-    less than a tenth of the standard error.
+    ``ncv`` is 50, or D if that is less. For decaying and uniform spectra with smallest eigenvalues
+    down to ``1e-5`` of the largest one, a larger ``ncv`` changed the result by less than a tenth of
+    the standard error.
 
     Raises:
-        ValueError: If the matrix turns out not to be positive definite, up to rounding.
+        ValueError: If an approximate eigenvalue is not positive, up to rounding.
     """
     matrix = Matrix(A, square=True)
     ncv = min(_DEFAULT_NCV, matrix.shape[0]) if ncv is None else ncv
@@ -203,11 +198,10 @@ def _mean(
 
 def _evaluate(f: Callable[[Tensor], Tensor], nodes: Tensor) -> Tensor:
     values = f(nodes)
-    if not isinstance(values, Tensor) or values.shape != nodes.shape:
-        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"f must return a tensor of shape {list(nodes.shape)}, got {shape}.")
-    if values.is_complex():
-        raise TypeError("f must return real numbers. Take real and imaginary parts, one at a time.")
+    if not isinstance(values, Tensor) or values.shape != nodes.shape or values.is_complex():
+        is_tensor = isinstance(values, Tensor)
+        found = (values.dtype, list(values.shape)) if is_tensor else type(values).__name__
+        raise ValueError(f"f must return a real tensor of shape {list(nodes.shape)}, got {found}.")
     if not bool(values.isfinite().all()):
         where = float(nodes[~values.isfinite()][0])
         raise ValueError(f"f is not finite at {where:.3e}, an approximate eigenvalue.")

@@ -1,4 +1,4 @@
-"""Least squares: the pseudo-inverse of any matrix."""
+"""The pseudo-inverse of any matrix, by least squares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, overload
@@ -19,23 +19,23 @@ from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import solver
 from curvlinops.support.torch_modes import default_modes
 
-#: Values of ``istop`` without a solution.
+#: Values of ``istop`` that mean failure.
 _FAILURES = {3: "conlim is exceeded", 6: "the matrix is singular", 7: "maxiter is reached"}
 
 
 class LSMRSolution(NamedTuple, Generic[Kind]):
-    """What ``scipy.sparse.linalg.lsmr`` returns, for every right-hand side, ``[K]``.
+    """The results of ``scipy.sparse.linalg.lsmr``, for each of K right-hand sides.
 
     Attributes:
-        x: The solutions, of the kind of the right-hand sides.
+        x: The solutions, of the same type as the right-hand sides.
         istop: Why the iteration ended. 0: x = 0 is the solution. 1: ``A x = b`` is solved. 2: the
             least-squares problem is solved. 3: the condition number exceeds ``conlim``. 4, 5, 6:
             the same as 1, 2, 3 up to rounding. 7: ``maxiter`` is reached.
         itn: Number of iterations.
-        normr: ``||b - A x||``; with damping the root of ``||b - A x||^2 + damp^2 ||x||^2``.
+        normr: ``sqrt(||b - A x||^2 + damp^2 ||x||^2)``.
         normar: ``||A^T (b - A x) - damp^2 x||``.
         norma: Estimate of the Frobenius norm of ``[A; damp I]``.
-        conda: Estimate of its condition number.
+        conda: Estimate of the condition number of ``[A; damp I]``.
         normx: ``||x||``.
     """
 
@@ -54,20 +54,21 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
 
     ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; of all minimizers the one of least norm (Fong and
     Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci. Comput.
-    2011). SciPy's ``lsmr`` solves for one right-hand side after the other, on the host: each
-    product with a matrix on another device moves one vector there and one back. The adjoint is the
+    2011). SciPy's ``lsmr`` solves for one right-hand side at a time, on the CPU: each product with
+    a matrix on another device moves one vector there and one back. The adjoint is the
     pseudo-inverse of the adjoint.
 
     Args:
         A: An operator with an adjoint, or a matrix of any kind, ``[M, D]``.
-        damp: Damping.
+        damp: The damping.
         atol: See ``btol``.
         btol: The iteration ends if ``||r|| <= btol ||b|| + atol ||A|| ||x||``, or if
             ``||A^T r|| <= atol ||A|| ||r||``; r is the residual of the damped problem. Both
             tolerances are at least the rounding error of the operator's dtype.
-        conlim: Largest condition number; zero for none.
+        conlim: Largest condition number of ``[A; damp I]``; zero for no limit. SciPy's estimate is
+            too large if the norm of ``A`` is below one.
         maxiter: Largest number of iterations. Default: ten times the smaller dimension.
-        on_failure: If neither tolerance is reached, ``"warn"`` or ``"raise"``.
+        on_failure: Without convergence, ``"warn"`` or ``"raise"``.
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
@@ -113,7 +114,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     @overload
     def matvec_with_info(self, x: Mapping[str, Tensor]) -> LSMRSolution[dict[str, Tensor]]: ...
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
-        """Solve for right-hand sides, and return all that is known about the solutions."""
+        """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
         with default_modes():
             columns, write = to_columns(x, self.domain)
@@ -142,21 +143,17 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         X = B.new_zeros(len(B), shape[1])
         info = torch.zeros(7, len(B), dtype=torch.float64, device=B.device)
         with solver(type(self).__name__, self):
-            # scipy overestimates the condition number of matrices with a norm below one
-            norms = double_norm(transposed(B.T), 0) / double_norm(B, 1)
-            unit = max(norms.nan_to_num().tolist(), default=0.0) or 1.0  # at most the norm of A
-            products = [_on_host(product, unit) for product in (multiply, transposed)]
-            A, damp = LinearOperator(shape, *products, dtype=float), self.damp / unit
+            A = LinearOperator(shape, _on_host(multiply), _on_host(transposed), dtype=float)
             for k, b in enumerate(B.double().cpu().numpy()):
-                with np.errstate(all="ignore"):  # scipy divides by zero where a space ends
-                    x, *numbers = lsmr(A, b, damp, atol, btol, self.conlim, self.maxiter)
-                X[k], info[:, k] = torch.from_numpy(x / unit).to(X), info.new_tensor(numbers)
+                with np.errstate(all="ignore"):  # scipy divides by zero at the end of the space
+                    x, *numbers = lsmr(A, b, self.damp, atol, btol, self.conlim, self.maxiter)
+                X[k], info[:, k] = torch.from_numpy(x).to(X), info.new_tensor(numbers)
             R = B - multiply(X.T).T
             gradient = transposed(R.T).T - self.damp**2 * X
-        istop, itn, norma, conda = info[0].long(), info[1].long(), unit * info[4], info[5]
+        istop, itn, norma, conda = info[0].long(), info[1].long(), info[4], info[5]
         normx, normar = double_norm(X, 1), double_norm(gradient, 1)
         normr = torch.hypot(double_norm(R, 1), self.damp * normx)
-        # true residuals have rounding errors of products
+        # true residuals contain the rounding errors of products
         slack = 10 * (atol + 10 * eps)
         solved = normr <= 10 * btol * double_norm(B, 1) + slack * norma * normx
         solved |= normar <= slack * norma * normr
@@ -174,10 +171,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         return X, istop, itn, normr, normar, norma, conda, normx
 
 
-def _on_host(multiply: Product, unit: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a product of tensors ``[D, K]``, over ``unit``, as one of numpy arrays ``[D]``."""
+def _on_host(multiply: Product) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a product with NumPy arrays ``[D]``."""
 
     def product(x: np.ndarray) -> np.ndarray:
-        return multiply(torch.from_numpy(x).reshape(-1, 1))[:, 0].double().cpu().numpy() / unit
+        return multiply(torch.from_numpy(x).reshape(-1, 1))[:, 0].double().cpu().numpy()
 
     return product

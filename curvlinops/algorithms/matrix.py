@@ -1,4 +1,4 @@
-"""Any operator and any matrix, as one kind of object for all algorithms."""
+"""Reads operators and matrices of any kind as one kind of object for all algorithms."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,32 +16,32 @@ from curvlinops.linear_operator.vectors import Vectors, is_native, to_columns
 from curvlinops.support.arguments import without_graph
 from curvlinops.support.progress import count_products
 
-#: Multiplies vectors ``[D, K]``.
+#: A function that multiplies vectors.
 Product = Callable[[Tensor], Tensor]
 #: All operators and matrices that algorithms take.
 AnyMatrix = TorchLinearOperator | Tensor | LinearOperator | np.ndarray | sparray | spmatrix
-#: An approximate inverse: an operator or matrix, or a function that multiplies by one.
+#: An approximate inverse: an operator, a matrix, or a function that multiplies a vector ``[D]``.
 Preconditioner = AnyMatrix | Product | None
 
 
 class Matrix:
-    """An operator or matrix that is multiplied with tensors, and counts its products.
+    """An operator or matrix of any kind; it multiplies tensors and counts the products.
 
     Args:
         A: An operator of this package, any other scipy LinearOperator, or a matrix: a tensor, a
-            numpy array, or a sparse matrix of scipy's.
-        square: Whether the algorithm needs a square matrix.
+            NumPy array, or a sparse matrix of SciPy's.
+        square: Whether the matrix must be square.
 
     Attributes:
         operator: ``A`` as an operator of this package.
         shape: Its shape.
         device: The device of its products.
         dtype: The dtype of its products, float32 or float64.
-        num_products: Number of vectors that were multiplied so far, by it or its transpose.
+        num_products: Number of vectors multiplied so far, by the matrix or its transpose.
 
     Raises:
         TypeError: If ``A`` is none of these, or complex.
-        ValueError: If it has not two axes, or is not square though it must be.
+        ValueError: If ``A`` has not two axes, or must be square and is not.
     """
 
     def __init__(self, A: AnyMatrix, square: bool = False):
@@ -55,7 +55,7 @@ class Matrix:
     def __matmul__(self, X: Tensor) -> Tensor:
         """Multiply vectors ``[columns, K]``.
 
-        Fastest if each vector is contiguous: if ``X`` is the transpose of a contiguous tensor.
+        The product is fastest if ``X`` is the transpose of a contiguous tensor.
 
         Raises:
             ValueError: If the product is not finite.
@@ -75,10 +75,10 @@ class Matrix:
         return out
 
     def read_rows(self, x: Vectors) -> Tensor:
-        """Return vectors that a user passed as rows ``[K, columns]``.
+        """Return a user's vectors as rows ``[K, columns]``.
 
         Args:
-            x: A numpy array or a tensor, ``[columns]`` or ``[columns, K]``; or a list or dictionary
+            x: A NumPy array or a tensor, ``[columns]`` or ``[columns, K]``; or a list or dictionary
                 of tensors, one for each parameter.
         """
         without_graph(x, "The vector")
@@ -103,12 +103,11 @@ def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinea
     """Return a preconditioner as an operator.
 
     Args:
-        preconditioner: An operator or matrix; a function of vectors, see ``_apply_function``; or
-            ``None``.
-        A: The matrix whose inverse it approximates.
+        preconditioner: An operator or matrix; a function of vectors ``[D]``; or ``None``.
+        A: The matrix whose inverse the preconditioner approximates.
 
     Raises:
-        ValueError: If it has another shape than the matrix, or other parameters.
+        ValueError: If the preconditioner's shape or parameters are not those of the matrix.
     """
     if preconditioner is None:
         return None
@@ -122,7 +121,7 @@ def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinea
 
 
 class ForeignLinearOperator(TorchLinearOperator):
-    """A matrix that is not of this package, as an operator of this package.
+    """Wraps a matrix from outside as an operator of this package.
 
     Args:
         shape: The matrix's shape.
@@ -160,7 +159,7 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
     narrow = A.is_floating_point() and A.dtype != torch.float64
     A = without_graph(A, "The matrix").detach().to(torch.float32 if narrow else torch.float64)
     if A.layout is not torch.strided:
-        A = A.to_sparse_coo()  # compressed ones have no transpose
+        A = A.to_sparse_coo()  # compressed formats have no transpose
     products = (partial(torch.matmul, matrix) for matrix in (A, A.T))
     return ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
 
@@ -176,7 +175,7 @@ def _wrap_scipy(A: Any) -> TorchLinearOperator:
 
 
 def _multiply_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Tensor:
-    """Multiply vectors ``[D, K]`` by a matrix of scipy's or its transpose."""
+    """Multiply vectors ``[D, K]`` by a SciPy matrix or its transpose."""
     X_numpy = X.cpu().numpy()
     if X.shape[1] == 0:
         out = np.zeros((A.shape[1] if adjoint else A.shape[0], 0))
@@ -190,10 +189,10 @@ def _multiply_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Ten
 
 
 def _takes_columns(A: LinearOperator, adjoint: bool) -> bool:
-    """Return whether a user's class has a product with several vectors of its own.
+    """Return whether a user's class implements products with several vectors.
 
-    Scipy's classes pass columns ``[D, 1]`` to functions that may be written for vectors ``[D]``,
-    and may broadcast them to a wrong result.
+    SciPy's own classes pass columns ``[D, 1]`` to functions that may be written for vectors
+    ``[D]``, and these may broadcast a column to a wrong result.
     """
     kind, name = type(A), "_rmatmat" if adjoint else "_matmat"
     is_own = getattr(kind, name) is not getattr(LinearOperator, name)
@@ -208,35 +207,25 @@ def _multiply_vectors(A: LinearOperator, adjoint: bool, X: np.ndarray) -> np.nda
         if not adjoint:
             raise
         raise NotImplementedError(
-            f"Products with the transpose are needed, which the operator, a {type(A).__name__}, "
-            "does not have. Give it rmatvec."
+            f"The algorithm multiplies by the transpose, which the {type(A).__name__} does not "
+            "have. Give it rmatvec."
         ) from error
 
 
 def _apply_function(function: Product, X: Tensor) -> Tensor:
-    """Apply a linear function to vectors ``[D, K]``.
-
-    It gets vectors ``[D]`` one by one, since several at once may broadcast to a wrong result. If it
-    fails on these, it gets all at once.
-    """
-    try:
-        columns = [function(x.clone()) for x in X.T]
-        takes_vectors = all(column.shape == X.shape[:1] for column in columns)
-    except Exception:  # raised again below by functions that fail on all at once, too
-        takes_vectors = False
-    if takes_vectors:
-        return torch.stack(columns, dim=1) if columns else X
-    out = function(X.clone())
-    if not isinstance(out, Tensor) or out.shape != X.shape:
-        found = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(
-            f"A function as preconditioner takes a tensor of shape {list(X.shape[:1])}, or "
-            f"{list(X.shape)}, and returns one of the same shape; it returned {found}."
-        )
-    return out
+    """Apply a linear function of vectors ``[D]`` to vectors ``[D, K]``, one by one."""
+    columns = [function(x.clone()) for x in X.T]  # the function may work in place
+    for out in columns:
+        if not isinstance(out, Tensor) or out.shape != X.shape[:1]:
+            found = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"A function as preconditioner takes and returns one vector, of shape "
+                f"{list(X.shape[:1])}; it returned {found}."
+            )
+    return torch.stack(columns, dim=1) if columns else X
 
 
 def _no_adjoint(X: Tensor) -> Tensor:
     raise NotImplementedError(
-        "The adjoint of the preconditioner, a function, is not known. Pass an operator or a matrix."
+        "A function as preconditioner has no adjoint. Pass an operator or a matrix."
     )

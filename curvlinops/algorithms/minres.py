@@ -21,15 +21,14 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     ``(A + damping I)^-1`` for a matrix that may be indefinite, such as a Hessian, for all
     right-hand sides at once (Paige and Saunders, Solution of sparse indefinite systems of linear
     equations, SIAM J. Numer. Anal. 1975). A singular matrix is fine if the right-hand side lies in
-    its range; the solution then is one of many. If it does not, the system is reported as
-    unsolved: use ``LSMRInverseLinearOperator`` for least squares.
-
-    For arguments see ``KrylovInverseLinearOperator``: they end with the true residual.
+    its range; there are then many solutions, and this is one. Otherwise the system is reported as
+    unsolved; ``LSMRInverseLinearOperator`` solves it in the sense of least squares.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, and their aliases.
+            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, and their aliases; see
+            ``KrylovInverseLinearOperator``.
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
@@ -55,13 +54,13 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
 def _start(systems: Systems, z: Tensor) -> Systems:
     """Return the state before the first iteration.
 
-    It has the Lanczos recurrence ``A v_k = beta_k v_(k-1) + alpha_k v_k + beta_(k+1) v_(k+1)`` in
-    the inner product of the preconditioner M, and the QR decomposition of its tridiagonal matrix
-    by Givens rotations.
+    The state holds the Lanczos recurrence ``A v_k = beta_k v_(k-1) + alpha_k v_k + beta_(k+1)
+    v_(k+1)`` in the inner product of the preconditioner M, and the QR decomposition of its
+    tridiagonal matrix by Givens rotations.
 
     Args:
         systems: The systems to solve.
-        z: Their residuals, preconditioned.
+        z: The preconditioned residuals of the systems.
     """
     beta = check_positive(double_dots(systems.R, z)).sqrt()
     zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(z)
@@ -76,8 +75,8 @@ def _start(systems: Systems, z: Tensor) -> Systems:
         phi=beta,  # the residual's norm in the norm of M
         cos=-one,  # the last rotation
         sin=zero,
-        below=zero,  # entries of the next column after it: one above the diagonal,
-        above=zero,  # and two above
+        below=zero,  # entry of the next rotated column, one above the diagonal
+        above=zero,  # and two above the diagonal
         w=rows,  # directions
         w_old=rows,
     )
@@ -91,7 +90,7 @@ def _lanczos(A: DampedMatrix, s: Systems) -> tuple[Tensor, Tensor]:
     u = add_scaled(u, -alpha / s.beta, s.y)
     s.y, s.y_old, s.z = u, s.y, A.precondition(u)
     squares = double_dots(s.y, s.z)
-    # rounding may make it negative where the space ends
+    # at the end of the Krylov space rounding may make a square negative
     slack = 100 * torch.finfo(v.dtype).eps * double_norm(s.y, 1) * double_norm(s.z, 1)
     check_positive((squares + slack).where(squares < 0, 1.0))
     s.beta, s.beta_old = squares.clamp(min=0.0).sqrt(), s.beta
@@ -105,7 +104,7 @@ def _rotate(s: Systems, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     delta, gamma_bar = s.cos * s.below + s.sin * alpha, s.sin * s.below - s.cos * alpha
     above, s.above, s.below = s.above, s.sin * s.beta, -s.cos * s.beta
     gamma = torch.hypot(gamma_bar, s.beta)
-    # ||A r|| / ||r|| is tiny: the residual has nothing left in the matrix's range
+    # ||A r|| / ||r|| is tiny: the residual is orthogonal to the matrix's range
     outside = (torch.hypot(gamma_bar, s.below) <= tiny) | (gamma <= tiny)
     gamma = gamma.where(~outside, 1.0)
     s.cos, s.sin = gamma_bar / gamma, s.beta / gamma

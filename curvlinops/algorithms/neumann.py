@@ -27,23 +27,25 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     a positive definite ``P A`` it converges if s is less than two over its largest eigenvalue. The
     truncation acts like damping. The other inverses need fewer products for the same accuracy.
 
-    The last term is the residual of the sum before it, ``s P (b - A x)``, and costs no product; of
-    the adjoint it is ``s (b - A^T x)``.
+    The last term is the residual of the sum without it, ``s P (b - A x)`` (for the adjoint ``s (b -
+    A^T x)``), so that the check of convergence costs no product.
 
     Args:
         A: A square operator or matrix of any kind, ``[D, D]``.
         num_terms: Number of products with ``A``.
         scale: The scale s.
-        check_nan: Whether to check that each term is finite, not the last one only.
-        preconditioner: An operator or matrix that approximates the inverse, or a function, see
-            ``KrylovInverseLinearOperator``, which has no adjoint. Default: identity.
-        rtol: How large the last term may be relative to the first one, without failure; 1 for a
-            truncation that is meant.
-        on_failure: If it is larger, ``"warn"``, or ``"raise"``.
+        check_nan: Whether to check after each term that it is finite, not only at the end.
+        preconditioner: An operator or matrix that approximates the inverse, or a function that
+            multiplies a vector ``[D]`` by one; with a function, the inverse has no adjoint.
+            Default: identity.
+        rtol: Largest norm of the last term, relative to the first one. Pass 1 if the series is to
+            be truncated early.
+        on_failure: If the last term is larger, ``"warn"`` or ``"raise"``.
 
     Raises:
         DivergenceError: If a term is not finite, or the last one is larger than the first.
-        ConvergenceError: If it has not converged and ``on_failure="raise"``.
+        ConvergenceError: If the last term is larger than ``rtol`` allows, and
+            ``on_failure="raise"``.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                 f"The Neumann series has not converged after {self.num_terms} terms: relative "
                 f"residuals are up to {float((last / first).nan_to_num().max()):.1e} "
                 f"(rtol={self.rtol:.1e}). Use more terms, a larger scale, or a preconditioner; "
-                "CGInverseLinearOperator needs fewer products. If the truncation is meant, pass "
+                "CGInverseLinearOperator needs fewer products. To truncate the series early, pass "
                 "rtol=1.",
                 self.on_failure,
             )

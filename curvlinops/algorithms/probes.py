@@ -1,6 +1,6 @@
-"""Random vectors, averages over them with standard errors, and when to stop."""
+"""Random vectors, and averages over them with standard errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import (
     Any,
@@ -29,7 +29,7 @@ from curvlinops.support.warnings import warn
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
 _BLOCK = 64 * 2**20
 
-#: Number of samples before ``rtol`` is consulted: the error of two or three may be small by chance.
+#: Number of samples before ``rtol`` is checked: the error of two or three may be small by chance.
 _MIN_SAMPLES = 8
 
 P = ParamSpec("P")
@@ -49,18 +49,23 @@ class Estimate(NamedTuple):
     standard_error: Tensor
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Options of all estimators; ``hutchinson_trace`` explains them."""
+class RandomOptions(TypedDict, total=False):
+    """Options of all algorithms with random vectors; ``hutchinson_trace`` explains them."""
 
-    rtol: float | None
-    return_error: bool
     chunk_size: int | None
     seed: int | None
     generator: torch.Generator | None
 
 
+class SamplingOptions(RandomOptions, total=False):
+    """Options of all estimators; ``hutchinson_trace`` explains them."""
+
+    rtol: float | None
+    return_error: bool
+
+
 class Estimator(Protocol[P, Plain, WithError]):
-    """The type of an estimator of a matrix, with other arguments P: what it returns."""
+    """The type of an estimator, with and without ``return_error``; P are its arguments after A."""
 
     @overload
     def __call__(
@@ -81,18 +86,18 @@ class Sampler:
     """Draws random vectors x with ``E[x x^T] = I``, until an estimate is accurate enough.
 
     Args:
-        matrix: The matrix that they are multiplied with.
+        matrix: The matrix that multiplies the vectors.
         distribution: ``"rademacher"`` (entries are signs), ``"gaussian"`` or ``"normal"``
             (standard normal), or ``"sphere"`` (uniform on the sphere of radius ``sqrt(D)``).
-        held: Number of vectors that an algorithm holds in memory for each random vector.
+        held: Number of vectors that the algorithm holds in memory for each random vector.
         rtol: See ``hutchinson_trace``, as for the other options.
         return_error: Whether results are an ``Estimate``.
-        chunk_size: How many vectors are multiplied at once.
-        seed: Seeds the generator.
+        chunk_size: Number of vectors that are multiplied at once.
+        seed: Seed of the generator.
         generator: The source of random numbers.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -118,9 +123,9 @@ class Sampler:
         self.generator = read_generator(matrix.device, seed, generator)
 
     def draw(self, num: int) -> Tensor:
-        """Draw random vectors ``[D, num]``, each contiguous."""
+        """Draw random vectors ``[D, num]``, each of which is contiguous."""
         X = torch.empty(num, self.dim, dtype=self.matrix.dtype, device=self.matrix.device)
-        # one by one: the numbers that a generator fills in at once depend on their count
+        # one by one, since the numbers that are drawn at once depend on their count
         if self.distribution == "rademacher":
             for row in X:
                 row.bernoulli_(0.5, generator=self.generator)
@@ -136,13 +141,13 @@ class Sampler:
         product = self.matrix.adjoint_matmul if adjoint else self.matrix.__matmul__
         return torch.cat([product(chunk) for chunk in X.split(self.chunk_size, dim=1)], dim=1)
 
-    def num_vectors(self, num_matvecs: Any, cost: int = 1, error_needs: int = 2) -> int | None:
-        """Return the number of random vectors; ``None`` if the products suffice for unit vectors.
+    def num_vectors(self, num_matvecs: int, cost: int = 1, error_needs: int = 2) -> int | None:
+        """Return the number of random vectors, or ``None`` if D products are allowed.
 
         Args:
             num_matvecs: The largest number of products.
             cost: The number of products for each random vector.
-            error_needs: The number of random vectors that a standard error needs.
+            error_needs: The smallest number of random vectors for a standard error.
 
         Raises:
             ValueError: If ``num_matvecs`` is too small for an estimate.
@@ -156,11 +161,14 @@ class Sampler:
         """Add up terms over all unit vectors.
 
         Args:
-            terms: Takes vectors ``[D, K]`` and their products, and returns terms ``[..., K]``.
+            terms: Takes vectors ``[D, K]`` and their products; returns terms ``[..., K]``.
         """
-        total = torch.zeros((), dtype=self.matrix.dtype, device=self.matrix.device)
-        for X in self._unit_vectors():
-            total = total + terms(X, self.matrix @ X).sum(-1)
+        options = {"dtype": self.matrix.dtype, "device": self.matrix.device}
+        total = torch.zeros((), **options)
+        for start in range(0, self.dim, self.chunk_size):
+            rows = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
+            rows.diagonal(start).fill_(1.0)
+            total = total + terms(rows.T, self.matrix @ rows.T).sum(-1)
         return self._result(total, torch.zeros_like(total))
 
     def run(
@@ -175,7 +183,8 @@ class Sampler:
             num: The largest number of random vectors.
             update: Takes new vectors ``[D, K]``; returns the estimate from all vectors so far, and
                 its standard error.
-            at_once: How many vectors are drawn at once without ``rtol``. Default: ``chunk_size``.
+            at_once: Number of vectors that are drawn at once. Default: ``chunk_size``. With
+                ``rtol``, at most eight.
         """
         size = self.chunk_size if at_once is None else at_once
         size = size if self.rtol is None else min(size, _MIN_SAMPLES)
@@ -190,18 +199,10 @@ class Sampler:
         if self.rtol is not None and not ratio <= self.rtol:
             warn(
                 f"The standard error is {ratio:.1e} of the estimate, more than rtol={self.rtol}, "
-                "after all products that were allowed. Allow more.",
+                "after the largest number of products that was allowed. Allow more.",
                 ConvergenceWarning,
             )
         return self._result(estimate, error)
-
-    def _unit_vectors(self) -> Iterator[Tensor]:
-        """Yield the columns of the identity, a chunk at a time."""
-        for start in range(0, max(self.dim, 1), self.chunk_size):
-            num = min(self.chunk_size, self.dim - start)
-            rows = torch.zeros(num, self.dim, dtype=self.matrix.dtype, device=self.matrix.device)
-            rows.diagonal(start).fill_(1.0)
-            yield rows.T
 
     def _result(self, estimate: Tensor, error: Tensor) -> Tensor | Estimate:
         estimate, error = estimate.to(self.matrix.dtype), error.to(self.matrix.dtype)
@@ -217,10 +218,10 @@ class RunningMean:
         self._squares: Tensor | float = 0.0
 
     def update(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Add samples along the last axis.
+        """Add samples, which lie along the last axis.
 
         Returns:
-            The mean of all samples, and its standard error; NaN for a single sample.
+            The mean of all samples so far, and its standard error, NaN for a single sample.
         """
         num, mean = samples.shape[-1], samples.mean(-1)
         count = self._count + num
@@ -236,7 +237,7 @@ class RunningMean:
 
 
 def _relative(estimate: Tensor, error: Tensor) -> float:
-    """Return the norm of an error relative to that of the estimate; NaN if it is not known."""
+    """Return the norm of an error relative to the norm of the estimate."""
     size, scale = float(double_norm(error)), float(double_norm(estimate))
     return size / scale if scale else size and inf
 

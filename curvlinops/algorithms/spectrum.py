@@ -1,8 +1,8 @@
-"""Densities of spectra, smoothed, on linear and logarithmic axes."""
+"""Smoothed densities of spectra, on linear and logarithmic axes."""
 
 from collections.abc import Callable
 from math import inf, isfinite, log, sqrt
-from typing import Concatenate, NamedTuple, TypedDict, Unpack
+from typing import Concatenate, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -11,19 +11,19 @@ from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import Estimator, P, RunningMean, Sampler
+from curvlinops.algorithms.probes import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.support.arguments import check_count
 from curvlinops.support.progress import solves
 from curvlinops.support.torch_modes import in_default_modes
 from curvlinops.support.warnings import warn
 
-#: Smallest and largest eigenvalue, as far as they are known.
+#: Smallest and largest eigenvalue; those that are ``None`` are estimated.
 Boundaries = tuple[float | None, float | None] | None
 
 #: Nodes with less weight are rounding errors.
 _NEGLIGIBLE = 1e-14
 
-#: How many Lanczos vectors a search for the ends of a spectrum takes, and how many bytes.
+#: A search for the ends of a spectrum takes at most so many Lanczos vectors, and bytes.
 _SEARCH_STEPS, _SEARCH_BYTES = 500, 2**30
 
 
@@ -33,7 +33,7 @@ class SpectralDensity(NamedTuple):
     Attributes:
         grid: Eigenvalues, ascending, ``[num_points]``.
         density: The density per unit of the eigenvalue, ``[num_points]``.
-        standard_error: That of the density, from the scatter between random vectors.
+        standard_error: The standard error of the density, from the scatter of random vectors.
     """
 
     grid: Tensor
@@ -41,7 +41,7 @@ class SpectralDensity(NamedTuple):
     standard_error: Tensor
 
 
-#: Grid and density, perhaps with an error.
+#: Grid and density; with ``return_error`` also the error.
 Density = tuple[Tensor, Tensor] | SpectralDensity
 
 
@@ -51,25 +51,13 @@ def _estimator(
     return in_default_modes(function)
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of Lanczos runs; ``lanczos_approximate_spectrum`` explains them."""
-
-    chunk_size: int | None
-    seed: int | None
-    generator: torch.Generator | None
-
-
 class _LanczosRuns:
-    """Lanczos runs from random directions, made when they are first needed, and kept.
+    """Keeps Lanczos runs from random directions; new ones are made when they are needed.
 
-    They belong to the matrix as it was when they were made. All arguments are those of
-    ``lanczos_approximate_spectrum``.
-
-    Raises:
-        ValueError: See ``lanczos_approximate_spectrum``.
+    The arguments are those of ``lanczos_approximate_spectrum``.
     """
 
-    #: Whether the axis is logarithmic, so that boundaries are those of absolute values.
+    #: Whether the axis is logarithmic; boundaries are then those of absolute eigenvalues.
     _is_log: bool
 
     def __init__(
@@ -78,7 +66,7 @@ class _LanczosRuns:
         ncv: int,
         boundaries: Boundaries = None,
         boundaries_tol: float = 1e-2,
-        **options: Unpack[RunOptions],
+        **options: Unpack[RandomOptions],
     ):
         self._matrix = Matrix(A, square=True)
         self._ncv = check_count("ncv", ncv, at_least=2, at_most=self._matrix.shape[0])
@@ -89,10 +77,10 @@ class _LanczosRuns:
             raise ValueError(f"boundaries_tol must lie between 0 and 1, got {boundaries_tol!r}.")
         self._tol = boundaries_tol
         self._sampler = Sampler(self._matrix, "sphere", ncv, **options)
-        # a search for the ends must not change the directions of later runs
+        # a search for the ends has its own seed, so that it does not change later runs
         device = self._matrix.device
         drawn = torch.randint(2**62, (), generator=self._sampler.generator, device=device)
-        self._search_sampler = Sampler(self._matrix, "sphere", seed=int(drawn))
+        self._search_seed = int(drawn)
         self._rules: list[Quadrature] = []
         self._searched: tuple[Tensor, Tensor] | None = None
 
@@ -114,11 +102,11 @@ class _LanczosRuns:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         rules = self._runs(num_repeats)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0
+        low, high = self._ends(rules)
         if self._is_log:
             nodes = (nodes.abs() + epsilon).log()
-            low, high = (log(end + epsilon) for end in self._ends_of_absolute_values(rules))
+            low, high = log(low + epsilon), log(high + epsilon)
         else:
-            low, high = self._ends(rules)
             unit = max(abs(low), abs(high)) or 1.0
         if high - low < 1e-4 * unit:
             low, high = low - 1e-2 * unit, high + 1e-2 * unit
@@ -127,12 +115,13 @@ class _LanczosRuns:
         points = torch.linspace(low, high, num_points, dtype=torch.float64, device=nodes.device)
         _check_inside(nodes[weights > _NEGLIGIBLE], points)
         sigma = (high - low) / ((self._ncv - 1) * sqrt(8 * log(kappa)))
-        grid, mean = points.exp() if self._is_log else points, RunningMean()
-        # trapezoids add up to one
+        grid = points.exp() if self._is_log else points
+        # with these widths of the cells, the trapezoidal rule gives one
         half = grid.diff() / 2
         widths = torch.nn.functional.pad(half, (0, 1)) + torch.nn.functional.pad(half, (1, 0))
-        for run in zip(nodes, weights, strict=True):
-            density, error = mean.update((_smooth(points, sigma, *run) / widths).unsqueeze(1))
+        runs = zip(nodes, weights, strict=True)
+        densities = torch.stack([_smooth(points, sigma, *run) / widths for run in runs], dim=1)
+        density, error = RunningMean().update(densities)
         results = [x.to(self._matrix.dtype) for x in (grid, density, error)]
         return SpectralDensity(*results) if return_error else tuple(results[:2])
 
@@ -145,34 +134,25 @@ class _LanczosRuns:
         return Quadrature(*(torch.cat(parts)[:num] for parts in zip(*self._rules, strict=True)))
 
     def _ends(self, rules: Quadrature) -> tuple[float, float]:
-        """Return the ends of the spectrum: those that are known, estimates of the others."""
-        unknown = [end for end in (0, 1) if self._boundaries[end] is None]
-        if not unknown:
-            return self._boundaries
-        estimates = self._estimate_ends(rules, unknown)
-        low, high = (
-            estimate if end is None else end
-            for estimate, end in zip(estimates, self._boundaries, strict=True)
-        )
-        if low > high:
-            raise ValueError(f"boundaries {self._boundaries} do not fit the spectrum, {estimates}.")
-        return low, high
-
-    def _ends_of_absolute_values(self, rules: Quadrature) -> tuple[float, float]:
+        """Return the user's boundaries, or estimates where they are not given."""
         low, high = self._boundaries
-        if low is None:
-            # it may lie in the interior of the spectrum, of which nothing else is known
-            low = float(rules.nodes[rules.weights > _NEGLIGIBLE].abs().min())
-        if high is None:
-            high = max(abs(end) for end in self._estimate_ends(rules, [0, 1]))
-        return low, high
+        if self._is_log:
+            if low is None:
+                # it may lie in the interior of the spectrum, where only the nodes are known
+                low = float(rules.nodes[rules.weights > _NEGLIGIBLE].abs().min())
+            if high is None:
+                high = max(abs(end) for end in self._estimate_ends(rules, [0, 1]))
+            return low, high
+        unknown = [end for end in (0, 1) if self._boundaries[end] is None]
+        estimates = self._estimate_ends(rules, unknown)
+        return estimates[0] if low is None else low, estimates[1] if high is None else high
 
     def _estimate_ends(self, rules: Quadrature, wanted: list[int]) -> tuple[float, float]:
         """Return estimates of both ends of the spectrum, moved outwards by their residuals.
 
         Args:
-            rules: Runs, which are the estimates if they are accurate enough.
-            wanted: Which ends must be accurate: 0, 1, or both.
+            rules: Quadrature rules, whose extreme nodes are the estimates if accurate enough.
+            wanted: The ends that must be accurate: 0, 1, or both.
         """
         low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
         ends = torch.stack([rules.nodes[low, 0], rules.nodes[high, -1]]).cpu()
@@ -185,8 +165,9 @@ class _LanczosRuns:
         return float(ends[0] - errors[0]), float(ends[1] + errors[1])
 
     def _search_ends(self) -> tuple[Tensor, Tensor]:
-        """Return both ends of the spectrum and their residuals, ``[2]``, from a search for them."""
-        matrix, sampler = self._matrix, self._search_sampler
+        """Search for both ends of the spectrum; return them and their residuals, ``[2]``."""
+        matrix = self._matrix
+        sampler = Sampler(matrix, "sphere", seed=self._search_seed)
         affordable = _SEARCH_BYTES // (matrix.shape[0] * matrix.dtype.itemsize)
         steps = min(max(min(_SEARCH_STEPS, affordable), self._ncv, 4), matrix.shape[0])
         _, pairs, num_missed = thick_restart_lanczos(
@@ -210,10 +191,10 @@ class _LanczosRuns:
 
 
 class LanczosApproximateSpectrumCached(_LanczosRuns):
-    """The density of a symmetric matrix's spectrum, for trying widths without new products.
+    """The density of a symmetric matrix's spectrum, for several widths without new products.
 
-    Lanczos runs are kept, and made as they are needed; they belong to the matrix as it was when
-    they were made. All arguments are those of ``lanczos_approximate_spectrum``.
+    The Lanczos runs of the first call are kept, and describe the matrix at that time. The arguments
+    are those of ``lanczos_approximate_spectrum``.
     """
 
     _is_log = False
@@ -234,10 +215,9 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
 
 
 class LanczosApproximateLogSpectrumCached(_LanczosRuns):
-    """The density of a spectrum on a logarithmic axis, for trying widths without new products.
+    """The same as ``LanczosApproximateSpectrumCached`` on a logarithmic axis.
 
-    All arguments are those of ``lanczos_approximate_log_spectrum``. See also
-    ``LanczosApproximateSpectrumCached``.
+    The arguments are those of ``lanczos_approximate_log_spectrum``.
     """
 
     _is_log = True
@@ -272,7 +252,7 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     return_error: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RandomOptions],
 ) -> Density:
     """Estimate the density of a symmetric matrix's eigenvalues.
 
@@ -281,25 +261,26 @@ def lanczos_approximate_spectrum(
     directions (Papyan, Traces of class/cross-class structure pervade deep learning spectra, JMLR
     2020, section 3; Ghorbani, Krishnan and Xiao, An investigation into neural net optimization via
     Hessian eigenvalue density, ICML 2019). Values are averages over the grid's cells, so that the
-    trapezoidal rule gives one whatever the width.
+    trapezoidal rule gives one for Gaussians of any width.
 
     Args:
         A: A symmetric operator, any other scipy LinearOperator, or a matrix.
-        ncv: The number of products for each random vector, from 2 to D. More resolve more.
+        ncv: The number of products for each random vector, from 2 to D. The resolution is about
+            the length of the spectrum divided by ``ncv``.
         num_points: Number of points of the grid.
         num_repeats: The number of random vectors.
-        kappa: Larger than one; the larger, the narrower the Gaussians: each has fallen to
-            ``1 / kappa`` of its height half way to the next of ``ncv`` evenly spaced points.
-        boundaries: Smallest and largest eigenvalue; each may be ``None``, and is then estimated
-            from the Lanczos runs. If these are not accurate enough, a search for the ends follows,
-            of up to 500 products or 1 GiB.
-        margin: By how much the grid extends the boundaries on both sides, relative to their
+        kappa: Larger than one. The larger, the narrower the Gaussians: half way to the next of
+            ``ncv`` evenly spaced points they have fallen to ``1 / kappa`` of their height.
+        boundaries: Smallest and largest eigenvalue. An end that is ``None`` is estimated from the
+            Lanczos runs. If these are not accurate enough, a search for the ends takes up to 500
+            more products, or 1 GiB.
+        margin: How far the grid extends beyond the boundaries on both sides, relative to their
             distance.
-        boundaries_tol: How accurate estimated boundaries must be, relative to their distance.
+        boundaries_tol: Largest error of estimated boundaries, relative to their distance.
         return_error: Whether to return the standard error of the density, too.
-        **options: ``chunk_size``: how many random vectors are taken at once; ``ncv`` vectors are
-            held in memory for each. Default: as many as need 64 MiB. ``seed``: seeds the random
-            vectors. ``generator``: draws them. Default: one seeded by PyTorch's global generator.
+        **options: ``chunk_size``: number of random vectors per run; ``ncv`` vectors are held in
+            memory for each. Default: as many as need 64 MiB. ``seed``: seed of the random vectors.
+            ``generator``: generator that draws them. Default: one seeded by PyTorch's global one.
 
     Returns:
         Grid and density, both ``[num_points]``. With ``return_error`` a named tuple of ``grid``,
@@ -307,7 +288,7 @@ def lanczos_approximate_spectrum(
 
     Raises:
         ValueError: If products show that the matrix is not symmetric, it has eigenvalues outside of
-            the boundaries and their margin, or an argument is not among its choices.
+            the boundaries and their margin, or an argument is out of range.
     """
     cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
     return cached.approximate_spectrum(
@@ -328,18 +309,18 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     return_error: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RandomOptions],
 ) -> Density:
     """Estimate the density of ``|lambda| + epsilon``, smoothed on a logarithmic axis.
 
     The density of ``log(|lambda| + epsilon)`` is smoothed as in ``lanczos_approximate_spectrum``
-    (Papyan 2020, appendix C), and returned as one of ``|lambda| + epsilon`` itself: per unit of the
-    eigenvalue, on a grid that is evenly spaced in the logarithm. ``grid * density`` is the density
+    (Papyan 2020, appendix C). The result is the density of ``|lambda| + epsilon``, per unit of the
+    eigenvalue, on a grid that is evenly spaced in the logarithm; ``grid * density`` is the density
     per unit of the natural logarithm.
 
     The arguments are those of ``lanczos_approximate_spectrum``, with ``boundaries`` of absolute
-    values, and ``margin`` relative to their distance in the logarithm. ``epsilon`` shifts the
-    absolute values, so that they have logarithms; it is positive.
+    values, ``margin`` relative to their distance in the logarithm, and ``epsilon > 0``, which makes
+    the logarithm of zero finite.
     """
     cached = LanczosApproximateLogSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
     return cached.approximate_log_spectrum(
@@ -348,22 +329,22 @@ def lanczos_approximate_log_spectrum(
 
 
 def _smooth(points: Tensor, sigma: float, nodes: Tensor, weights: Tensor) -> Tensor:
-    """Return how much of the Gaussians around nodes is nearest to each point.
+    """Integrate Gaussians over the cells of a grid.
 
     Args:
-        points: Evenly spaced and ascending, ``[P]``.
+        points: The centers of the cells, evenly spaced and ascending, ``[P]``.
         sigma: The standard deviation of the Gaussians.
-        nodes: ``[M]``, between the first and the last point.
-        weights: Their weights ``[M]``.
+        nodes: The means of the Gaussians, between the first and the last point, ``[M]``.
+        weights: The weights of the Gaussians, ``[M]``.
 
     Returns:
-        Shares ``[P]`` that add up to the sum of the weights: what is beyond the ends of the
-        axis is distributed over each Gaussian's share inside.
+        The integrals ``[P]`` of Gaussians that are truncated at the ends of the grid and
+        normalized; they add up to the sum of the weights.
     """
     edges = torch.cat([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
     x = (edges - nodes.unsqueeze(1)) / sigma
     left, right = x[:, :-1], x[:, 1:]
-    # in the tail where differences are accurate
+    # differences are accurate in the lower tail
     shares = torch.where(
         left > 0,
         torch.special.ndtr(-left) - torch.special.ndtr(-right),
@@ -373,7 +354,7 @@ def _smooth(points: Tensor, sigma: float, nodes: Tensor, weights: Tensor) -> Ten
 
 
 def _check_inside(nodes: Tensor, points: Tensor) -> None:
-    """Check that no node lies outside of the grid, where it would be lost."""
+    """Check that all nodes lie inside of the grid."""
     low, high = float(points[0]), float(points[-1])
     outside = nodes[(nodes < low) | (nodes > high)]
     if len(outside):

@@ -1,5 +1,6 @@
-"""Submatrices: some rows and columns of a matrix."""
+"""Submatrices: selected rows and columns of a matrix."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,20 +18,20 @@ Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray
 
 
 class SubmatrixLinearOperator(TorchLinearOperator):
-    """Some rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
+    """Selected rows and columns of a matrix, ``A[row_idxs][:, col_idxs]``.
 
-    Products compute nothing else: an operator on data differentiates the model with respect to the
+    Products compute only these: an operator on data differentiates the model with respect to the
     parameters that have a row or column in the submatrix.
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix.
-        row_idxs: Which rows, in this order: integers from 0 on, a slice of them, or names of
-            parameters. By names, vectors may also be lists and dictionaries of tensors.
-        col_idxs: Which columns.
+        row_idxs: The rows, in this order: integers from 0 on, a slice, or names of parameters. With
+            names, vectors may also be lists and dictionaries of tensors.
+        col_idxs: The columns.
 
     Raises:
-        ValueError: If they are neither integers nor names, indices are out of range, names unknown,
-            or one of them occurs twice or is missing altogether.
+        ValueError: If a selection is empty, has other entries than integers or names, an index out
+            of range, an unknown name, or an entry twice.
         TypeError: If a string is passed instead of a list.
     """
 
@@ -42,14 +43,15 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         """Choose other rows and columns of ``A``.
 
         Args:
-            row_idxs: Which rows, see above.
-            col_idxs: Which columns.
+            row_idxs: The rows, see the constructor.
+            col_idxs: The columns.
         """
         A = self.operator
-        rows = _select(A.codomain, row_idxs, "row_idxs")
-        columns = _select(A.domain, col_idxs, "col_idxs")
-        self._rows, self._columns = rows, columns
-        super().__init__(columns.space, rows.space, A.self_adjoint and rows.equals(columns))
+        rows = _read(A.codomain, row_idxs, "row_idxs")
+        columns = _read(A.domain, col_idxs, "col_idxs")
+        self._rows, self._columns = _Selection(A.codomain, rows), _Selection(A.domain, columns)
+        is_symmetric = A.self_adjoint and rows == columns
+        super().__init__(self._columns.space, self._rows.space, is_symmetric)
 
     def _description(self) -> list[str]:
         return [self.operator._formula()]
@@ -64,44 +66,38 @@ class SubmatrixLinearOperator(TorchLinearOperator):
 
 
 class _Selection:
-    """Some coordinates of a space.
+    """Selected coordinates of a space.
 
     Args:
         parent: The space.
-        names: The tensors that contain them.
-        positions: Their indices in these tensors' flat vector, ``[n]``; ``None`` if they are all
-            coordinates of these tensors.
+        chosen: The coordinates in their order: indices of the flat vector, or names of tensors.
+
+    Attributes:
+        names: The tensors that contain the coordinates.
+        space: The space of the selected coordinates.
     """
 
-    def __init__(self, parent: ParameterSpace, names: list[str], positions: Tensor | None = None):
-        self.names, self._positions = names, positions
-        self._inner = parent.restricted(names)
-        self.space = self._inner
-        if positions is not None:
-            self.space = ParameterSpace.flat(len(positions), parent.dtype, parent.device)
-
-    @classmethod
-    def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
-        """Return the selection of coordinates ``[n]`` of the flat vector."""
+    def __init__(self, parent: ParameterSpace, chosen: list[int] | list[str]):
+        if isinstance(chosen[0], str):
+            self.names, self._positions = chosen, None
+            self._inner = self.space = parent.restricted(chosen)
+            return
         ends = torch.tensor([parent.slice(name).stop for name in parent.names], device="cpu")
-        # tensors without entries end where they start, and are never the first with a larger end
+        indices = torch.tensor(chosen, device="cpu")
+        # the owner is the first tensor with a larger end, which is never an empty tensor
         owners = torch.bucketize(indices, ends, right=True)
         touched = owners.unique().tolist()
-        names = [parent.names[owner] for owner in touched]
-        inner = parent.restricted(names)
+        self.names = [parent.names[owner] for owner in touched]
+        self._inner = parent.restricted(self.names)
         shifts = torch.zeros(len(parent.names), dtype=torch.long, device="cpu")
-        for owner, name in zip(touched, names, strict=True):
-            shifts[owner] = inner.slice(name).start - parent.slice(name).start
-        return cls(parent, names, (indices + shifts[owners]).to(parent.device))
-
-    def equals(self, other: "_Selection") -> bool:
-        """Return whether both have the same coordinates in the same order."""
-        if self.names != other.names or self._positions is None or other._positions is None:
-            return self.names == other.names and self._positions is other._positions
-        return torch.equal(self._positions, other._positions)
+        for owner, name in zip(touched, self.names, strict=True):
+            shifts[owner] = self._inner.slice(name).start - parent.slice(name).start
+        # positions in the flat vector of these tensors alone
+        self._positions = (indices + shifts[owners]).to(parent.device)
+        self.space = ParameterSpace.flat(len(chosen), parent.dtype, parent.device)
 
     def embed(self, columns: Columns) -> Columns:
-        """Return vectors of the tensors, with zeros at all other coordinates."""
+        """Return vectors of the tensors that are zero at all other coordinates."""
         if self._positions is None:
             return columns
         flat = self.space.join(columns)
@@ -116,7 +112,8 @@ class _Selection:
         return self.space.split(self._inner.join(columns)[:, self._positions])
 
 
-def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
+def _read(space: ParameterSpace, idxs: Any, what: str) -> list[int] | list[str]:
+    """Return a user's selection of coordinates as indices or names."""
     if isinstance(idxs, str):
         raise TypeError(f"{what} must be a list, got a string. Pass [{idxs!r}].")
     if isinstance(idxs, slice):
@@ -125,34 +122,22 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     values = list(values) if isinstance(values, Iterable) else None
     if not values:
         raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
-    values = [value if (number := as_integer(value)) is None else number for value in values]
-    kinds = {type(value) for value in values}
-    if kinds == {str}:
-        _check_names(space, values, what)
-        return _Selection(space, values)
-    if kinds != {int}:
+    chosen = [value if (number := as_integer(value)) is None else number for value in values]
+    kinds = {type(value) for value in chosen}
+    if kinds not in ({str}, {int}):
         names = sorted(kind.__name__ for kind in kinds)
         raise ValueError(f"{what} must be integers, or names of parameters, got {names}.")
-    indices = torch.tensor(values, device="cpu")
-    outside = indices[(indices < 0) | (indices >= space.dim)]
-    if len(outside):
+    by_name = kinds == {str}
+    if by_name and space.is_flat:
         raise ValueError(
-            f"{what} must lie between 0 and {space.dim - 1}, got {outside[:5].tolist()}."
+            f"{what} are names, but the matrix has no names: its vectors are flat. Pass integers."
         )
-    found, counts = indices.unique(return_counts=True)
-    if len(found) < len(indices):
-        raise ValueError(f"{what} has indices twice: {found[counts > 1][:5].tolist()}.")
-    return _Selection.of_indices(space, indices)
-
-
-def _check_names(space: ParameterSpace, names: list[str], what: str) -> None:
-    if space.is_flat:
-        raise ValueError(
-            f"{what} are names, but the matrix has none there: its vectors are flat. Pass integers."
-        )
-    unknown = [name for name in names if name not in space.shapes]
-    if unknown:
+    unknown = [v for v in chosen if (v not in space.shapes if by_name else not 0 <= v < space.dim)]
+    if unknown and by_name:
         raise ValueError(f"{what} has unknown names {unknown}; there are {space.names}.")
-    twice = sorted({name for name in names if names.count(name) > 1})
+    if unknown:
+        raise ValueError(f"{what} must lie between 0 and {space.dim - 1}, got {unknown[:5]}.")
+    twice = [value for value, count in Counter(chosen).items() if count > 1]
     if twice:
-        raise ValueError(f"{what} has names twice: {twice}.")
+        raise ValueError(f"{what} has entries twice: {twice[:5]}.")
+    return chosen

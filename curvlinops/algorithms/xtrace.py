@@ -1,9 +1,9 @@
-"""Traces and diagonals from estimators that make the most of every random vector.
+"""XTrace, XDiag and XNysTrace: traces and diagonals by leaving one random vector out.
 
-Each random vector spans, together with the others, a subspace in which the matrix is known, and
-samples the part outside of the subspace of all *others*. The estimate is the mean over which vector
-is left out (Epperly, Tropp and Webber, XTrace: making the most of every sample in stochastic trace
-estimation, SIAM Journal on Matrix Analysis and Applications 2024).
+All random vectors but one span a subspace, in which the trace or diagonal is computed exactly. The
+vector that is left out samples the rest. The estimate is the mean over the vector that is left out
+(Epperly, Tropp and Webber, XTrace: making the most of every sample in stochastic trace estimation,
+SIAM Journal on Matrix Analysis and Applications 2024).
 
 The standard error from K vectors is that of K independent terms (section 2.5 of the paper), times
 ``sqrt(2 D / (D - K + 1))``, since the terms share all vectors. In experiments it is between 0.6 and
@@ -28,7 +28,7 @@ from curvlinops.algorithms.probes import (
 )
 from curvlinops.support.norms import double_norm
 
-#: In fewer dimensions, vectors of signs may depend on each other: all terms agree, and are wrong.
+#: In fewer dimensions vectors of signs may be linearly dependent; then all terms are equally wrong.
 _FEW_DIMENSIONS = 32
 
 
@@ -43,11 +43,11 @@ def xtrace(
 
     ``tr(A) = mean_i  tr(P_i A P_i) + x_i^T (I - P_i) A (I - P_i) x_i``, with P_i the projection on
     the range of A times all random vectors but x_i (equation 2.3 and Algorithm 2.1 of Epperly et
-    al. 2024). Unbiased for every matrix; exact if the rank is below ``num_matvecs / 2``. With
+    al. 2024). Unbiased for every matrix; exact if the rank is below ``num_matvecs / 2``. Of
     Gaussian and spherical vectors, ``(I - P_i) x_i`` is scaled to its expected length, which
-    removes part of the variance.
+    reduces the variance.
 
-    Each random vector needs two products; all vectors and their products are held in memory. The
+    Each random vector needs two products. All vectors and their products are held in memory. The
     arguments are those of ``hutchinson_trace``.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
@@ -110,8 +110,8 @@ def xnystrace(
     ``tr(A) = mean_i  tr(A_i) + x_i^T (A - A_i) x_i``, with A_i the Nyström approximation of A from
     all random vectors but x_i (equation 2.8 and Algorithm 2.2 of Epperly et al. 2024). Unbiased;
     exact if the rank is below ``num_matvecs``, twice that of ``xtrace``. Gaussian and spherical
-    vectors are scaled as there. In fewer than 32 dimensions, where vectors of signs may depend on
-    each other, ``"rademacher"`` is the same as ``"sphere"``.
+    vectors are scaled as in ``xtrace``. In fewer than 32 dimensions, where vectors of signs may be
+    linearly dependent, ``"rademacher"`` is the same as ``"sphere"``.
 
     Each random vector needs one product. The arguments are those of ``hutchinson_trace``.
 
@@ -140,14 +140,14 @@ def _mean(
     exact: Callable[[Tensor, Tensor], Tensor],
     cost: int,
 ) -> Tensor | Estimate:
-    """Average over the vector that is left out; the module's docstring explains the error.
+    """Average over the vector that is left out; see the module for the standard error.
 
     Args:
         sampler: Draws the random vectors.
         num_matvecs: The largest number of products.
         terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
             axis.
-        exact: Takes vectors and products; the terms of unit vectors add up to the exact result.
+        exact: Takes unit vectors and their products; returns terms that add up to the exact result.
         cost: The number of products for each random vector.
     """
     num = sampler.num_vectors(num_matvecs, cost, error_needs=3)
@@ -171,31 +171,31 @@ class _Sketch:
         self.R = self.X.new_zeros(0, 0)
 
     def extend(self, new: Tensor) -> None:
-        """Append random vectors; the present columns of X, Q, R and Z stay."""
+        """Append random vectors to X, and new columns to Q, R and Z."""
         Y, old = self._sampler.multiply(new), len(self.R)
         num = old + new.shape[1]
-        # Householder's: orthogonal to Q also where products depend on it, or vanish
+        # by Householder's method, which is orthogonal to Q even if products lie in its span
         basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
         basis = basis[:, old:]
         R = self.R.new_zeros(num, num)
         R[:old, :old], R[:old, old:] = self.R, self.Q.T @ Y
         R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
-        # contiguous vectors multiply fastest
+        # products with contiguous vectors are fastest
         product = self._sampler.multiply(basis.T.contiguous().T, self._adjoint)
         self.Z = _append(self.Z, product)
 
 
 def _append(columns: Tensor, more: Tensor) -> Tensor:
-    """Return columns ``[D, K]`` and more of them, each contiguous."""
+    """Append columns to columns ``[D, K]``; each is contiguous."""
     return torch.cat([columns.T, more.T]).T
 
 
 def _left_out(R: Tensor) -> Tensor:
     """Return unit columns ``s_i``, orthogonal to the columns of R except for the i-th, in float64.
 
-    If a column depends on the others, any direction that is orthogonal to all serves: a diagonal
-    entry of zero is replaced by one that is negligible.
+    If a column depends on the others, any direction orthogonal to all of them will do: a diagonal
+    entry of zero is replaced by a negligible one.
     """
     R = R.double().clone()
     diagonal = R.diagonal()
@@ -209,14 +209,14 @@ def _left_out(R: Tensor) -> Tensor:
 def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, sampler: Sampler) -> Tensor:
     """Scale quadratic forms of residuals to the expected squared length of the residuals.
 
-    A residual is what remains of one random vector outside of a space that the others span. Its
-    direction is uniformly distributed if that of the vector is, and independent of its length.
+    A residual is the part of a random vector that is orthogonal to a subspace. If directions of
+    the vectors are uniformly distributed, so are those of the residuals, whatever their lengths.
 
     Args:
         forms: The quadratic forms of K residuals, ``[K]``.
         squares: The squared lengths of the residuals.
         lengths: The squared lengths of the random vectors.
-        sampler: Draws these.
+        sampler: Draws the random vectors.
     """
     is_nonzero = squares > torch.finfo(sampler.matrix.dtype).eps * lengths
     return torch.where(is_nonzero, forms * (sampler.dim - len(forms) + 1) / squares, 0.0)
@@ -227,8 +227,8 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
 
     With ``H = X^T A X``, the Nyström approximation without ``x_i`` lacks ``G_ii / (H^-1)_ii`` of
     the trace of that from all vectors, ``G = H^-1 X^T A A X H^-1``, and ``x_i^T (A - A_i) x_i`` is
-    ``1 / (H^-1)_ii``. All is done for A plus a multiple of the identity that rounding errors do not
-    exceed.
+    ``1 / (H^-1)_ii``. To keep H positive definite, a multiple of the identity about as large as
+    rounding errors is added to A.
 
     Raises:
         ValueError: If the matrix is not symmetric, or not positive semi-definite.
@@ -240,7 +240,7 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     inverse = torch.cholesky_inverse(L)
     diagonal = inverse.diagonal()
     forms = 1 / diagonal
-    if sampler.distribution != "rademacher":  # signs may depend on each other
+    if sampler.distribution != "rademacher":  # vectors of signs may be linearly dependent
         squares = 1 / torch.linalg.inv(gram).diagonal()
         forms = _rescaled(forms, squares, gram.diagonal(), sampler)
     return trace - (R @ inverse).square().sum(0) / diagonal + forms
@@ -258,7 +258,7 @@ def _shifted_cholesky(
     scale = float(double_norm(AX)) / sampler.dim**0.5 or 1.0
     shift = eps * scale
     while shift <= eps**0.5 * scale:
-        # vectors may all but depend on each other, which a multiple of the identity makes up for
+        # vectors may be almost linearly dependent, hence a multiple of the identity
         shifted = (H + H.T) / 2 + shift * (gram + 0.01 * sampler.dim * eye)
         L, info = torch.linalg.cholesky_ex(shifted)
         if not bool(info):

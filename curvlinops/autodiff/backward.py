@@ -37,7 +37,7 @@ Seed = tuple[Tensor, Tensor | None]
 
 Tensors = Mapping[str, Tensor]
 
-#: What an input of a graph goes by.
+#: The key of an input of a graph.
 Name = TypeVar("Name")
 
 
@@ -46,7 +46,7 @@ class Recording(NamedTuple):
 
     Attributes:
         evaluation: The evaluation of forward and backward passes.
-        leaves: What replaced the parameters, and requires gradients.
+        leaves: The tensors that replaced the parameters. They require gradients.
         output: The output, with its graph.
     """
 
@@ -101,7 +101,7 @@ def transposed_jacobian(problem: Problem, chunk_size: int | None = None) -> tupl
 
     Args:
         problem: The model on a batch.
-        chunk_size: How many columns a backward pass carries at once.
+        chunk_size: The number of columns in one backward pass.
     """
     with problem.recording("once") as recording:
         evaluation, leaves, output = recording
@@ -200,7 +200,7 @@ def vjp_columns(
     inputs: Tensors,
     retain: bool = True,
 ) -> Columns:
-    """Multiply like ``batched_vjp``; zeros where no output depends on an input."""
+    """Multiply like ``batched_vjp``, with zeros where no output depends on an input."""
     grads = batched_vjp(outputs, cotangents, inputs, retain)
     missing = [name for name, grad in grads.items() if grad is None]
     num_columns = len(next(iter(cotangents.values()))) if missing else 0
@@ -212,7 +212,7 @@ def vjp_columns(
 
 
 def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
-    """Return whether several times a graph's memory is still little enough to be fast."""
+    """Return whether a pass with so many columns is still fast, given the graph's memory."""
     return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
 
 
@@ -222,14 +222,14 @@ def in_chunks(
     """Return a function that applies a product to any number of columns.
 
     Args:
-        product: Takes and returns columns. Several at once it computes by ``vmap``, which some
-            operations do not support: then they are taken one by one.
-        size: How many at once, fewer if there is no memory for so many. Default: as many as have
-            ``_BUDGETS`` bytes with the tensors in the product's closure.
+        product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
+            not support that, columns are taken one by one.
+        size: The number of columns at once. It is halved while the memory is too small. Default: as
+            many as have ``_BUDGETS`` bytes with the tensors in the product's closure.
 
     Returns:
-        A function of columns, of the dtypes to which ``product`` needs them cast, and of further
-        arguments of the product. It yields which columns it has multiplied, and their product.
+        A function of columns, of the dtypes to cast them to, and of further arguments of the
+        product. It yields slices of the columns, each with its product.
     """
 
     def chunks(
@@ -257,7 +257,7 @@ def in_chunks(
                 else:
                     failure = first_line(error)
                 continue
-            if failure:  # what one column can do, vmap cannot
+            if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)
                 size, failure = 1, None
             yield rows, part

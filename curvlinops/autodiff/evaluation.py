@@ -194,7 +194,7 @@ def check_graph(
         value: Output or loss, evaluated with the parameters replaced by aliases, all others by
             constants.
         model: The user's model.
-        leaves: These aliases.
+        leaves: The aliases of the parameters.
         must_depend: Whether the value must depend on one of them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which mode of differentiation serves a model? The first that passes a dot-test."""
+"""Chooses the mode of differentiation for a model: the first that passes a dot-test."""
 
 import math
 from collections.abc import Callable

@@ -73,7 +73,7 @@ class Model(ABC):
         return {id(param): name for name, param in self.params.items()}
 
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return what replaces parameters of modules in an evaluation, by the parameters' ids."""
+        """Return the tensors that replace the modules' parameters in an evaluation, by id."""
         return {}
 
     def requiring_gradients(self) -> AbstractContextManager:
@@ -289,7 +289,7 @@ def wrap_model(model_func: Any, params: Any) -> Model:
 
 
 def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
-    """Return which modules, children included, are in train mode."""
+    """Return the train flag of each module, children included."""
     return tuple(module.training for module in modules_of(roots))
 
 

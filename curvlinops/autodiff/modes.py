@@ -1,9 +1,7 @@
 """Products with derivatives of a model, in forward and in reverse mode.
 
-Both modes offer the same functions. Each takes a model on a batch and returns an
-``Apply`` (for the Jacobian a ``JVP``); what does not depend on the vectors is done before, once.
-They are built on two idioms only, each compared with finite differences through every layer of the
-test suite:
+Both modes have the same functions. Each takes a model on a batch, computes everything that does not
+depend on the vectors, and returns an ``Apply`` (for the Jacobian a ``JVP``).
 
 - ``Reverse`` differentiates the graph of a backward pass. It serves closures, checkpoints and
   custom autograd functions, and the graph serves many products.
@@ -50,8 +48,8 @@ class Reverse:
     """Backward passes through the graph of a backward pass.
 
     Attributes:
-        chunk_size: How many columns a backward pass carries at once; see ``in_chunks``.
-        once: Whether products are for one column, once: the graph is freed meanwhile.
+        chunk_size: The number of columns in one backward pass, see ``in_chunks``.
+        once: Whether there is one product with one column, which frees the graph.
     """
 
     chunk_size: int | None = None

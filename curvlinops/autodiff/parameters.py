@@ -62,7 +62,7 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
 
 
 class Kind(NamedTuple):
-    """What must not change of a parameter."""
+    """The traits of a parameter that must not change."""
 
     shape: torch.Size
     dtype: torch.dtype

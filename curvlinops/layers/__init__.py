@@ -1,4 +1,4 @@
-"""How layers use their parameters: what per-sample and layerwise quantities are made of."""
+"""Layers' uses of their parameters, of which per-sample and layerwise quantities are made."""
 
 # importing a file registers its rules
 from curvlinops.layers import convolution, decompositions, elementwise, embedding, linear

@@ -1,4 +1,4 @@
-"""Which axis of a layer's output numbers the samples?
+"""Finds the axis of a layer's output that numbers the samples.
 
 Layers see ``[N, T, d]``, ``[N * T, d]``, ``[T, N, d]`` or ``[T * N, d]``. A shape leaves a few
 candidates, and two backward passes decide between them: if the loss of sample n is weighted by
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from curvlinops.layers.check import NOISE, rounding_of, tolerance_of
 
-#: How many numbers of each row are compared.
+#: The number of entries of each row that are compared.
 _SKETCHED = 4
 
-#: Operations that may move rows by their numbers.
+#: Operations that may move rows depending on their values.
 _MOVING = ("Index", "Gather", "Scatter", "Segment", "Sort", "Topk", "Take")
 _MOVING += ("MaskedSelect", "MaskedScatter")
 
@@ -31,7 +31,7 @@ class Key(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: How often the function was called before with a parameter.
+        index: The number of earlier calls of the function with a parameter.
         place: The argument.
         call: The function.
         names: The parameters.
@@ -47,7 +47,7 @@ class BatchAxis(NamedTuple):
     """The axis that numbers the samples, alone or merged with an axis of positions.
 
     Attributes:
-        axis: Which of the axes that number rows; ``None`` for all of them, merged to one.
+        axis: The place among the axes that number rows; ``None`` for all of them, merged to one.
         inner: Whether the sample is the faster index of a merged axis.
     """
 
@@ -107,10 +107,10 @@ def _samples(axis: BatchAxis, row_shape: tuple[int, ...], num_samples: int) -> t
 
 
 def sketch(rows: Tensor, num_row_axes: int) -> Tensor:
-    """Return what is compared of rows ``[*row_shape, *features]``: ``[*row_shape, F]``, F small.
+    """Return a short sketch ``[*row_shape, F]`` of each row of ``[*row_shape, *features]``.
 
-    These are random combinations of the features: one row is a multiple of another one if these
-    are. In half precision, in which they might cancel, they are the features themselves.
+    A sketch has random combinations of the features. A row is a multiple of another one if their
+    sketches are. In half precision, the combinations might cancel: the sketch is the row itself.
     """
     rows = rows.reshape(*rows.shape[:num_row_axes], prod(rows.shape[num_row_axes:]))
     width = rows.shape[-1]
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
     Attributes:
         row_shape: Lengths of the axes that number them.
         plain: Sketches of the gradients of the sum of the samples' losses.
-        weighted: Those of the sum weighted by r.
+        weighted: Sketches of the gradients of the sum weighted by r.
     """
 
     row_shape: tuple[int, ...]
@@ -186,11 +186,11 @@ def _explains(
 
 
 def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
-    """Return whether something behind a layer may move rows by their numbers.
+    """Return whether an operation behind a layer may move rows depending on their values.
 
     Args:
         nodes: The nodes of the graph.
-        edges: Those at which the gradients of layers' outputs pass.
+        edges: The nodes at which the gradients of layers' outputs pass.
     """
     stack, seen = [node for node in nodes if node not in edges and _may_move(node)], set()
     while stack:
@@ -204,7 +204,7 @@ def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
 
 
 def _may_move(node: Any) -> bool:
-    """Return whether an operation may move rows by numbers that its gradient does not show."""
+    """Return whether an operation may move rows depending on values that no argument shows."""
     name = node.name()
     if name.startswith(("Mm", "Bmm", "Mv", "Addmm", "Baddbmm")):
         return node.next_functions[-2][0] is None  # a constant mixes the rows

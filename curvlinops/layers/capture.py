@@ -41,7 +41,7 @@ _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.res
 
 
 class ViewOf(NamedTuple):
-    """Which entries of a parameter a tensor has.
+    """A tensor as a view of entries of a parameter.
 
     Attributes:
         name: The parameter.
@@ -87,7 +87,7 @@ class CallOutput:
         inputs: The call's tensors that are not tracked.
 
     Attributes:
-        edge: Where the output's gradient passes, perhaps in another shape.
+        edge: The edge of the graph that the output's gradient passes, perhaps in another shape.
         shape: The output's shape.
         dtype: The output's dtype.
     """
@@ -108,8 +108,8 @@ class CallOutput:
         """Return gradients at the output, ``[V, *shape]``.
 
         Args:
-            parts: Those that pass the edge, of some vectors each; ``None`` if they are zero.
-            u: What was backpropagated, ``[V, *]``.
+            parts: Gradients that pass the edge, of some vectors each; ``None`` if they are zero.
+            u: The vectors that were backpropagated, ``[V, *]``.
         """
         if not parts or parts[0] is None:
             return u.new_zeros(u.shape[0], *self.shape, dtype=self.dtype)
@@ -126,10 +126,10 @@ class RecordedUse(NamedTuple):
     """A use of a tracked tensor.
 
     Attributes:
-        use: How it enters the output.
+        use: The way in which the output depends on it.
         function: The function that was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
-        view_of: Which entries of a parameter it has, ``None`` if it is another function.
+        view_of: Its entries of a parameter, ``None`` if it is another function.
         lookup: The lookup in a table of which it is a function, row by row.
         output: The call's output, the same for all tensors that it got.
     """
@@ -146,10 +146,10 @@ class LookedUp(NamedTuple):
     """A lookup in a table at constant indices, such as those of positions.
 
     Attributes:
-        output: What was looked up, a function of the table.
-        use: How the table enters it.
+        output: The rows that were looked up, a function of the table.
+        use: The way in which these depend on the table.
         tensor: The table: a parameter, or a function of parameters.
-        view_of: Which entries of a parameter it has, ``None`` if it is another function.
+        view_of: Its entries of a parameter, ``None`` if it is another function.
     """
 
     output: Tensor
@@ -203,7 +203,7 @@ class Capture(TorchFunctionMode):
         num_samples: How many samples the batch has; ``None`` if that is not evident.
 
     Attributes:
-        uses: RecordedUse uses, in the order of the calls.
+        uses: The recorded uses, in the order of the calls.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -396,7 +396,7 @@ class Capture(TorchFunctionMode):
     def _views_after(
         self, func: Callable, args: tuple, kwargs: dict, out: Any
     ) -> "list[ViewOf | None]":
-        """Return which entries of a parameter each tensor has that a call without data returned."""
+        """Return the views of parameters that a call without data returned."""
         outputs, sources = leaves(out), [x for x in leaves((args, kwargs)) if self.follows(x)]
         unknown: list[ViewOf | None] = [None] * len(outputs)
         source = sources[0] if len(sources) == 1 else None

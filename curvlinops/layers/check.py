@@ -14,7 +14,7 @@ Tensors = Mapping[str, Tensor]
 #: of another axis, about half of the rows have another sign.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
-#: So large rounding errors, in those of the largest gradients, are not surprising in others.
+#: The largest rounding error to expect in a gradient, in rounding errors of the largest one.
 NOISE = 20
 
 
@@ -45,7 +45,7 @@ def sample_weights(num_samples: int, like: Tensor) -> Tensor:
 
 
 def weighted(u: Tensor, r: Tensor) -> Tensor:
-    """Return what is backpropagated, ``[N * S, *]``, times weights ``[N]``."""
+    """Return backpropagated vectors ``[N * S, *]`` times the samples' weights ``[N]``."""
     r = r.repeat_interleave(len(u) // max(len(r), 1))
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
@@ -74,8 +74,8 @@ def disagreeing(
 
     Args:
         names: The parameters to compare.
-        own: The rules' sums; what is not there is zero.
-        summands: The sums of the absolute values of all that ``own`` is made of.
+        own: The rules' sums. Missing ones are zero.
+        summands: The sums of the absolute values of the summands of ``own``.
         truth: Autograd's sums.
         dtype: The least precise one in which gradients are computed.
         eps: The relative rounding error of the output's dtype.

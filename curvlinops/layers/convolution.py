@@ -83,7 +83,7 @@ def _window_of_output(
     dilation: Sequence[int],
     groups: int,
 ) -> tuple[Window, list[int]]:
-    """Return which patches of its output a transposed convolution writes, and the output's size."""
+    """Return the patches that a transposed convolution writes, and its output's size."""
     # the length of an axis that all patches span
     spans = [
         (count - 1) * s + d * (k - 1) + 1

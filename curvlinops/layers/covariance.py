@@ -15,11 +15,11 @@ from curvlinops.support.norms import wide
 #: From this size on, four products with a quarter of the rows each take a third less time than
 #: the whole; if the result is not added to something, only from this number of columns on.
 _HALVED, _COLUMNS = 256, 512
-#: Of so many rows, a sum is still accurate in float32.
+#: The largest number of rows whose sum is accurate in float32.
 _ROWS = 2**15
-#: How many numbers are copied at once: patches, and shifted inputs.
+#: The largest number of entries that are copied at once: patches, and shifted inputs.
 _UNFOLDED, _SHIFTED = 2**20, 2**22
-#: Of how many positions at least, for their products to take longer than adding them up.
+#: The smallest number of positions whose products take longer than their sum.
 _POSITIONS = 1024
 #: Products of shifts are as many calls for few numbers in patches as for many.
 _FEW_NUMBERS = 2**19
@@ -76,7 +76,7 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
 
     Returns:
         Sums over samples and positions ``[G, d, d]`` with ``d = C/G * prod(K)``, symmetric, in
@@ -98,7 +98,7 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
 
     Args:
         shape: The input's, ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
     """
     kernel, farthest = window.kernel_size[0], window.reach(0, 1) - 1
     numbers = prod(shape[:2]) * prod(window.size) * prod(window.kernel_size)
@@ -119,7 +119,7 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches; along the first axis of stride 1, at least ``dilation * (K - 1)``.
+        window: The patches; along the first axis of stride 1, at least ``dilation * (K - 1)``.
         positions: About how many positions of the output at once. Default: a fast number.
     """
     kernel, *others = window.kernel_size
@@ -169,7 +169,7 @@ def covariance_by_patches(x: Tensor, window: Window, positions: int | None = Non
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
         positions: About how many positions of the output at once. Default: a fast number.
     """
     if positions is None:
@@ -193,9 +193,9 @@ def _pieces(
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
         positions: About how many positions of the output at once.
-        least: How many positions on the first axis at least.
+        least: The smallest number of positions on the first axis.
     """
     rows = max(positions // prod(window.size[1:]), least, 1)
     samples, parts = max(rows // window.size[0], 1), max(window.size[0] // rows, 1)

@@ -89,9 +89,9 @@ class EmbeddingGradient(PerSampleGradient):
     """Sums of output gradients over the positions that looked up a row of a table.
 
     Args:
-        indices: Which row, ``[N, S]``.
+        indices: The rows that were looked up, ``[N, S]``.
         g: Output gradients ``[V, N, S, I]``.
-        entries: Those of the table, row by row.
+        entries: The entries of the table, row by row.
         padding: The row that is a constant; -1 for none.
     """
 

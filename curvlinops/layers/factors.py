@@ -57,7 +57,7 @@ class KroneckerShape(NamedTuple):
 
 
 def relation(kind: KroneckerShape, other: KroneckerShape) -> str | None:
-    """Say how the entries of two kinds for one parameter are related.
+    """Return how the entries of two Kronecker products for one parameter are related.
 
     Returns:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
@@ -81,7 +81,7 @@ def input_factor(
     Args:
         parts: The uses of a parameter on a batch, of one kind.
         reduce: Whether a sample's inputs are averaged first.
-        bias: What the inputs get as last entry, ``None`` for nothing.
+        bias: The last entry that is appended to the inputs, ``None`` for none.
         diagonal: Whether only the diagonal is wanted.
 
     Returns:
@@ -186,14 +186,14 @@ def _totals(gradient: OuterProducts) -> Tensor:
 
 
 def _lookups(part: Part) -> Tensor:
-    """Return how often samples looked up the rows of a table, ``[N, 1, I]``; padding is none."""
+    """Return the number of each sample's lookups of each row, ``[N, 1, I]``, without padding."""
     gradient = part.gradient
     counts = gradient.g.new_zeros(gradient.num_samples, gradient.num_rows)
     return counts.scatter_add_(1, gradient.indices, _is_lookup(part).to(counts)).unsqueeze(1)
 
 
 def _is_lookup(part: Part) -> Tensor:
-    """Return which indices are no padding, ``[N, S]``."""
+    """Return a mask of the indices that are not padding, ``[N, S]``."""
     return part.gradient.indices != part.gradient.padding
 
 

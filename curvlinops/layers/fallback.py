@@ -74,7 +74,7 @@ class OneByOne:
             problem: The model on the batch.
             apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
             output: The model's output, samples first.
-            u: What is backpropagated, ``[V, *output]``.
+            u: The vectors to backpropagate, ``[V, *output]``.
             names: The parameters.
         """
         space = problem.space.restricted(names)

@@ -18,7 +18,7 @@ from curvlinops.structured.layout import ParameterView
 #: Temporary tensors are kept below this size, where a quantity can be computed in parts.
 BYTES = 32 * 2**20
 
-#: How many numbers a processor's cache holds.
+#: The number of entries that a processor's cache holds.
 _CACHED = 2**18
 
 
@@ -121,7 +121,7 @@ class PerSampleGradient(ABC):
         return False
 
     def inner_products(self, other: "PerSampleGradient") -> Tensor:
-        """Return all inner products with other gradients, ``[V, N, W, M]``, if there are."""
+        """Return all inner products with other gradients, ``[V, N, W, M]``."""
         raise NotImplementedError
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
@@ -135,7 +135,7 @@ class DenseGradient(PerSampleGradient):
 
     Args:
         values: The gradients, ``[V, N, *]``.
-        entries: Of which entries of the parameter. Default: all.
+        entries: The entries of the parameter. Default: all.
     """
 
     def __init__(self, values: Tensor, entries: Entries | None = None):
@@ -207,7 +207,7 @@ Piece = tuple[slice, dict[str, PerSampleGradient]]
 
 
 def chunks(num_samples: int, size: int) -> Iterator[slice]:
-    """Yield as many samples at a time as fit the memory, with ``size`` numbers each."""
+    """Yield slices of samples that fit the memory, with ``size`` numbers for each sample."""
     step = max(BYTES // max(4 * size, 1), 1)
     for start in range(0, max(num_samples, 1), step):
         yield slice(start, min(start + step, num_samples))
@@ -222,7 +222,7 @@ def write_rows(
 
     Args:
         pieces: The gradients. They leave their dictionaries, which gives memory back on the way.
-        out: Where they are written.
+        out: The tensors that they are written to.
         place: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that is written to. Default: all
             rows, for the only vector.
     """

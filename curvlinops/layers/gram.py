@@ -10,7 +10,7 @@ from curvlinops.layers.covariance import add_second_moment, mirror
 from curvlinops.layers.gradients import BYTES, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 
-#: Some samples of batches, and which rows their gradients are.
+#: Samples of batches: their gradients, their places in the batch, and their rows in the result.
 Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
 
@@ -109,7 +109,7 @@ def _blocks(gradients: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
 
 
 def _places(block: Block) -> Tensor:
-    """Return which rows of the result a block's are."""
+    """Return the rows of the result that belong to a block."""
     return torch.cat([place for *_, place in block])
 
 

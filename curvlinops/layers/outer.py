@@ -24,7 +24,7 @@ class OuterProducts(PerSampleGradient):
     Args:
         x: Inputs ``[N, S, G, I]``.
         g: Output gradients ``[V, N, S, G, O]``.
-        entries: Where the entries of the matrices ``[G, O, I]`` are in the parameter.
+        entries: The entries of the parameter, as matrices ``[G, O, I]``.
     """
 
     def __init__(self, x: Inputs, g: Tensor, entries: Entries):

@@ -28,7 +28,7 @@ _FEW_CHANNELS = 8
 
 
 class Window(NamedTuple):
-    """Which patches a convolution looks at.
+    """The patches that a convolution multiplies with its weight.
 
     At position k in the kernel, position o of the output sees position
     ``o * stride + k * dilation - before`` of the input along each axis, and zero outside of it.
@@ -106,7 +106,7 @@ class Window(NamedTuple):
                 )
 
     def reach(self, axis: int, count: int) -> int:
-        """Return how many positions a number of neighboring patches spans along an axis."""
+        """Return the number of positions that neighboring patches span along an axis."""
         span = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
         return (count - 1) * self.stride[axis] + span
 
@@ -214,7 +214,7 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
 
     Returns:
         Sums ``[N, G, C/G * prod(K)]``, in float32 for inputs in half precision.
@@ -234,11 +234,11 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
 
 
 def make_patches(x: Tensor, window: Window) -> Tensor:
-    """Return what each position of the output sees, ``[N, positions, groups, channels * kernel]``.
+    """Return the patch of each output position, ``[N, positions, groups, channels * kernel]``.
 
     Args:
         x: Input ``[N, C, *I]``.
-        window: Which patches.
+        window: The patches.
     """
     # positions last in memory: long runs to copy
     width = x.shape[1] // window.groups * prod(window.kernel_size)
@@ -310,7 +310,7 @@ class Patches:
 
     Args:
         images: The images of each sample, ``[N, S, C, *I]``.
-        window: Which patches.
+        window: The patches.
     """
 
     def __init__(self, images: Tensor, window: Window):

@@ -43,9 +43,8 @@ class Part(NamedTuple):
         key: The use.
         name: The parameter.
         gradient: The gradients.
-        ambiguous: Whether some rows have no gradient, so that it is not known to which samples
-            they belong.
-        unsorted: Whether it is not known for any row. The gradients are then those of one sample
+        ambiguous: Whether some rows have no gradient. The samples of these rows are not known.
+        unsorted: Whether the sample of no row is known. The gradients are then those of one sample
             that has all rows of the batch.
         bias_scale: See ``Use``.
         other_positions: See ``Use``.
@@ -70,8 +69,8 @@ class RecordedBatch:
     Attributes:
         names: The parameters.
         output: The model's output, with samples along the first axis.
-        num_samples: How many there are; each has as many neighboring rows of the output.
-        uses: What was recorded.
+        num_samples: The number of samples. Each has the same number of neighboring output rows.
+        uses: The recorded uses of parameters.
         axes: The axis that numbers the samples, of each use whose rows have one.
         ambiguous: Uses for which other axes are possible; they differ in rows without a gradient.
         unconnected: Uses on which the output does not depend.
@@ -123,18 +122,18 @@ class RecordedBatch:
         return least_precise(self._nodes, self.output)
 
     @cached_property
-    def signature(self) -> int:
-        """A hash of the graph up to sizes."""
-        return signature(self._nodes, ROW_ARGUMENTS)
+    def operations(self) -> int:
+        """A hash of the graph's operations, in the order in which backpropagation finds them."""
+        return hash(tuple(node.name() for node in self._nodes))
 
-    @property
+    @cached_property
     def wiring(self) -> int:
         """A hash of the number of samples, and of the graph up to sizes."""
-        return hash((self.num_samples, self.signature))
+        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
 
     @cached_property
     def moves_rows(self) -> bool:
-        """Whether rows of layers may be moved by their numbers."""
+        """Whether an operation may move rows of layers depending on their values."""
         return moves_rows(self._nodes, {use.output.edge.node for use in self.uses.values()})
 
     @property
@@ -167,8 +166,8 @@ class RecordedBatch:
         """Return the gradient at each use's output, ``[V, *output]``.
 
         Args:
-            u: What is backpropagated, ``[V, *output]``.
-            last: Whether nothing is backpropagated later: one vector then frees the graph.
+            u: The vectors to backpropagate, ``[V, *output]``.
+            last: Whether this is the last call. A single vector then frees the graph.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         calls = {recorded.output: recorded.output.edge for recorded in self.uses.values()}
@@ -194,7 +193,7 @@ class RecordedBatch:
         """Find the axis of samples of each use.
 
         Args:
-            axes: Those on other batches; ``None`` if the axes are known.
+            axes: The axes on other batches; ``None`` if the axes of this batch are known.
 
         Returns:
             The gradients at the uses' outputs of a sum of the samples' losses with weights.
@@ -222,8 +221,8 @@ class RecordedBatch:
         """Return the parameters whose gradients do not add up to ``autograd_sums``.
 
         Args:
-            gradients: What ``examine`` returns.
-            truth: The sums.
+            gradients: The result of ``examine``.
+            truth: The result of ``autograd_sums``.
         """
         names = [name for name in self.names if name not in self.unrecorded()]
         own, eps = self._sums(gradients), torch.finfo(self.output.dtype).eps
@@ -246,8 +245,8 @@ class RecordedBatch:
         """Yield the gradients of the uses, one by one.
 
         Args:
-            gradients: Those at the uses' outputs, which are freed on the way. Those of biases
-                become sums over positions, with inputs of one, and are not written down.
+            gradients: The gradients at the uses' outputs, which are freed on the way. Gradients of
+                biases become sums over positions, with inputs of one, and are not written down.
         """
         return self._parts(gradients, self.axes, by_position=True)
 
@@ -257,8 +256,8 @@ class RecordedBatch:
         """Return the gradients of all parameters.
 
         Args:
-            gradients: Those at the uses' outputs, of ``num_vectors`` vectors; they are freed.
-            num_vectors: How many.
+            gradients: The gradients at the uses' outputs, which are freed on the way.
+            num_vectors: The number of vectors that were backpropagated.
         """
         found: dict[str, list[PerSampleGradient]] = {}
         for part in self._parts(gradients, self.axes):
@@ -283,7 +282,7 @@ class RecordedBatch:
             gradients: See ``parts``.
             axes: The axes of samples.
             by_position: Whether gradients of biases are not written down.
-            absolute: Whether all that they are made of is replaced by absolute values.
+            absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
         for key, recorded in self.uses.items():
             use, axis = recorded.use, axes.get(key, ALL_ROWS)
@@ -338,7 +337,7 @@ def _on_parameter(
     """Return gradients with respect to a parameter.
 
     Args:
-        use: How a function of the parameter is used.
+        use: The use of a function of the parameter.
         g: Rows sorted by samples, see ``Use.gradient``.
         sort: Sorts others in the same way.
         source: Has the function's value, and says which entries of the parameter it has.

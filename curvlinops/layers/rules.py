@@ -1,4 +1,4 @@
-"""How an argument of a call enters its output, and which calls are known.
+"""Rules: how the output of a call depends on its arguments, for all calls that are known.
 
 To add a layer, write a file with one function that takes the arguments of PyTorch's function and
 returns a ``Use`` for each argument that may be a parameter, register it with ``handles``, and
@@ -28,7 +28,7 @@ Slope = Callable[[], Tensor] | float
 
 @dataclass
 class Use:
-    """How one argument enters a call's output.
+    """The way in which a call's output depends on one argument.
 
     Attributes:
         row_shape: Lengths of the axes that number the rows.
@@ -38,7 +38,7 @@ class Use:
             sorts others in the same way, and the entries of the parameter in the order of
             ``layout``. Returns the samples' gradients.
         layout: Turns the argument into a view of its entries in the order of the gradients.
-        bias_scale: Of a bias that is added to a product with a matrix: by what it is multiplied.
+        bias_scale: For a bias that is added to a product with a matrix: the bias's factor.
         other_positions: Whether a bias is added at other positions than those of the product.
     """
 
@@ -73,7 +73,7 @@ class Rule:
             for parameter in self._signature.parameters.values()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
-        #: How many arguments fit without a look at the signature.
+        #: The numbers of arguments that fit without a look at the signature.
         self._fitting = range(sum(by_position), len(by_position) + 1)
 
     def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
@@ -100,8 +100,7 @@ def handles(
 
     Args:
         *functions: The PyTorch functions.
-        repeats: Whether with a parameter alone they make one of more entries, e.g. a token for
-            each sample.
+        repeats: Whether calls with a parameter alone may repeat it, e.g. a token for each sample.
         in_place: Whether they write to their first argument.
     """
 
@@ -170,7 +169,7 @@ class _Axes(NamedTuple):
     Attributes:
         rows: Places of rows in the other factor.
         num_groups: The number of groups.
-        outer: Where outer are among groups, outer and inner, which begin where it ends.
+        outer: The place of outer in the sequence of groups, outer and inner.
         summed: Places of axes that only the other factor has.
         of_rows: Places of rows, groups and outer in the output, behind one more axis.
         of_inputs: Places of rows, groups and inner in the other factor, without ``summed``.

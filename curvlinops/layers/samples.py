@@ -26,9 +26,9 @@ class SampleGradients:
 
     Args:
         problem: The model on the batch.
-        batch: What the rules know of it, ``None`` for nothing.
-        fallbacks: Why parameters are treated sample by sample.
-        fallback: How these are.
+        batch: The recorded batch, ``None`` if no parameter has a rule.
+        fallbacks: Parameters that are treated sample by sample, each with the reason.
+        fallback: Computes their gradients.
 
     Attributes:
         output: The model's output.
@@ -60,7 +60,7 @@ class SampleGradients:
 
     @property
     def vectors_at_once(self) -> int:
-        """How many vectors should be backpropagated at once."""
+        """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(BYTES // max(size, 1), 1)
 
@@ -68,7 +68,7 @@ class SampleGradients:
         """Yield the gradients of layers' uses of parameters, one by one.
 
         Args:
-            u: What is backpropagated, ``[V, *output]``.
+            u: The vectors to backpropagate, ``[V, *output]``.
             last: Whether nothing is backpropagated later: memory is given back on the way.
         """
         if self._batch is None:
@@ -127,7 +127,7 @@ class SampleBackward:
         self._name, self._independent, self._sums_rows = name, independent, sums_rows
         self.fallbacks: dict[str, str] = {}
         self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by the wiring of the graph
-        self._checked: set[tuple[int, Key]] = set()  # with the signature of the graph
+        self._checked: set[tuple[int, Key]] = set()  # with the graph's operations
         self._rows_are_parts = False
         self._fallback = OneByOne()
 
@@ -137,11 +137,11 @@ class SampleBackward:
         return not self.fallbacks
 
     def capture(self, problem: Problem, by_sample: bool = True) -> SampleGradients:
-        """Run the model on a batch; return what computes its samples' gradients.
+        """Run the model on a batch, and return the gradients of its samples, not yet computed.
 
         Args:
             problem: The model on a batch.
-            by_sample: Whether it matters to which samples the rows of products belong.
+            by_sample: Whether the caller needs to know the sample of each row of a product.
         """
         is_first = not (self._checked or self.fallbacks)
         states = GeneratorStates()
@@ -156,7 +156,7 @@ class SampleBackward:
         return SampleGradients(problem, batch, self.fallbacks, self._fallback)
 
     def _record(self, problem: Problem, by_sample: bool) -> RecordedBatch | None:
-        """Run the model on a batch; return what the rules know, ``None`` if that is nothing."""
+        """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
         if not names:
             return None
@@ -170,7 +170,7 @@ class SampleBackward:
         if self._rows_are_parts:
             _join_rows(problem, batch)
         batch.recall(self._axes.get(batch.wiring, {}))
-        seen = {(batch.signature, key) for key in batch.uses.keys() | batch.unconnected}
+        seen = {(batch.operations, key) for key in batch.uses.keys() | batch.unconnected}
         new = seen - self._checked
         may_move = (by_sample or batch.has_lookups) and batch.moves_rows
         lacks_axes = may_move or batch.axes.keys() != batch.uses.keys()

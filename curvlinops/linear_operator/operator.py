@@ -29,7 +29,7 @@ from curvlinops.support.torch_modes import default_modes, in_default_modes, unco
 if TYPE_CHECKING:
 
     class LinearOperator:
-        """What operators inherit from SciPy's class.
+        """The attributes that operators inherit from SciPy's class.
 
         SciPy has no annotations. Were its class the base, mypy would take operators for numbers,
         and ``2 * H`` for an integer.
@@ -60,7 +60,7 @@ class _NeedsStructure:
     It raises an AttributeError, so that ``hasattr`` is false.
 
     Args:
-        remedy: What to call instead.
+        remedy: The call to use instead.
     """
 
     def __init__(self, remedy: str):
@@ -76,7 +76,7 @@ class _NeedsStructure:
         )
 
 
-#: What an operator makes of a dictionary of tensors.
+#: The product with a dictionary of tensors.
 Named = TypeVar("Named", covariant=True)
 #: An operator that keeps its structure.
 Operator = TypeVar("Operator", bound="TorchLinearOperator", covariant=True)
@@ -334,7 +334,7 @@ class TorchLinearOperator(LinearOperator):
         return f"{type(self).__name__}({', '.join(parts + changed(type(self), self._arguments()))})"
 
     def _description(self) -> list[str]:
-        """Return what ``repr`` says of the operator beside its size and its arguments."""
+        """Return the parts of ``repr`` beside size and arguments."""
         formula = self._formula()
         return [] if formula == self._short_name else [formula]
 
@@ -343,7 +343,7 @@ class TorchLinearOperator(LinearOperator):
         return {n: value for n, value in vars(self).items() if isinstance(value, int | float | str)}
 
     def _formula(self) -> str:
-        """Return how ``repr`` writes the operator as a part of others."""
+        """Return the text for the operator inside the ``repr`` of another one."""
         return self._short_name
 
     @property
@@ -375,7 +375,7 @@ class TorchLinearOperator(LinearOperator):
         """Return ``A + delta I``, with structure if A has structure.
 
         Args:
-            delta: What is added to the diagonal.
+            delta: The number that is added to the diagonal.
 
         Raises:
             ValueError: If A is not square, or ``delta`` no finite number.

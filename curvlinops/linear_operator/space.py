@@ -23,7 +23,7 @@ class ParameterSpace:
         shapes: Name and shape of each tensor, in the order of the flat vector.
         dtype: The type of the vectors. May be wider than that of the tensors (bfloat16
             parameters have float32 vectors).
-        device: Where the vectors live.
+        device: The device of the vectors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ParameterSpace:
         return self.shapes.keys() == {""}
 
     def slice(self, name: str) -> slice:
-        """Return where the tensor ``name`` lies in the flat vector."""
+        """Return the place of a tensor in the flat vector."""
         start = self._starts[name]
         return slice(start, start + prod(self.shapes[name]))
 
@@ -273,7 +273,7 @@ def not_finite(columns: Columns, joined: Tensor | None = None) -> str | None:
 
     Args:
         columns: Tensors by name.
-        joined: The same numbers in one tensor, if there is one: faster to check.
+        joined: The same numbers in one tensor, if there is one. It is faster to check.
     """
     # sums are fast; only when one overflows or is NaN look at each value
     sums = [x.detach().sum() for x in (columns.values() if joined is None else [joined])]

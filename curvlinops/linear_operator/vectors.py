@@ -1,4 +1,4 @@
-"""Where vectors enter and leave: numpy arrays, tensors, lists and dictionaries of tensors."""
+"""Converts vectors: NumPy arrays, tensors, lists and dictionaries of tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number

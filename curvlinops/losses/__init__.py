@@ -1,4 +1,4 @@
-"""Losses: everything that depends on which loss is used. One file per family."""
+"""Losses: the only code that depends on the loss. One file per family."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from curvlinops.support.torch_internals import has_forward_hooks
 
 __all__ = ["Loss", "wrap_loss"]
 
-# To support a loss in closed form, write a class and add a line here.
+# to add a loss in closed form, write a class and add a line here
 _LOSSES: list[tuple[type[nn.Module], Callable, type[Loss]]] = [
     (nn.MSELoss, F.mse_loss, SquaredError),
     (nn.CrossEntropyLoss, F.cross_entropy, CrossEntropy),
@@ -30,12 +30,12 @@ _MODULES = {function: module for module, function, _ in _LOSSES}
 
 
 def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
-    """Return what is known about a loss function.
+    """Return the loss in closed form if there is one, else as a function of samples.
 
     Args:
         loss_func: A PyTorch loss module, one of PyTorch's functional losses (also with keywords
             bound by ``functools.partial``), or any function ``(output, target) -> scalar`` that
-            adds up or averages over samples.
+            sums or averages over samples.
         reduction: ``"sum"`` or ``"mean"``; required for a plain function.
 
     Raises:
@@ -46,7 +46,8 @@ def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
         raise TypeError(f"loss_func is the class {loss_func.__name__}; pass an instance of it.")
     if not callable(loss_func):
         raise TypeError(f"loss_func must be callable, got {type(loss_func).__name__}.")
-    loss_func = _as_module(getattr(loss_func, "_orig_mod", loss_func))  # of a compiled module
+    loss_func = getattr(loss_func, "_orig_mod", loss_func)  # the module that was compiled
+    loss_func = _as_module(loss_func)
     kind, own = _kind(loss_func), getattr(loss_func, "reduction", None)
     own = "mean" if own == "batchmean" and kind is AdditiveLoss else own
     for source, value in (("the loss's reduction", own), ("reduction", reduction)):
@@ -64,7 +65,7 @@ def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
 
 
 def _as_module(loss_func: Any) -> Any:
-    """Turn PyTorch's functional losses into modules, which carry their options."""
+    """Return the module of one of PyTorch's functional losses, with its options."""
     partial = isinstance(loss_func, functools.partial)
     function = loss_func.func if partial else loss_func
     try:
@@ -87,7 +88,7 @@ def _kind(loss_func: Any) -> type[Loss]:
 
 
 def _computes_the_same(loss_func: nn.Module, known: type[nn.Module]) -> bool:
-    """Return whether a loss is what its class says, without hooks or a forward of its own."""
+    """Return whether a loss has the forward method of a known class, and no hooks."""
     return (
         type(loss_func).forward is known.forward
         and type(loss_func).__call__ is nn.Module.__call__

@@ -1,4 +1,4 @@
-"""The interface of losses: their terms, and the terms' derivatives and samples."""
+"""The interface of losses: their terms, with derivatives and samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvlinops.support.fingerprint import PLAIN
 from curvlinops.support.torch_internals import without_torch_function
 
-#: Multiplies columns ``[K, *output]`` with a matrix, block-diagonal in the terms.
+#: Multiplies columns ``[K, *output]`` by a matrix that is block-diagonal in the terms.
 OutputMatrix = Callable[[Tensor], Tensor]
 
 #: The losses in closed form, by their PyTorch module; filled in ``__init__.py``.
@@ -22,18 +22,18 @@ class Loss(ABC):
     """A loss as a sum over terms, ``L = c * sum_t l_t``.
 
     A term depends on C entries of the model's output, one *row*. Subclasses turn outputs into rows
-    z, ``[T, C]``, and targets into y; all formulas are for z and y. The scale ``c`` never occurs
-    here: ``"mean"`` only decides on factors inside of ``l_t`` (such as 1/C of the squared error)
-    and on whether ``c`` is 1 or one over the sum of ``denominator`` over the data.
+    z, ``[T, C]``, and targets into y; formulas are for z and y. They leave out the scale ``c``,
+    which is 1 for ``"sum"``, and one over the sum of ``denominator`` over the data for ``"mean"``.
+    Factors inside of ``l_t``, such as 1/C of the squared error, depend on the reduction, too.
 
-    Half-precision outputs are treated in float32.
+    Formulas for outputs in half precision are evaluated in float32.
 
     Args:
-        module: The PyTorch loss whose value is reproduced.
+        module: The user's loss.
         reduction: ``"sum"`` or ``"mean"``.
     """
 
-    #: Whether the value depends on the parameters not only through the output's values: it
+    #: Whether the value depends on more than the values of output and target: the loss
     #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
     #: (weight decay). Then there are no derivatives with respect to the output alone.
     needs_graph = False
@@ -50,19 +50,19 @@ class Loss(ABC):
 
     @property
     def name(self) -> str:
-        """The user's name of the loss."""
+        """The name of the user's loss."""
         function = self.module.func if isinstance(self.module, partial) else self.module
         return getattr(function, "__name__", type(function).__name__)
 
     @property
     def description(self) -> tuple:
-        """Kind, reduction and options of the loss, as far as they are plain values."""
+        """Class, name, reduction, and those options of the loss that are plain values."""
         found = self.module.keywords if isinstance(self.module, partial) else vars(self.module)
         options = {n: v for n, v in found.items() if isinstance(v, PLAIN) and n != "training"}
         return type(self).__name__, self.name, self.reduction, options
 
     def to(self, device: torch.device | str) -> None:
-        """Move the loss's tensors (class weights), if it has any, to another device."""
+        """Move the loss's tensors, such as class weights, to another device."""
         if isinstance(self.module, nn.Module):
             self.module.to(device)
 
@@ -71,7 +71,7 @@ class Loss(ABC):
         """Raise ValueError if output and target do not fit."""
 
     def check_values(self, output: Tensor, target: Any) -> None:
-        """Raise ValueError if the batch violates what is assumed of the loss (costly)."""
+        """Raise ValueError if the loss of the batch is not the sum of its terms (costly)."""
         return None
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Loss(ABC):
         """Return the batch's share of ``1 / c`` under ``"mean"``, a scalar."""
 
     def term_size(self, output: Tensor) -> int | None:
-        """Return C where it must be equal in all batches, else ``None``."""
+        """Return C if it must be equal in all batches, else ``None``."""
         return None
 
     @abstractmethod
@@ -112,12 +112,12 @@ class Loss(ABC):
         return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
 
     def hessian_sqrt(self, output: Tensor, target: Any, minimal: bool = False) -> Tensor:
-        """Return S, ``[V, *output]``: in each term, ``sum_v S_v S_v^T`` is the Hessian of l_t.
+        """Return S, ``[V, *output]``, with ``sum_v S_v S_v^T`` the Hessian of l_t in each term.
 
         Args:
             output: The model's output.
             target: The target.
-            minimal: Whether V is as small as possible. Otherwise V is C.
+            minimal: Whether to return as few vectors as possible; otherwise V = C.
 
         Raises:
             NotImplementedError: If the loss has no closed form.
@@ -130,8 +130,8 @@ class Loss(ABC):
     ) -> Tensor:
         """Draw would-be gradients ``[num_samples, *output]``.
 
-        In each term independently, their outer product has the Hessian of l_t as expectation,
-        whatever the weights, the smoothing and the targets.
+        Terms are independent. In each, the expectation of the outer product is the Hessian of l_t,
+        for all weights, label smoothing and targets.
 
         Raises:
             NotImplementedError: If the loss has no likelihood to sample from.
@@ -154,7 +154,7 @@ class Loss(ABC):
 
         Args:
             vectors: ``[M, *output]``.
-            output: The output, whose terms are meant.
+            output: The model's output.
         """
         multiply = outer(self.to_terms(vectors))
         return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
@@ -167,7 +167,7 @@ class Loss(ABC):
 
     @abstractmethod
     def _target_rows(self, output: Tensor, target: Any) -> Any:
-        """Return what the formulas need of the target, y."""
+        """Return y, the part of the target that the formulas need."""
 
     @abstractmethod
     def _gradient(self, z: Tensor, y: Any) -> Tensor:
@@ -178,7 +178,7 @@ class Loss(ABC):
         """Return products of ``[K, T, C]`` with the terms' Hessians."""
 
     def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool) -> Tensor:
-        """Return columns of square roots of the terms' Hessians, ``[V, T, C]``."""
+        """Return columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
             f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
         )
@@ -188,7 +188,7 @@ class Loss(ABC):
         raise NotImplementedError
 
     def _sqrt(self, *summands: Tensor) -> Tensor:
-        """Return the square root of a sum of curvatures, all of which must be positive or zero."""
+        """Return the square root of a sum of curvatures, none of which may be negative."""
         if any(bool((x < 0).any()) for x in summands):
             raise ValueError(
                 f"{self.name} has a negative curvature in at least one term (negative weights or "
@@ -199,7 +199,7 @@ class Loss(ABC):
 
 
 def _supported() -> str:
-    """Return which losses have samples or square roots, and what supports the others."""
+    """Return the losses with samples or square roots, and operators for the others."""
     sampled = [module.__name__ for module, kind in KNOWN_LOSSES.items() if kind.can_sample]
     others = [
         module.__name__
@@ -216,7 +216,7 @@ def _supported() -> str:
 
 
 def outer(rows: Tensor) -> OutputMatrix:
-    """Return products of ``[K, T, C]`` with the average over M of ``rows[m, t] rows[m, t]^T``."""
+    """Return products of ``[K, T, C]`` with the mean over M of ``rows[m, t] rows[m, t]^T``."""
 
     def multiply(v: Tensor) -> Tensor:
         inner = torch.einsum("mtc,ktc->kmt", rows, v) / rows.shape[0]
@@ -226,7 +226,7 @@ def outer(rows: Tensor) -> OutputMatrix:
 
 
 def constant(option: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return a tensor among a loss's options, such as weights, in the dtype of an output."""
+    """Return a tensor option of a loss, such as weights, with device and dtype of ``like``."""
     if option is None:
         return None
     option = option.detach().to(like)
@@ -235,10 +235,10 @@ def constant(option: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class _WithDerivative(torch.autograd.Function):
-    """A value, and how to multiply vectors with its symmetric derivative.
+    """A function of x that has a given value and a given symmetric derivative.
 
-    ``apply(x, value, multiply)`` returns ``value`` as a function of ``x`` of the same shape, with
-    derivative ``multiply``, which takes and returns ``[K, *x]``.
+    ``apply(x, value, multiply)`` returns ``value``, of the shape of x. Its derivative multiplies
+    vectors ``[K, *x]`` by ``multiply``.
     """
 
     @staticmethod
@@ -249,11 +249,11 @@ class _WithDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply with the derivative."""
-        with without_torch_function():  # an evaluation watches what the model calls
+        """Multiply by the derivative."""
+        with without_torch_function():  # evaluations record the function calls of the model
             return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
 
     @staticmethod
     def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
-        """Multiply with the derivative."""
+        """Multiply by the derivative."""
         return ctx.multiply(v.unsqueeze(0)).squeeze(0)

@@ -14,7 +14,7 @@ from curvlinops.support.norms import wide
 class ClassAxisLoss(Loss):
     """A loss of class scores ``[N, C, d1, ...]`` with index targets ``[N, d1, ...]``.
 
-    A term is one position that is not ignored. Ignored positions are rows of zeros.
+    A term is one position that is not ignored. The rows of ignored positions are zero.
     """
 
     def check(self, output: Tensor, target: Tensor) -> None:
@@ -64,13 +64,13 @@ class ClassAxisLoss(Loss):
         return rows.movedim(-1, 2).to(output.dtype)
 
     def _target_rows(self, output: Tensor, target: Tensor) -> Any:
-        """Return indices and which of them count, ``[T]``; or probabilities, ``[T, C]``."""
+        """Return indices and which of them are kept, ``[T]``; or probabilities, ``[T, C]``."""
         if _is_soft(output, target):
             return self.to_terms(target.unsqueeze(0).to(wide(output).dtype))[0]
         return self._indices(target)
 
     def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all targets ``[T]``, zero for the ignored ones, and which are kept."""
+        """Return all targets ``[T]``, zero where ignored, and which are kept."""
         y = target.reshape(-1).long()
         kept = y != self.module.ignore_index
         return y.where(kept, 0), kept
@@ -82,7 +82,7 @@ class ClassAxisLoss(Loss):
 class NegativeLogLikelihood(ClassAxisLoss):
     """``l_t = -w_y z_y`` for log-probabilities z: ``torch.nn.NLLLoss``.
 
-    It is linear in the output; the curvature of the softmax is part of the model.
+    It is linear in the output. The curvature of the softmax belongs to the model.
     """
 
     is_linear = True
@@ -119,7 +119,7 @@ class CrossEntropy(ClassAxisLoss):
     can_sample = True
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Accept probabilities of the output's shape, too."""
+        """Also accept probabilities of the output's shape."""
         if not _is_soft(output, target):
             super().check(output, target)
             return
@@ -164,7 +164,7 @@ class CrossEntropy(ClassAxisLoss):
         scaled, top = self._scale(z, y) * p, p.argmax(1, keepdim=True)
 
         def multiply(v: Tensor) -> Tensor:
-            # a constant is in the null space; with this one nothing cancels where p nears one-hot
+            # constants are in the null space; without this one nothing cancels if p is near one-hot
             v = v - v.gather(-1, top.expand(*v.shape[:-1], 1))
             return scaled * (v - (p * v).sum(-1, keepdim=True))
 
@@ -178,7 +178,7 @@ class CrossEntropy(ClassAxisLoss):
         S = _balanced((scale.unsqueeze(-1) * columns).movedim(-1, 0), p)
         if not minimal:
             return S
-        # sqrt(p) is in the null space of S, which a reflection maps to the last column
+        # S sqrt(p) = 0: a reflection that maps sqrt(p) to the last unit vector makes column C zero
         return S[:-1] - (root / (1 + root[:, -1:])).T[:-1, :, None] * S[-1]
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
@@ -222,10 +222,10 @@ def _is_soft(output: Tensor, target: Any) -> bool:
 
 
 def _balanced(rows: Tensor, p: Tensor) -> Tensor:
-    """Recompute one entry of rows ``[..., T, C]`` whose entries add up to zero.
+    """Recompute the entry of the most likely class in rows ``[..., T, C]`` that add up to zero.
 
-    It is the entry of the most likely class, a difference of two numbers near one when the model
-    is confident: there the others are small and accurate, and it is minus their sum.
+    For a confident model, this entry is a difference of two numbers near one, and inaccurate. The
+    others are small and accurate, and it is minus their sum.
     """
     top = p.argmax(-1, keepdim=True).expand(*rows.shape[:-1], 1)
     others = rows.scatter(-1, top, 0.0)

@@ -15,8 +15,8 @@ from curvlinops.support.norms import wide
 class ElementwiseLoss(Loss):
     """``l_t = k sum_c f(z_tc, y_tc)`` with k = 1/C for "mean", 1 for "sum".
 
-    A term is one vector along the last axis; ``[N]`` has vectors of length one. Subclasses write f
-    and its derivatives, without k.
+    A term is one vector along the last axis; an output ``[N]`` has vectors of length one.
+    Subclasses implement f and its derivatives, without k.
     """
 
     def check(self, output: Tensor, target: Any) -> None:
@@ -41,7 +41,7 @@ class ElementwiseLoss(Loss):
         return torch.tensor(output.numel() // num_features, device=output.device)
 
     def term_size(self, output: Tensor) -> int | None:
-        """Return C under ``"mean"``, where PyTorch averages over it."""
+        """Return C under ``"mean"``, since PyTorch averages over it."""
         return _num_features(output) if self.reduction == "mean" else None
 
     def to_terms(self, columns: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class PoissonNLL(ElementwiseLoss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        # of rates, the Hessian depends on the labels
+        # the Hessian with respect to rates depends on the labels
         self.can_sample = module.log_input
 
     def _value(self, z: Tensor, y: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class BinaryCrossEntropy(ElementwiseLoss):
     """``torch.nn.BCEWithLogitsLoss`` with its ``weight`` and ``pos_weight``.
 
     ``f = p log(1 + e^-z) + n log(1 + e^z)``, with the weights ``p = weight pos_weight y`` and ``n =
-    weight (1 - y)`` of both labels. Its second derivative is ``(p + n) sigmoid(z) sigmoid(-z)``,
-    also where the sigmoid rounds to one.
+    weight (1 - y)`` of both labels. Its second derivative ``(p + n) sigmoid(z) sigmoid(-z)`` is
+    accurate even if one of the sigmoids rounds to one.
     """
 
     can_sample = True

@@ -1,4 +1,4 @@
-"""All other losses: sums or means of their samples' losses."""
+"""Losses without a closed form: sums or means over samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +15,20 @@ from curvlinops.support.norms import wide
 from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.warnings import first_line, warn
 
-#: How far a loss and the sum of its samples' losses may be apart, relative to these; 5e-2 in half
-#: precision.
+#: Largest difference of a loss and the sum of its samples' losses, relative to their absolute
+#: values; 5e-2 in half precision.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 class AdditiveLoss(Loss):
     """Any loss that adds up, or averages, over the samples.
 
-    A term is one sample, l_t the loss of a batch that consists of this sample alone. Output
-    derivatives are PyTorch's, of the whole batch's loss. A loss that needs the graph of the output
-    cannot be evaluated on single samples, so that this assumption is not checked.
+    A term is one sample, and l_t is the loss of this sample alone. Derivatives with respect to the
+    output are PyTorch's, of the loss of the whole batch. For a loss that needs the graph of the
+    output, additivity is not checked, since it cannot be evaluated on single samples.
 
-    Its modules, such as the loss itself, are restored after each evaluation: a moving average must
-    not depend on how often the loss was evaluated before.
+    The modules of the loss are restored after each evaluation, so that a moving average does not
+    depend on the number of evaluations.
     """
 
     is_function_of_values = False
@@ -38,7 +38,7 @@ class AdditiveLoss(Loss):
         self._roots = find_modules(module)
 
     def check(self, output: Tensor, target: Any) -> None:
-        """Accept everything; the user's loss raises what it does not accept."""
+        """Accept everything; the user's loss raises its own errors."""
 
     def check_values(self, output: Tensor, target: Any) -> None:
         """Compare the batch's loss with its samples' losses, and warn if it has no gradient.
@@ -57,23 +57,22 @@ class AdditiveLoss(Loss):
             total = self.sum(output.requires_grad_(), target)
         if len(output) and not total.requires_grad:
             warn(
-                f"{self.name} has no gradient with respect to the model's output, as if it was "
-                "computed without gradients, or from decisions: its curvature is zero."
+                f"{self.name} has no gradient with respect to the model's output, so that its "
+                "curvature is zero. It may compute without gradients, or with decisions (argmax)."
             )
         total = total.detach()
-        # the loss may compute in less precision than it gets, or returns
+        # the loss may compute in lower precision than its input or its value
         tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
         error = abs(float(total) - float(samples.sum()))
         if not error <= tolerance * float(samples.abs().sum()) + 1e-12:
             raise ValueError(
-                f"{self.name} is not the {self.reduction} of its samples' losses: "
-                f"{len(samples)} have {float(total):.6g} in total, one by one they add "
-                f"up to {float(samples.sum()):.6g}. Curvature is defined for losses that add up "
-                "over samples only (not for contrastive or Dice losses, random ones, or means over "
-                "a number of valid entries that varies; return their sum with reduction='sum'). If "
-                "the loss does add up, check reduction=, which says how, and make a tensor for all "
-                "samples, such as a weight for each class, an attribute of the loss, not a part of "
-                "the target."
+                f"{self.name} is not the {self.reduction} of its samples' losses: the "
+                f"{len(samples)} samples of a batch have {float(total):.6g} in total, but "
+                f"{float(samples.sum()):.6g} if evaluated one by one. Curvature is defined for "
+                "losses that add up over samples only (not for contrastive or Dice losses, random "
+                "ones, or means over a varying number of valid entries; return their sum with "
+                "reduction='sum'). If the loss does add up, check reduction=, and make a tensor "
+                "for all samples, such as a weight for each class, an attribute of the loss."
             )
 
     def _one_by_one(self, output: Tensor, target: Any) -> Tensor:
@@ -94,7 +93,7 @@ class AdditiveLoss(Loss):
                 "an attribute of the loss; one for single samples, such as a weight for each "
                 "sample, must be in the target."
             )
-            if isinstance(error, ValueError):  # whose text is what the risk repeats
+            if isinstance(error, ValueError):  # the risk repeats its text, without notes
                 raise ValueError(f"{error} {note}") from error
             error.add_note(note)
             raise
@@ -152,7 +151,7 @@ class AdditiveLoss(Loss):
         return multiply
 
     def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
-        """Return the derivative of ``gradient`` along a column, which is a graph of the column."""
+        """Return ``column^T d gradient / d leaf``, differentiable with respect to the column."""
         try:
             with torch.enable_grad():
                 product = vjp({"": gradient}, {"": column}, {"": leaf})[""]
@@ -177,7 +176,8 @@ class AdditiveLoss(Loss):
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
         with IsolatedModules(self._roots, keep_graphs=True).active():
-            value = self.module(output.clone(), copy_containers(target))  # some losses overwrite it
+            # a copy, since some losses overwrite the output
+            value = self.module(output.clone(), copy_containers(target))
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             is_tensor = isinstance(value, Tensor)
             found = (value.dtype, list(value.shape)) if is_tensor else type(value).__name__

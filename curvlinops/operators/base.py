@@ -1,4 +1,4 @@
-"""What all operators over a data set share."""
+"""The base class of all operators over a data set."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -204,7 +204,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _keep(
         self, problem: BatchProblem, build: Callable[[BatchProblem], Any], kind: str = ""
     ) -> Any:
-        """Return what ``build`` makes of a batch, kept from an earlier product if possible."""
+        """Return the result of ``build`` for a batch, kept from an earlier product if possible."""
         key = (kind, problem.batch.index)
         return self._cache.get_or_build(key, problem.batch, lambda own: build(problem.on(own)))
 
@@ -254,7 +254,7 @@ class DataLinearOperator(TorchLinearOperator):
         return mode
 
     def _dependencies(self) -> list:
-        """Return all that products depend on, except for the data."""
+        """Return everything that products depend on, except for the data."""
         loss, model = [self.loss_func, self.reduction], self.risk.model
         if not self._cache.keeps:  # then it matters only how model and loss are understood
             return [*loss, *train_flags(model.roots)]
@@ -317,7 +317,7 @@ class DataLinearOperator(TorchLinearOperator):
     # --- checks
 
     def _check_model(self) -> None:
-        """Check, for each combination of train flags that is met, what no product would notice."""
+        """Check the model once for each combination of train flags."""
         flags = train_flags(self.risk.model.roots)
         if flags not in self._checked:
             singles_of = type(self).__name__ if self._per_sample else None

@@ -47,7 +47,7 @@ class Selection(NamedTuple):
         shapes: The shapes of the batch's tensors.
         samples: The samples that have wanted rows; ``None`` for all, as the batch cannot be cut.
         rows: The rows of these samples among all rows of the data.
-        stop: How many rows the data has up to this batch.
+        stop: The number of rows of all batches up to this one.
     """
 
     shapes: list[torch.Size]
@@ -148,7 +148,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._selections.append(Selection(_shapes(problem), samples, rows, stop))
 
     def _samples_of(self, problem: BatchProblem, output: Tensor, wanted: Tensor) -> Tensor | None:
-        """Return which samples have wanted rows, ``None`` if the batch cannot be cut to them."""
+        """Return the samples with wanted rows, ``None`` if the batch cannot be cut to them."""
         with suppressed():  # the model may refuse, or the number of samples not be evident
             num_samples = problem.num_samples
             have = wanted.reshape(num_samples, -1).any(1)
@@ -363,7 +363,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 yield pieces, lambda x, rows=rows, place=place: place(x[rows])
 
     def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[Placed]]:
-        """Return how many rows a batch has; their gradients, and which of the rows they are."""
+        """Return the number of a batch's rows, their gradients, and the places of these."""
         if problem.loss_needs_graph:
             num_samples, pieces = self._alone.gradients(problem)
             self._fallbacks = self._alone.fallbacks

@@ -19,9 +19,9 @@ def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tup
 
     Args:
         loss: The loss.
-        mc_samples: How many samples.
+        mc_samples: The number of samples.
         seed: Seeds them.
-        at_least: How many there must be.
+        at_least: The smallest number allowed.
     """
     seed = check_count("seed", seed, at_least=0)
     mc_samples = check_count("mc_samples", mc_samples, at_least)
@@ -48,7 +48,7 @@ def hessian_roots(
     Args:
         problem: The risk on a batch.
         output: The model's output.
-        num_samples: How many samples there are; by default each row of the output is one.
+        num_samples: The number of samples. Default: each row of the output is one.
     """
     roots = _roots(problem, output, num_samples)
     for position in range(roots.shape[2]):

@@ -118,7 +118,7 @@ class Batches:
         self._counts = index + 1, num_data
 
     def describe(self) -> str:
-        """Return how many samples and batches the last pass has met, for ``repr``."""
+        """Return the numbers of samples and batches in the last pass, for ``repr``."""
         if self._counts is None:
             return "data not read yet"
         batches, samples = self._counts

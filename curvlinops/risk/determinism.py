@@ -1,4 +1,4 @@
-"""Compares two passes over data, model and loss; says why they differ."""
+"""Compares two passes over data, model and loss, and finds out why they differ."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +25,8 @@ def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
 
     Args:
         risk: Model, loss and data.
-        per_sample: Whether the first few samples of a batch alone must have the same outputs.
+        per_sample: Whether samples must not interact. The first few must then have the same outputs
+            without the rest of their batch.
 
     Raises:
         ValueError: If a batch's loss or gradient is not finite, there is no term, or samples
@@ -40,14 +41,14 @@ def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
     for index, (one, two) in enumerate(zip(results, results_again, strict=True)):
         if not _agree([one], [two], tolerance):
             raise RuntimeError(f"{_explain_model(risk, index)} (Noticed on batch {index}.)")
-    if coupled:  # only now it is known that it is not by chance
+    if coupled:  # a random model would differ, too
         raise ValueError(COUPLED)
 
 
 def _observe(
     risk: EmpiricalRisk, seed: int, per_sample: bool
 ) -> tuple[list[list[float]], list[list[float]], bool]:
-    """Return summaries of batches and of what is made of them, and whether samples interact."""
+    """Return summaries of batches and of their results, and whether samples interact."""
     data, results, cut, coupled, total = [], [], False, False, 0.0
     with preserved_rng(), risk.batches("check_deterministic") as batches:
         seed_everything(seed)
@@ -56,13 +57,13 @@ def _observe(
             result, output, terms = _evaluate(problem)
             results.append(result)
             total = total + terms
-            if seed == 0 and problem.batch.index:  # that of the first batch was checked before
+            if seed == 0 and problem.batch.index:  # the first batch was checked before
                 problem.check_target(output, with_values=True)
             # two samples are better, since models may treat one alone differently
             num_first = 2 if len(output) > 3 else 1
             if per_sample and not cut and _can_cut(problem, output, num_first):
                 cut, coupled = True, couples_samples(problem, output, num_first)
-    if seed == 0 and risk.ranks.size == 1:  # else other data may have terms
+    if seed == 0 and risk.ranks.size == 1:  # other ranks may have terms
         risk.scale(total)
     return data, results, coupled
 
@@ -74,7 +75,7 @@ def _can_cut(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
 
 
 def _evaluate(problem: BatchProblem) -> tuple[list[float], Tensor, Tensor]:
-    """Return a summary of what model and loss make of a batch, the output, and the terms."""
+    """Return a summary of a batch's results, the output, and the terms."""
     if problem.loss is None:
         output = backward.evaluate(problem)
         problem.check_numbers(output)
@@ -112,7 +113,7 @@ def _agree(first: list[list[float]], second: list[list[float]], tolerance: float
 
 
 def _explain_data(data: Any, first: list[list[float]], second: list[list[float]]) -> str:
-    """Say why two passes saw different batches, given the batches' summaries."""
+    """Return why two passes saw different batches, given the batches' summaries."""
     if len(first) != len(second):
         return (
             f"The first pass over data yields {len(first)} batches, the second {len(second)}. "
@@ -132,7 +133,7 @@ def _explain_data(data: Any, first: list[list[float]], second: list[list[float]]
 
 
 def _explain_model(risk: EmpiricalRisk, index: int) -> str:
-    """Say which module is random, by evaluating the model twice on a batch."""
+    """Return which module is random, by evaluating the model twice on a batch."""
     culprit = None
     with risk.batches("check_deterministic") as batches:
         for problem in batches:

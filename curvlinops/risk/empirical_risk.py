@@ -22,7 +22,7 @@ from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive, fetched
 
-#: What makes derivatives infinite where they exist, for messages.
+#: The cause of infinite derivatives of smooth functions, for messages.
 OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
@@ -85,7 +85,7 @@ class BatchProblem:
 
     @property
     def facts(self) -> BatchFacts:
-        """What the first evaluation has shown."""
+        """The facts that the first evaluation has shown."""
         if self.is_first:
             with preserved_rng(), self.recording("once"):
                 pass
@@ -233,7 +233,7 @@ class BatchProblem:
         return self.loss.sum(output, self.batch.y), terms
 
     def loss_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
-        """Return where the backward pass of ``loss_sum`` starts, differentiable, and the terms."""
+        """Return the seed of the backward pass of ``loss_sum``, differentiable, and the terms."""
         if self.loss_needs_graph:
             value, terms = self.loss_sum(output)
             return (value, None), terms
@@ -271,7 +271,7 @@ class BatchProblem:
 class EmpiricalRisk:
     """``L = c * sum_t l_t`` over all terms of all batches.
 
-    It owns all about the data, so that nothing else does: iteration, normalization, progress.
+    It is the only place for iteration over data, normalization and progress.
 
     Args:
         model: The model and its parameters.
@@ -282,9 +282,9 @@ class EmpiricalRisk:
         ranks: The processes that have other data of the same risk.
 
     Attributes:
-        facts: What the first evaluation has shown, ``None`` before it.
+        facts: The facts that the first evaluation has shown, ``None`` before it.
         term_size: The length of the outputs' last axis, where it must be equal in all batches.
-        learners: What learns about the model, see ``BatchProblem.known``.
+        learners: Objects that learn about the model, see ``BatchProblem.known``.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class EmpiricalRisk:
             try:
                 yield problems()
             except Exception as error:
-                # what was learned from numbers that are not finite, say, may be wrong
+                # e.g. numbers that are not finite may have led to wrong conclusions
                 for key in self.learners:
                     self._shared.pop(key, None)
                 self.learners = {}
@@ -358,7 +358,7 @@ class EmpiricalRisk:
                 raise
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
-        """Return what all operators know of this model with such batches and such a loss.
+        """Return what operators on this model share, for such batches and such a loss.
 
         Entries that depend on the model's graph have its signature.
 

@@ -1,4 +1,4 @@
-"""What the first evaluation shows of a model and its loss."""
+"""Facts about a model and its loss, learned from the first evaluation."""
 
 import weakref
 from collections.abc import Callable, Hashable
@@ -30,7 +30,7 @@ _NO_GRAPH = ("does not require grad", "not have been used in the graph")
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What the first evaluation has shown.
+    """Facts that the first evaluation has shown.
 
     Attributes:
         graph_bytes: The memory of the graph, in bytes.
@@ -100,14 +100,14 @@ class Watch(TorchFunctionMode):
 def facts_of(
     output: Tensor, loss: Loss | None, target: Any, parameters: set[int], watch: Watch
 ) -> BatchFacts:
-    """Return what the graphs of an output and its loss show.
+    """Return the facts that the graphs of an output and its loss show.
 
     Args:
         output: The output.
         loss: The loss, if there is one.
         target: The batch's targets.
         parameters: The ids of the parameters, and of the tensors that replace them.
-        watch: What has watched the model, and is still active.
+        watch: The mode that has watched the model. It is still active.
     """
     loss_needs_graph, value = False, output
     if loss is not None:
@@ -135,7 +135,7 @@ def needs_graph(loss: Loss, output: Tensor, target: Any, parameters: set[int]) -
     if loss.is_function_of_values:
         return False
     try:
-        # as what it sees usually: with a graph, but not the model's
+        # with a graph, as usual, but not with the model's
         total = loss.sum(output.detach().requires_grad_().clone(), target)
     except Exception as error:
         if lacks_memory(error) or isinstance(error, GraphError):
@@ -149,10 +149,10 @@ def needs_graph(loss: Loss, output: Tensor, target: Any, parameters: set[int]) -
         return not torch.allclose(total, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)
 
 
-#: By model: what operators have learned of it, by everything that this depends on.
+#: What operators have learned of each model, by the key that it depends on.
 _LEARNED: weakref.WeakKeyDictionary[Any, dict[Hashable, dict]] = weakref.WeakKeyDictionary()
 
-#: For how many kinds of batches, losses and train flags something is remembered per model.
+#: The largest number of keys that are remembered for a model.
 _MOST_KEYS = 16
 
 
@@ -163,7 +163,7 @@ def learned(source: Any, key: Hashable) -> dict[Hashable, Any]:
 
     Args:
         source: The user's model.
-        key: What the contents depend on. They must not refer to the model.
+        key: Everything that the contents depend on. The contents must not refer to the model.
     """
     try:
         entries = _LEARNED.setdefault(source, {})

@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger("curvlinops")
 
 @dataclass
 class _Entry:
-    """What was built for a batch, the copy of the batch that it refers to, and their size."""
+    """An object built for a batch, the copy of the batch that it refers to, and their size."""
 
     built: Any
     batch: Batch
@@ -71,7 +71,7 @@ class GraphCache:
 
         Args:
             watched: All that products depend on, except for the data.
-            device: Where products are computed.
+            device: The device of the products.
 
         Returns:
             Whether anything but numbers in tensors has changed; ``None`` if there is no earlier
@@ -105,16 +105,16 @@ class GraphCache:
         self._num_freezes -= 1
 
     def wants(self, key: Any) -> bool:
-        """Return whether something is kept, or would be unless it turns out to be too large."""
+        """Return whether an object is kept, or would be unless it turns out to be too large."""
         return self.active and key not in self._rejected
 
     def has_room(self, key: Any, num_bytes: int) -> bool:
-        """Return whether something is kept, or is known to fit."""
+        """Return whether an object is kept, or is known to fit."""
         limit = self._automatic_limit() if self.cache == "graph" else self._budget()
         return key in self._entries or self._used + num_bytes <= limit
 
     def get(self, key: Any, batch: Batch) -> Any:
-        """Return what was built for the same batch before, ``None`` if nothing is kept of it."""
+        """Return the object kept for the same batch, ``None`` if there is none."""
         entry = self._entries.get(key) if self.active else None
         if entry is None:
             return None
@@ -125,7 +125,7 @@ class GraphCache:
         return None
 
     def get_or_build(self, key: Any, batch: Batch, build: Callable[[Batch], Any]) -> Any:
-        """Return what ``build`` makes of a batch, or what it has made of the same batch before.
+        """Return the object kept for the same batch, or a new one.
 
         Args:
             key: Identifies the batch and what is built.

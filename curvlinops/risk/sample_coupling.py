@@ -62,7 +62,7 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bo
     Args:
         problem: The model on the batch.
         output: Its output for the whole batch, with a row for each sample.
-        num_first: How many samples are taken.
+        num_first: The number of samples that are taken.
 
     Returns:
         ``False``, too, where the batch cannot be cut, or the model refuses a part of it.

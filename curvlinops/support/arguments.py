@@ -35,7 +35,7 @@ def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = 
     """Return an argument as an integer; Python's, NumPy's and PyTorch's are accepted.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         value: The number.
         at_least: The smallest that is allowed.
         at_most: The largest that is allowed.
@@ -54,7 +54,7 @@ def check_number(name: str, value: Any, at_least: float = -inf) -> float:
     """Return an argument as a real number; Python's, NumPy's and PyTorch's are accepted.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         value: The number.
         at_least: The smallest that is allowed.
 
@@ -92,7 +92,7 @@ def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
 
     Args:
         cls: The class. Arguments whose default is None are left out.
-        values: What was passed, by the names of the arguments; other names are ignored.
+        values: The arguments by name. Other names are ignored.
     """
     options = [p for p in inspect.signature(cls).parameters.values() if p.name in values]
     options = [p for p in options if p.default is not None and p.default is not p.empty]

@@ -63,7 +63,7 @@ def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
 
     Args:
         nodes: All nodes of the graph.
-        output: What it computed.
+        output: The output of the graph.
     """
     edges = (edge for node in nodes for edge in node.next_functions)
     dtypes = {input_metadata(node, index).dtype for node, index in edges if node is not None}
@@ -118,17 +118,11 @@ def footprint(part: Any) -> int:
 
 
 def _storages(tensor: Tensor) -> dict[int, int]:
-    """Return how many bytes the memory of a tensor has, by address."""
+    """Return the bytes of a tensor's storages, by address."""
     with suppress(RuntimeError):  # a wrapper that does not show what it wraps
         storages = [part.untyped_storage() for part in strided_tensors(tensor)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {}
-
-
-def mean_size(part: Any) -> float:
-    """Return an estimate in bytes of the memory of one node of a graph, see ``footprint``."""
-    nodes = sum(1 for _ in graph_nodes(*_tensors(part)))
-    return footprint(part) / max(nodes, 1)
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

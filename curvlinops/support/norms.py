@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: So many numbers are converted to float64 at once on the CPU, since its cache holds them.
+#: The number of entries that are converted to float64 at once on the CPU: its cache holds them.
 PART = 2**17
 #: Inner products copy so many numbers at once on the CPU, for which no new pages are needed.
 _COPIED = 2**14

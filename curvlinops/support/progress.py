@@ -39,8 +39,8 @@ def solver(name: str, *operators: Any) -> Iterator[None]:
     none.
 
     Args:
-        name: Of the solver.
-        *operators: What it multiplies with.
+        name: The name of the solver.
+        *operators: The operators that it multiplies with.
     """
     if _SOLVER.depth == 0:
         _SOLVER.name, _SOLVER.bar = name, None

@@ -41,7 +41,7 @@ def _collect(parts: Iterable[Any], tensors: list[Tensor]) -> None:
 
 
 def _open(part: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return what a container holds, and a function that makes such a container of other things.
+    """Return the contents of a container, and a function that makes such a container of others.
 
     Containers are those of PyTorch (lists, tuples, dictionaries, and classes that are registered,
     such as the outputs of Hugging Face), other mappings, and dataclasses. Others give ``None``.
@@ -155,8 +155,8 @@ def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> A
 
     Args:
         tree: X, y, or both.
-        samples: Which samples.
-        num_samples: How many the batch has.
+        samples: The samples to select.
+        num_samples: The number of samples in the batch.
     """
 
     def select(part: Any) -> Any:

@@ -28,7 +28,7 @@ def read_generator(
     """Return the generator that the arguments ``seed`` and ``generator`` describe.
 
     Args:
-        device: Where random numbers are needed.
+        device: The device of the random numbers.
         seed: A non-negative integer. The same seed makes the same numbers.
         generator: A generator to draw from, which is advanced. One of another device seeds a
             generator of ``device``.

@@ -184,7 +184,7 @@ with warnings.catch_warnings(), suppress(ImportError):
 
 #: ``torch.compiler.disable`` without the import of the compiler, which takes a second.
 disable_compiler = internal("torch", "_disable_dynamo")
-#: What ``torch.nn.utils.parametrizations.weight_norm`` calls.
+#: The function that ``torch.nn.utils.parametrizations.weight_norm`` calls.
 weight_norm = getattr(torch, "_weight_norm", None)
 _will_run = internal("torch._C", "_will_engine_execute_node")
 _transforms = internal("torch._C._functorch", "peek_interpreter_stack")

@@ -23,7 +23,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     Products are called from many places in the package and in SciPy.
 
     Args:
-        message: What is wrong, and what to do.
+        message: The text: the cause, and the remedy.
         category: The kind of warning.
     """
     frame, level = sys._getframe(1), 2

@@ -22,8 +22,8 @@ from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.support import torch_internals
 
-#: How a model is differentiated: by an ordinary backward pass; by a backward pass through the graph
-#: of a backward pass; in forward mode.
+#: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
+#: of a backward pass; forward mode.
 Differentiation = Literal["once", "twice", "forward"]
 
 #: In every pass.
@@ -65,7 +65,7 @@ def active(differentiation: Differentiation) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
     Args:
-        differentiation: What is done with the model. Unless it is ``"once"``, the math kernel of
+        differentiation: See ``Differentiation``. Unless it is ``"once"``, the math kernel of
             attention is selected, since the fused ones lack derivatives; it takes memory quadratic
             in the sequence length.
     """

@@ -35,7 +35,7 @@ class Activation(torch.autograd.Function):
 
         Args:
             ctx: The context.
-            x: Where.
+            x: The argument of the function.
             function: Takes x.
             backward: Takes the output's gradient and x.
             second: Returns the second derivative at x.

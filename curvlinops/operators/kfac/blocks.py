@@ -1,4 +1,4 @@
-"""How layers use the parameters, and the diagonal blocks that follow from it."""
+"""Layers' uses of parameters, and the diagonal blocks that follow from these."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.records import recorded
 
-#: What is summed over data, and of what: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
+#: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
 #: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); or ``TERMS``.
 Key = tuple[Any, str]
@@ -37,15 +37,15 @@ _SEPARATE = (
 
 @recorded
 class LayerUse(NamedTuple):
-    """How layers use a slice of a parameter. Kronecker factors are summed for each such use.
+    """A way in which layers use a slice of a parameter. Each use has sums for Kronecker factors.
 
     Attributes:
         slice: The entries of the parameter that layers use, in the parameter's order.
         kind: The shape of the Kronecker product, ``None`` if there is none.
         is_product: Whether layers multiply by the parameter, or by a function of it, as by a
             matrix.
-        partner: Of a weight, the bias that is added to all of its products, and to no others; of
-            that bias, the weight.
+        partner: For a weight, the bias that is added to all of its products, and to no others.
+            For that bias, the weight.
         shares_gradients: Whether weight and bias have the same gradient factor B. It is summed for
             the weight only.
     """
@@ -70,7 +70,7 @@ class Uses(NamedTuple):
     """The uses of all parameters that some data shows.
 
     Attributes:
-        known: How layers use them. Parameters without any use do not change the output.
+        known: The uses by layers. Parameters without any use do not change the output.
         unknown: Parameters whose uses are not known, each with the reason.
     """
 
@@ -83,7 +83,7 @@ class Uses(NamedTuple):
         return cls(frozenset(known), tuple(sorted(unknown.items())))
 
     def union(self, other: "Uses") -> "Uses":
-        """Return the uses that both data show."""
+        """Return the uses that one or the other shows."""
         return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
 
     def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
@@ -158,12 +158,12 @@ def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mappin
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What a diagonal block of the approximation is.
+    """The structure of a diagonal block of the approximation.
 
     Attributes:
         slices: The entries of a parameter, or of a weight and of its bias.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
-        kinds: The shapes of the Kronecker products of which it is the sum.
+        kinds: The shapes of the Kronecker products that it is the sum of.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
@@ -183,7 +183,7 @@ class BlockSpec:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where its entries are, in the order of the matrices of the first Kronecker product."""
+        """The places of its entries, in the order of the first Kronecker product's matrices."""
         if not self.kinds:
             return Layout(self.slices)
         kind = self.kinds[0]
@@ -200,7 +200,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec
     """Choose the structure of all blocks.
 
     Args:
-        uses: How layers use the parameters.
+        uses: The uses of the parameters by layers.
         shapes: All parameters.
         options: The options of the approximation.
 

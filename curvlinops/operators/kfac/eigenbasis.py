@@ -121,8 +121,8 @@ class Basis:
         """Return the sum of squared gradients in this basis, ``[G, O, I]``.
 
         Args:
-            weight: Gradients of what a layer uses of the weight, in the order of the matrices.
-            bias: Those of its bias, ``None`` if the block has none.
+            weight: Gradients of the entries that a layer uses, in the order of the matrices.
+            bias: Gradients of its bias, ``None`` if the block has none.
         """
         matrix = self.kind.groups, self.kind.outputs
         rows = weight.reshape(len(weight), *matrix, self.kind.inputs)
@@ -136,7 +136,7 @@ class Rotated:
 
     Args:
         inputs: Inputs ``[N, S, G, I]``.
-        basis: The basis, ``None`` for that in which they are.
+        basis: The basis, ``None`` for the standard basis.
         has_bias: Whether there is a one for the bias.
     """
 
@@ -145,7 +145,7 @@ class Rotated:
         self.shape = (*inputs.shape[:-1], inputs.shape[-1] + has_bias)
 
     def __getitem__(self, samples: slice) -> Tensor:
-        """Make those of some samples."""
+        """Return the rotated inputs of some samples."""
         x = self._inputs[samples]
         if self._has_bias:
             # where a sample has fewer positions than others, output gradients are zero

@@ -23,8 +23,8 @@ class Damping:
     """The numbers that are added to diagonals, checked; see ``KFACInverseLinearOperator``.
 
     Attributes:
-        of_inputs: What is added to A.
-        of_gradients: What is added to B, and to blocks without factors.
+        of_inputs: The number that is added to the diagonal of A.
+        of_gradients: The number for B, and for blocks without factors.
         heuristic: Whether A and B share one number according to their eigenvalues.
         minimum: The smallest share.
         exact: Whether the number is added to ``B (x) A``.
@@ -105,7 +105,7 @@ def inverse_factors(blocks: Sequence[BlockFactors], damping: Damping) -> dict[Fa
 
     Args:
         blocks: All blocks.
-        damping: What is added to their factors.
+        damping: The damping of their factors.
     """
     single = {each.block.slices[0]: each for each in blocks if len(each.products) == 1}
     damped: dict[Factor, tuple[Factor, float | Tensor, str]] = {}
@@ -140,7 +140,7 @@ def inverse_block(
     Args:
         one: The matrices of the block.
         inverses: The inverses of damped factors.
-        damping: What is added to other matrices.
+        damping: The damping of blocks without factors.
     """
     if not one.products:
         return one.operator().inverse(damping.of_gradients, damping.retry_double_precision)

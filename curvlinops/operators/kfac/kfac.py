@@ -1,4 +1,4 @@
-"""Kronecker-factored approximate curvature: what the approximations share, and KFAC."""
+"""Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             ``"error"``, the ``"diagonal"`` of their exact block, or all of it (``"dense"``).
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
-        max_factor_size: Of larger factors only the diagonal is computed.
+        max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors
@@ -161,7 +161,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
         Args:
             batch: A pair ``(X, y)`` like those in the data.
-            decay: By what the sums over all data before are multiplied first. Below one, factors
+            decay: The factor of the sums over all earlier data. Below one, factors
                 are exponentially weighted means (sums for a loss with reduction ``"sum"``).
 
         Raises:
@@ -196,7 +196,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         return self._sums
 
     def _replace(self, sums: FactorSums | None) -> None:
-        """Take other sums, and drop the matrices that were made of those before."""
+        """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
         self._factors: list[BlockFactors] | None = None
@@ -205,7 +205,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """Return the sums over batches.
 
         Args:
-            sums: Empty sums, with the number of batches before and how these use the parameters.
+            sums: Empty sums. They have the number of earlier batches and their uses of parameters.
             batches: The batches; ``None`` for all data.
         """
         new, ranks = sums.emptied(), self.risk.ranks
@@ -261,7 +261,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         return self.structure.blocks
 
     def report(self) -> list[BlockReport]:
-        """Return for each diagonal block which structure it has, and why."""
+        """Return the structure of each diagonal block, and the reason for it."""
         return report(self._block_factors(), self._options.fisher_type)
 
     @property
@@ -286,7 +286,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
-        """Where the modules' weights and biases are among ``params``."""
+        """The positions of the modules' weights and biases in ``params``."""
         return {name: dict(found.positions) for name, found in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:

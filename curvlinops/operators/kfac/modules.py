@@ -14,7 +14,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 
 class BlockReport(NamedTuple):
-    """What a diagonal block of an approximation is.
+    """The structure of a diagonal block of an approximation.
 
     Attributes:
         names: Its parameters.
@@ -31,7 +31,7 @@ class BlockReport(NamedTuple):
 
 
 def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[BlockReport]:
-    """Return what all blocks are."""
+    """Return the structure of each block."""
     reports = []
     for block, products, matrix in factors:
         matrices = [factor.tensor for product in products for factor in product.factors]
@@ -44,7 +44,7 @@ def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[Blo
 
 
 def _reason(products: Iterable[Product], fisher_type: FisherType) -> str:
-    """Say which matrices of a Kronecker product are diagonal, and why."""
+    """Return the reasons why matrices of a Kronecker product are diagonal."""
     reasons = []
     for product in products:
         if product.inputs is not None and product.inputs.is_diagonal:
@@ -62,7 +62,7 @@ class ModuleFactors(NamedTuple):
 
     Attributes:
         product: The Kronecker product.
-        positions: Where the module's parameters are among all: ``{"weight": 0, "bias": 1}``.
+        positions: The places of the module's parameters among all: ``{"weight": 0, "bias": 1}``.
     """
 
     product: Product

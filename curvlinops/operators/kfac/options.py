@@ -22,7 +22,7 @@ class FisherType(StrEnum):
 
 
 class KFACType(StrEnum):
-    """How positions that share a weight (tokens, pixels) are treated (Eschenhagen et al., 2023)."""
+    """The treatment of positions that share a weight: tokens, pixels (Eschenhagen et al., 2023)."""
 
     #: Positions are treated like samples.
     EXPAND = "expand"
@@ -43,13 +43,13 @@ class Options:
     """The options of an approximation, checked; see ``KroneckerFactoredLinearOperator``.
 
     Attributes:
-        fisher_type: What is backpropagated.
-        mc_samples: How many samples, or draws of signs.
-        seed: Seeds them.
+        fisher_type: The backpropagated vectors.
+        mc_samples: The number of samples, or of draws of signs.
+        seed: The seed of the samples.
         exact: Whether each term is backpropagated on its own (type-2).
         reduced: The parameters that are treated by the reduce setting.
         joint: Whether weight and bias have one block.
-        fallback: What parameters without Kronecker structure get.
+        fallback: The block of parameters without Kronecker structure.
         max_factor_size: Above this size, matrices are replaced by their diagonals.
     """
 
@@ -96,7 +96,7 @@ def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
         reduce = check_choice("kfac_approx", kfac_approx, KFACType) is KFACType.REDUCE
         return frozenset(names if reduce else ())
     chosen: dict[str, KFACType] = {}
-    for key in sorted(kfac_approx, key=len):  # what is said of a part counts more
+    for key in sorted(kfac_approx, key=len):  # a submodule's setting overrides its parent's
         value = check_choice(f"kfac_approx[{key!r}]", kfac_approx[key], KFACType)
         found = [name for name in names if name == key or name.startswith(f"{key}.") or key == ""]
         if not found:

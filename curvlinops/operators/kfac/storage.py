@@ -59,7 +59,7 @@ def unpack(
     """Return the sums of a saved state, in memory of their own.
 
     Args:
-        state: What ``pack`` returned.
+        state: The result of ``pack``.
         own: The fingerprint of the operator that loads them.
         space: Its parameters.
         options: Its options.

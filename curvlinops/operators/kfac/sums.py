@@ -31,7 +31,7 @@ class FactorSums:
     Attributes:
         space: All parameters.
         options: The options of the approximation.
-        uses: How the data uses the parameters.
+        uses: The uses of the parameters that the data shows.
         blocks: The blocks that are made of the sums.
         tensors: The sums. Those of an operator never change; new ones take their place.
         bases: The eigenbases of EKFAC's blocks, by ``BlockSpec.slices``.
@@ -66,7 +66,7 @@ class FactorSums:
         """Return the sums for the blocks that these uses lead to.
 
         Args:
-            uses: How this data and more use the parameters.
+            uses: The uses that this data and more show.
 
         Raises:
             ChangedError: If a block becomes an exact one, which this data has no sums for.
@@ -102,7 +102,7 @@ class FactorSums:
 
         Args:
             other: The sums over the other data.
-            decay: By what these sums are multiplied first.
+            decay: The factor by which these sums are multiplied first.
             overwrite: Whether the result takes the memory of the other sums.
         """
         tensors = {}
