@@ -112,7 +112,7 @@ def test_lists_for_outputs(columns: tuple[int, ...]):
     v = [torch.randn(*p.shape, *columns) for p in PARAMS]
     flat = torch.cat([part.reshape(p.numel(), *columns) for part, p in zip(v, PARAMS, strict=True)])
     (found,) = J @ v
-    expected = (torch.from_numpy(j) @ flat).reshape(ROWS // 2, 2, *columns)
+    expected = (torch.from_numpy(j).float() @ flat).reshape(ROWS // 2, 2, *columns)
     torch.testing.assert_close(found, expected)
     u = torch.randn(ROWS // 2, 2, *columns)
     transposed = TransposedJacobianLinearOperator(MODEL, PARAMS, DATA)
@@ -122,7 +122,9 @@ def test_lists_for_outputs(columns: tuple[int, ...]):
         joined = torch.cat(
             [part.reshape(p.numel(), *columns) for part, p in zip(back, PARAMS, strict=True)]
         )
-        torch.testing.assert_close(joined, torch.from_numpy(j).T @ u.reshape(ROWS, *columns))
+        torch.testing.assert_close(
+            joined, torch.from_numpy(j).float().T @ u.reshape(ROWS, *columns)
+        )
 
 
 def test_lists_of_parameters():
