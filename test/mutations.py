@@ -36,7 +36,7 @@ TESTS = {
         untouched::test_attributes_of_parameters_and_buffers""",
     "autodiff/overrides": "overrides convolution constants",
     "risk": """
-        contract::test_blocks errors robustness complex_and_sparse threads evaluations
+        contract::test_blocks errors robustness complex_and_sparse threads
         first_batch keeping::test_changes_are_noticed""",
     "losses": """
         losses errors contract::test_samples_are_unbiased
