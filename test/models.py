@@ -4,6 +4,9 @@ Sizes are chosen so that a dense Hessian takes well below a second. Nothing here
 that a float64 copy of a low-precision model is the same function in exact arithmetic.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +17,20 @@ from torch.utils.checkpoint import checkpoint
 def mlp(inputs: int = 4, hidden: int = 3, outputs: int = 3) -> nn.Sequential:
     """Smooth two-layer net."""
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class Using(nn.Module):
+    """A function of an input, and of modules and parameters by name."""
+
+    def __init__(self, function: Callable[["Using", Any], Tensor], **parts: nn.Module | Tensor):
+        super().__init__()
+        self._function = function
+        for name, part in parts.items():
+            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if is_value else part)
+
+    def forward(self, x: Any) -> Tensor:
+        return self._function(self, x)
 
 
 class Scalar(nn.Module):
