@@ -114,16 +114,6 @@ def test_dense_ends_take_hardly_more_products_than_the_dimension(name: str, whic
     assert pairs.num_products <= most * matrices.LARGE_DIM
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].square])
-def test_operators_of_the_package(case: str):
-    operator, A = CASES[case].build(problems.make("mlp-ce-all-mean")), network(case)
-    for which in ("LA", "LM"):
-        pairs = eigsh(operator, 3, which, seed=0)
-        check((A + A.T) / 2, pairs, 3, which, 1e-12)
-        expected = sla.eigsh(operator, 3, which=which, return_eigenvectors=False)
-        np.testing.assert_allclose(pairs.eigenvalues.numpy(), np.sort(expected), rtol=1e-9)
-
-
 @pytest.mark.parametrize("which", WHICH)
 def test_structured_operators_know_their_eigenpairs(which: str):
     problem = problems.make("mlp-ce-all-mean")

@@ -278,7 +278,7 @@ def lanczos_approximate_spectrum(
             distance.
         boundaries_tol: Largest error of estimated boundaries, relative to their distance.
         return_error: Whether to return the standard error of the density, too.
-        **options: ``chunk_size``: number of random vectors per run; ``ncv`` vectors are held in
+        **options: ``chunk_size``: number of random vectors at once; ``ncv`` vectors are held in
             memory for each. Default: as many as need 64 MiB. ``seed``: seed of the random vectors.
             ``generator``: generator that draws them. Default: one seeded by PyTorch's global one.
 

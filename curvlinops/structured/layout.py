@@ -81,6 +81,11 @@ class ParameterView:
         return ParameterView.of_axes(self.name, axes, self.offset)
 
     @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "ParameterView":
+        """Return the view of all entries of a parameter, in order."""
+        return cls.of_axes(name, [(prod(shape), 1)])
+
+    @classmethod
     def of_tensor(cls, name: str, view: Tensor) -> "ParameterView | None":
         """Return the view that has the sizes, strides and offset of a tensor.
 
@@ -104,6 +109,8 @@ class ParameterView:
 
     def of(self, vectors: Tensor) -> Tensor:
         """Return the view ``[K, *sizes]`` of vectors of the parameter, ``[K, entries]``."""
+        if self.strides == (1,):
+            return vectors.narrow(1, self.offset, self.sizes[0])
         step = vectors.stride(1)
         strides = vectors.stride(0), *(step * stride for stride in self.strides)
         offset = vectors.storage_offset() + step * self.offset
@@ -125,8 +132,7 @@ class ParameterView:
 
     def gather(self, columns: Columns) -> Tensor:
         """Return the entries as vectors, ``[K, n]``, given those of parameters."""
-        vectors = flat(columns[self.name])
-        return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
+        return flat(self.of(flat(columns[self.name])))
 
 
 @lru_cache(maxsize=4096)  # each batch has the same views
@@ -197,6 +203,11 @@ class Layout:
         return sum(view.size for view in self.views)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters."""
+        return frozenset(view.name for view in self.views)
+
+    @cached_property
     def widths(self) -> list[int]:
         """The numbers of the views' columns."""
         return [view.size // self.rows for view in self.views]
@@ -220,6 +231,5 @@ class Layout:
                 self.widths, dim=2
             )
         for view, part in zip(self.views, parts, strict=True):
-            out = flat(columns[view.name])
-            out = out if view.is_all(out.shape[1]) else view.of(out)
+            out = view.of(flat(columns[view.name]))
             out.copy_(part.reshape(out.shape))
