@@ -27,11 +27,11 @@ LAYERS = [
     "bare-parameter", "used-twice", "checkpoint", "functional", "closure", "other-values",
     "subset", "padding-idx", "padding-idx-tied", "embedding-bag-sum", "embedding-bag-mean",
     "dict-batch-padding-idx", "frozen-stem", "data-parallel", "weight-norm",
-    "weight-norm-deprecated", "pinn", "float32-transformer", "bfloat16-cnn",
+    "pinn", "float32-transformer", "bfloat16-cnn",
     "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
-NEED_FALLBACK = ("weight-norm", "weight-norm-deprecated", "pinn", "cross-attention")
+NEED_FALLBACK = ("weight-norm", "pinn", "cross-attention")
 
 
 @pytest.fixture(autouse=True)
