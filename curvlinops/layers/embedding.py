@@ -113,9 +113,9 @@ class EmbeddingGradient(PerSampleGradient):
         """Return the same gradients in another dtype."""
         return EmbeddingGradient(self.indices, self.g.to(dtype), self.entries, self.padding)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def sum_over_samples(self) -> Tensor:
         """Return the sum, in memory proportional to the table."""
-        return self._table(self.g * weights.to(self.g).reshape(-1, 1, 1))
+        return self._table(self.g)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""

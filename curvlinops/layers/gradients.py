@@ -97,12 +97,9 @@ class PerSampleGradient(ABC):
     def to(self, dtype: torch.dtype) -> "PerSampleGradient":
         """Return the same gradients in another dtype."""
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
-        total: Tensor | float = 0.0
-        for part in self.parts():
-            values = _flat(self.values(part))
-            total = total + torch.tensordot(values, weights[part].to(values), ([1], [0]))
+    def sum_over_samples(self) -> Tensor:
+        """Return the sum over samples, ``[V, *shape]``."""
+        total = sum(_flat(self.values(part)).sum(1) for part in self.parts())
         return self.entries.spread(total.unsqueeze(1))[:, 0]
 
     def squared_norms(self) -> Tensor:

@@ -233,9 +233,8 @@ class RecordedBatch:
     def _sums(self, gradients: Mapping[Key, Tensor], absolute: bool = False) -> dict[str, Tensor]:
         """Return the sums of gradients over all rows; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        one = torch.ones(1, device=self.output.device)
         for part in self._parts(dict(gradients), {}, absolute=absolute):
-            total = part.gradient.weighted_sum(one)[0]
+            total = part.gradient.sum_over_samples()[0]
             sums[part.name] = sums[part.name] + total if part.name in sums else total
         return sums
 
@@ -265,7 +264,7 @@ class RecordedBatch:
         for name in self.names:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
-                zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
+                zeros = leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape)
                 found[name] = [DenseGradient(zeros)]
         return {name: sum_of(found[name]) for name in self.names}
 

@@ -68,21 +68,13 @@ class Rule:
         self._uses, self.repeats, self.in_place = uses, repeats, in_place
         self._signature = inspect.signature(uses)
         self._names = list(self._signature.parameters)
-        by_position = [
-            parameter.default is parameter.empty
-            for parameter in self._signature.parameters.values()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        #: The numbers of arguments that fit without a look at the signature.
-        self._fitting = range(sum(by_position), len(by_position) + 1)
 
     def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
         """Return the uses by position, or name if passed by name; none if the call is unknown."""
-        if kwargs or len(args) not in self._fitting:
-            try:
-                self._signature.bind(*args, **kwargs)
-            except TypeError:
-                return {}
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return {}
         return {
             name if isinstance(name, int) or name in kwargs else self._names.index(name): use
             for name, use in self._uses(*args, **kwargs).items()

@@ -204,9 +204,9 @@ class SampleBackward:
         try:
             gradients = batch.examine(self._latest_axes() if lacks_axes else None)
             if is_new:
-                truth = truth or autograd_sums(problem)
+                truth = truth or autograd_sums(problem, batch.num_samples)
                 wrong = batch.check(gradients, truth)
-                self._refuse(wrong, reason_of(wrong, truth, problem))
+                self._refuse(wrong, reason_of(wrong, truth, problem, batch.num_samples))
         except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
             if lacks_memory(error):
                 raise

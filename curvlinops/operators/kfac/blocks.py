@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,9 +19,6 @@ Key = tuple[Any, str]
 
 #: The key of the data's share of the normalization.
 TERMS: Key = (None, "terms")
-
-#: The names of parameters and their shapes.
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 #: Parameters with at most so many entries get one exact block, larger ones one for each vector.
 _WHOLE = 4096
@@ -75,25 +72,20 @@ class Uses(NamedTuple):
     """
 
     known: frozenset[LayerUse] = frozenset()
-    unknown: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, known: Iterable[LayerUse], unknown: Mapping[str, str]) -> "Uses":
-        """Return the uses, given the reasons by parameter."""
-        return cls(frozenset(known), tuple(sorted(unknown.items())))
+    unknown: Mapping[str, str] = {}
 
     def union(self, other: "Uses") -> "Uses":
         """Return the uses that one or the other shows."""
-        return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
+        return Uses(self.known | other.known, dict(other.unknown | self.unknown))
 
     def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
         """Return whether other uses are among these."""
-        return self.known.issuperset(known) and dict(self.unknown).keys() >= unknown.keys()
+        return self.known.issuperset(known) and self.unknown.keys() >= unknown.keys()
 
     @property
     def names(self) -> set[str]:
         """The parameters that are used."""
-        return {use.name for use in self.known} | dict(self.unknown).keys()
+        return {use.name for use in self.known} | self.unknown.keys()
 
 
 @dataclass(eq=False, slots=True)
@@ -195,20 +187,21 @@ class BlockSpec:
         return self.structure in ("dense", "diagonal")
 
 
-@lru_cache(maxsize=64)  # passes over the same data lead to the same blocks
-def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec, ...]:
+def plan_blocks(
+    uses: Uses, shapes: Mapping[str, tuple[int, ...]], options: Options
+) -> tuple[BlockSpec, ...]:
     """Choose the structure of all blocks.
 
     Args:
         uses: The uses of the parameters by layers.
-        shapes: All parameters.
+        shapes: The shapes of all parameters.
         options: The options of the approximation.
 
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    unknown = dict(uses.unknown)
+    unknown = uses.unknown
     by_name: dict[str, list[LayerUse]] = {}
     for use in uses.known:
         if use.name not in unknown and use.slice.size:
@@ -218,7 +211,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec
     for weight, bias in joined.items():
         _check_same_setting(weight, bias, options)
     blocks: list[BlockSpec] = []
-    for name, shape in shapes:
+    for name, shape in shapes.items():
         if name in joined.values():
             continue
         if name in by_name:

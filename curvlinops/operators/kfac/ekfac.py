@@ -20,7 +20,8 @@ from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.layout import Layout, ParameterView
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.layout import ParameterView
 
 _OTHER_USES = (
     "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
@@ -122,13 +123,13 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total
 
-    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], list[Layout]]:
+    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
         return self._assembled(lambda block: block)
 
     def _assembled(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
-    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
-        """Apply a function to the blocks' operators on their entries; return all blocks."""
+    ) -> BlockDiagonalLinearOperator:
+        """Return the matrix whose blocks are a function of this one's blocks."""
         sums = self._factor_sums()
         scale = self.risk.scale(sums.terms)
 
@@ -146,15 +147,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 factors[i] = factors[i]._replace(block=block)
         return assemble(factors, self.space, build)
 
-    def _inverse_blocks(
-        self, damping: Damping
-    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
-        if damping.heuristic or damping.of_inputs != damping.of_gradients:
+    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+        if damping.use_heuristic_damping or damping.of_inputs != damping.of_gradients:
             raise ValueError(
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
-
         arguments = damping.of_gradients, damping.retry_double_precision
         return self._assembled(lambda block: block.inverse(*arguments))
 

@@ -22,7 +22,7 @@ from curvlinops.operators.vectors import (
 from curvlinops.risk.empirical_risk import BatchProblem
 
 #: Why there may be no factors in the reduce setting.
-_OPEN = (
+_AMBIGUOUS_ROWS = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
@@ -39,23 +39,20 @@ def backpropagated(
         samples: The batch's forward pass, which says how many vectors the memory allows at once.
         options: The options of the approximation.
     """
-    for vectors in _all_vectors(problem, samples.output, samples.num_samples, options):
-        yield from vectors.split(samples.vectors_at_once)
-
-
-def _all_vectors(
-    problem: BatchProblem, output: Tensor, num_samples: int, options: Options
-) -> Iterable[Tensor]:
+    output, num_samples, draws = samples.output, samples.num_samples, options.mc_samples
+    every: Iterable[Tensor]
     if options.fisher_type is FisherType.FORWARD_ONLY:
-        return [output.new_zeros(0, *output.shape)]
-    if options.fisher_type is FisherType.EMPIRICAL:
-        return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
-    if options.fisher_type is FisherType.MC:
-        draws = sampled_gradients(problem, output, options.mc_samples, options.seed)
-        return [draws / options.mc_samples**0.5]
-    if options.exact:
-        return hessian_roots(problem, output, num_samples)
-    return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
+        every = [output.new_zeros(0, *output.shape)]
+    elif options.fisher_type is FisherType.EMPIRICAL:
+        every = [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
+    elif options.fisher_type is FisherType.MC:
+        every = [sampled_gradients(problem, output, draws, options.seed) / draws**0.5]
+    elif options.exact:
+        every = hessian_roots(problem, output, num_samples)
+    else:
+        every = signed_hessian_roots(problem, output, draws, options.seed, num_samples)
+    for vectors in every:
+        yield from vectors.split(samples.vectors_at_once)
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
@@ -76,7 +73,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         if chunk == 0:
             unknown = samples.fallbacks | _unassigned(groups, sums.options)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
-                new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
+                new = sums.with_uses(sums.uses.union(Uses(frozenset(groups), unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
         exact = sums.exact_blocks
         pieces = chain(_exact_forms(exact, groups, samples, u), samples.rest(u))
@@ -95,7 +92,7 @@ def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[st
     for use, parts in groups.items():
         is_reduced = use.name in options.reduced
         if is_reduced and use.kind and any(part.ambiguous for part in parts):
-            reasons[use.name] = _OPEN
+            reasons[use.name] = _AMBIGUOUS_ROWS
         if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
             reasons[use.name] = _UNSORTED
     return reasons
@@ -109,14 +106,14 @@ def _factors(
     if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    parts = [part._replace(gradient=part.gradient.to(sums.space.dtype)) for part in parts]
+    gradients = [part.gradient.to(sums.space.dtype) for part in parts]
     reduce, limit = use.name in options.reduced, options.max_factor_size
     is_weights = kind.is_bias and use.shares_gradients
     if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
-        yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
+        yield (use, "B"), gradient_factor(gradients, reduce, diagonal=kind.outputs > limit)
     if with_inputs and not kind.is_bias:
-        bias = 1.0 if use.has_bias_input(options) else None
-        total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
+        bias = use.has_bias_input(options)
+        total, count = input_factor(gradients, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
