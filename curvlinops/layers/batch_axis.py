@@ -27,19 +27,21 @@ ROW_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts")
 ROW_ARGUMENTS += ("split_size", "split_sizes")
 
 
-class Key(NamedTuple):
+#: A function, and the number of its earlier calls with a parameter.
+Call = tuple[Callable, int]
+
+
+class UseKey(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: The number of earlier calls of the function with a parameter.
-        place: The argument.
-        call: The function.
-        names: The parameters.
+        call: The call.
+        place: The position or the name of the argument.
+        names: The parameters of which the argument is a function.
     """
 
-    index: int
+    call: Call
     place: int | str
-    call: Callable
     names: tuple[str, ...]
 
 
@@ -141,8 +143,8 @@ class Rows(NamedTuple):
 
 
 def decide(
-    rows: Mapping[Key, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[Key, BatchAxis]
-) -> tuple[dict[Key, BatchAxis], set[Key]]:
+    rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[UseKey, BatchAxis]
+) -> tuple[dict[UseKey, BatchAxis], set[UseKey]]:
     """Find the axis of samples of each use, where there is one.
 
     Args:

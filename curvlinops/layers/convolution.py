@@ -71,8 +71,8 @@ def transposed_convolution(
         to_product,
     )
     biases = _bias(bias, x, size, batched)
-    # positions of the filters are those of the input
-    biases = {name: replace(each, other_positions=True) for name, each in biases.items()}
+    # the filters are multiplied at the positions of the input
+    biases = {name: replace(each, joins_weight=False) for name, each in biases.items()}
     return {"weight": use, **biases}
 
 

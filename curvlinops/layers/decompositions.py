@@ -309,7 +309,7 @@ def _grouped_mm(
 def _written(
     watch: Any, input: Tensor, key: Any, part: Callable[[], Tensor], value: Any, write: Callable
 ) -> Any:
-    """Write a value into a part of a tensor, by a call that a rule knows if samples see it."""
+    """Assign to a part of a tensor. Functions of parameters are repeated first, by a known call."""
     without_data, shape = watch.without_data(input, key, value), part().shape
     if watch.follows(value) and value.shape != shape:
         with watch:

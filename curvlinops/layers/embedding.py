@@ -60,8 +60,8 @@ def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
     """Return whether a table's rows were looked up as a whole.
 
     Args:
-        rows: In which rows the entries are that were looked up.
-        columns: And in which columns.
+        rows: The row of each entry that was looked up.
+        columns: The column of each entry.
         shape: The table's shape.
     """
     if columns.shape[1 - len(shape) :] != shape[1:]:

@@ -133,7 +133,7 @@ def _expanded_inputs(
     if isinstance(gradient.x, Patches) and not diagonal:
         found = input_covariance(gradient.x.images.flatten(0, 1), gradient.x.window)
     else:
-        some = (gradient.x[some].flatten(0, 1) for some in gradient.parts(gradient.num_inputs))
+        some = (gradient.x[some].flatten(0, 1) for some in gradient.slices(gradient.num_inputs))
         found = total(moment(x, diagonal) for x in some)
     count = _count(gradient.num_samples * gradient.num_positions, found)
     return _with_bias(found, _totals(gradient).sum(0), count) if bias else found, count
@@ -175,7 +175,7 @@ def _totals(gradient: OuterProducts) -> Tensor:
     if isinstance(gradient.x, Patches):
         sums = patch_sums(gradient.x.images.flatten(0, 1), gradient.x.window)
         return sums.unflatten(0, gradient.x.images.shape[:2]).sum(1)
-    return torch.cat([gradient.x[some].sum(1) for some in gradient.parts(gradient.num_inputs)])
+    return torch.cat([gradient.x[some].sum(1) for some in gradient.slices(gradient.num_inputs)])
 
 
 def _lookups(gradient: EmbeddingGradient) -> Tensor:

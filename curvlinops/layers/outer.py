@@ -70,7 +70,7 @@ class OuterProducts(PerSampleGradient):
     def sum_over_samples(self) -> Tensor:
         """Return the sum over samples, as one matrix product."""
         total: Tensor | float = 0.0
-        for part in self.parts(16 * self.num_inputs):  # the product copies both factors
+        for part in self.slices(16 * self.num_inputs):  # the product copies both factors
             total = total + torch.einsum("vnsgo,nsgi->vgoi", self.g[:, part], self.x[part])
         return self.entries.spread(total.unsqueeze(1))[:, 0]
 
@@ -98,7 +98,7 @@ class OuterProducts(PerSampleGradient):
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
             return super().squared_norms()
         norms = []
-        for part in self.parts(self.num_vectors * positions**2 * groups + self.num_inputs):
+        for part in self.slices(self.num_vectors * positions**2 * groups + self.num_inputs):
             x, g = self.x[part], self.g[:, part]
             inner = torch.einsum("nsgi,ntgi->ngst", x, x)
             norms.append((torch.einsum("vnsgo,vntgo->vngst", g, g) * inner).sum((2, 3, 4)))
@@ -122,9 +122,9 @@ class OuterProducts(PerSampleGradient):
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
         size = pairs * (other.g[:, 0].numel() // other.g.shape[-1])
-        columns = list(other.parts(other.num_inputs))
+        columns = list(other.slices(other.num_inputs))
         widest = max(across.stop - across.start for across in columns)
-        for part in self.parts(size * widest + self.num_inputs):
+        for part in self.slices(size * widest + self.num_inputs):
             blocks = []
             for across in columns:
                 left = torch.einsum("nsgi,mtgi->nsmtg", self.x[part], other.x[across])
@@ -134,11 +134,11 @@ class OuterProducts(PerSampleGradient):
             rows.append(torch.cat(blocks, dim=3))
         return torch.cat(rows, dim=1)
 
-    def made(self) -> "OuterProducts":
-        """Return the same gradients with inputs that are there, unless it is faster without."""
+    def with_patches(self) -> "OuterProducts":
+        """Return the same gradients with all patches in memory, unless convolutions are faster."""
         return self if self._by_convolution else OuterProducts(self.x[:], self.g, self.entries)
 
-    def narrowed(self, outputs: slice) -> "OuterProducts":
+    def of_outputs(self, outputs: slice) -> "OuterProducts":
         """Return the gradients with respect to the weights of some outputs, in any order."""
         g = self.g[..., outputs]
         return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
@@ -150,13 +150,13 @@ class OuterProducts(PerSampleGradient):
         g = torch.cat([gradient.g for gradient in gradients], dim=2)
         return OuterProducts(x, g, gradients[0].entries)
 
-    def parts(self, size: int | None = None):
+    def slices(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
             inputs = 0 if self._by_convolution else self.num_inputs
             size = self.num_vectors * outputs + inputs
-        return super().parts(size)
+        return super().slices(size)
 
     def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
         pairs = self.num_samples * other.num_samples

@@ -6,8 +6,9 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from curvlinops.layers.batch_axis import Call
 from curvlinops.layers.factors import KroneckerShape, relation
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.records import recorded
@@ -93,11 +94,13 @@ class _Group:
     """The gradients of one use, and the calls of layers that they come from."""
 
     use: LayerUse
-    parts: list[Part] = field(default_factory=list)
-    calls: set[tuple[Callable, int]] = field(default_factory=set)
+    parts: list[UseGradient] = field(default_factory=list)
+    calls: set[Call] = field(default_factory=set)
 
 
-def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerUse, list[Part]]:
+def group_by_use(
+    parts: Iterable[UseGradient], reduced: Collection[str]
+) -> dict[LayerUse, list[UseGradient]]:
     """Return a batch's gradients by use.
 
     Args:
@@ -105,11 +108,11 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
         reduced: The parameters that are treated by the reduce setting.
     """
     groups: dict[LayerUse, _Group] = {}
-    weights: dict[tuple[Callable, int], _Group] = {}
-    biases: dict[tuple[Callable, int], _Group] = {}
+    weights: dict[Call, _Group] = {}
+    biases: dict[Call, _Group] = {}
     for part in parts:
         is_function = part.gradient.of_value is not part.gradient
-        kind = KroneckerShape.of(part.gradient.of_value, part.bias_scale is not None)
+        kind = KroneckerShape.of(part.gradient.of_value, part.use.is_bias)
         own = None if is_function else kind
         view = part.gradient.entries.view.in_order
         if view.name != part.name:  # gradients with respect to all of a parameter may have no name
@@ -117,11 +120,11 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
         use = LayerUse(view, own, kind is not None)
         group = groups.setdefault(use, _Group(use))
         group.parts.append(part)
-        group.calls.add(call := (part.key.call, part.key.index))
-        if own is not None and part.bias_scale is None:
-            weights[call] = group
-        elif own is not None and part.bias_scale == 1.0 and not part.other_positions:
-            biases[call] = group
+        group.calls.add(part.call)
+        if own is not None and not part.use.is_bias:
+            weights[part.call] = group
+        elif own is not None and part.use.joins_weight:
+            biases[part.call] = group
     for call, bias in biases.items():
         weight = weights.get(call)
         is_new = weight is not None and weight.use.partner is None

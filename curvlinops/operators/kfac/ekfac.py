@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
@@ -91,10 +91,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ) -> None:
         """Add a batch's squared gradients in the eigenbases of blocks."""
         for u, last in mark_last(backpropagated(problem, samples, self._options)):
-            groups = group_by_use(samples.parts(u, last), self._options.reduced)
+            groups = group_by_use(samples.by_use(u, last), self._options.reduced)
             if not sums.uses.includes(groups.keys(), samples.fallbacks):
                 raise ValueError(_OTHER_USES)
-            by_slice: dict[ParameterView, list[Part]] = {slices[0]: [] for slices in sums.bases}
+            by_slice: dict[ParameterView, list[UseGradient]] = {
+                slices[0]: [] for slices in sums.bases
+            }
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:

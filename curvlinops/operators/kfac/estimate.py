@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
 from curvlinops.layers.gradients import PerSampleGradient, Piece
 from curvlinops.layers.outer import sum_of
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
@@ -69,7 +69,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     """
     vectors = backpropagated(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
-        groups = group_by_use(samples.parts(u, last), sums.options.reduced)
+        groups = group_by_use(samples.by_use(u, last), sums.options.reduced)
         if chunk == 0:
             unknown = samples.fallbacks | _unassigned(groups, sums.options)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
@@ -86,7 +86,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
-def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
+def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
     """Return the parameters whose gradients of samples are needed but not known, and why."""
     reasons = {}
     for use, parts in groups.items():
@@ -99,7 +99,7 @@ def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[st
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[Part], with_inputs: bool
+    sums: FactorSums, use: LayerUse, parts: list[UseGradient], with_inputs: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
     kind, options = use.kind, sums.options
@@ -120,7 +120,7 @@ def _factors(
 
 def _exact_forms(
     names: Collection[str],
-    groups: dict[LayerUse, list[Part]],
+    groups: dict[LayerUse, list[UseGradient]],
     samples: SampleGradients,
     u: Tensor,
 ) -> Iterable[Piece]:
@@ -145,7 +145,7 @@ def _add_exact_blocks(
     for _, gradients in pieces:
         for name, gradient in gradients.items():
             block = blocks[name]
-            for some in gradient.parts():
+            for some in gradient.slices():
                 rows = gradient.rows(some).to(sums.space.dtype)
                 rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
                 sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))
