@@ -1,7 +1,13 @@
-"""Matrices with known spectra."""
+"""Symmetric matrices with known spectra, and an operator that counts its products."""
 
+from functools import cache
+
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
+
+# --- 40 x 40, tensors, for estimators
 
 DIM = 40
 
@@ -34,3 +40,49 @@ def nonsymmetric(rank: int = DIM) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     B, C = torch.randn(2, DIM, rank, generator=generator, dtype=torch.float64)
     return B @ C.T / DIM + 0.5 * (B @ B.T) / DIM
+
+
+# --- 200 x 200, arrays, for iterations
+
+LARGE_DIM = 200
+_RNG = np.random.default_rng(0)
+_INDEX = np.arange(1, LARGE_DIM + 1)
+_UNIFORM = _RNG.uniform(0, 2, LARGE_DIM)
+
+LARGE_SPECTRA = {
+    "power": _INDEX**-1.5,
+    "exponential": 0.8**_INDEX,
+    "vanishing": 0.5**_INDEX,
+    "clustered": np.r_[5 + 1e-3 * _UNIFORM[:8], 1 + 0.1 * _UNIFORM[8:]],
+    "multiple": np.r_[[5] * 4, [4] * 3, [3] * 2, _UNIFORM[9:]],
+    "indefinite": np.r_[-4, -3, 5, _RNG.standard_normal(LARGE_DIM - 3)],
+    "negative": -(_INDEX**-1.0),
+    "singular": np.where(_INDEX < 30, 1 / _INDEX, 0.0),
+    "identity": np.ones(LARGE_DIM),
+    "zero": np.zeros(LARGE_DIM),
+    "positive": np.r_[_UNIFORM[:-1] + 0.1, 50],
+}
+
+
+@cache
+def large(name: str, dtype: type = np.float64) -> np.ndarray:
+    """Return the matrix with the eigenvalues of a name in `LARGE_SPECTRA`."""
+    basis = np.linalg.qr(np.random.default_rng(1).standard_normal((LARGE_DIM, LARGE_DIM)))[0]
+    dense = (basis * LARGE_SPECTRA[name]) @ basis.T
+    return ((dense + dense.T) / 2).astype(dtype)
+
+
+class Counting(LinearOperator):
+    """A matrix that counts its products, also with its transpose."""
+
+    def __init__(self, A: Tensor | np.ndarray):
+        self.matrix, self.products = np.asarray(A), 0
+        super().__init__(np.float64, tuple(A.shape))
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        self.products += X.shape[1]
+        return self.matrix @ X
+
+    def _rmatmat(self, X: np.ndarray) -> np.ndarray:
+        self.products += X.shape[1]
+        return self.matrix.T @ X

@@ -4,6 +4,9 @@ Sizes are chosen so that a dense Hessian takes well below a second. Nothing here
 that a float64 copy of a low-precision model is the same function in exact arithmetic.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +17,20 @@ from torch.utils.checkpoint import checkpoint
 def mlp(inputs: int = 4, hidden: int = 3, outputs: int = 3) -> nn.Sequential:
     """Smooth two-layer net."""
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class Using(nn.Module):
+    """A function of an input, and of modules and parameters by name."""
+
+    def __init__(self, function: Callable[["Using", Any], Tensor], **parts: nn.Module | Tensor):
+        super().__init__()
+        self._function = function
+        for name, part in parts.items():
+            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if is_value else part)
+
+    def forward(self, x: Any) -> Tensor:
+        return self._function(self, x)
 
 
 class Scalar(nn.Module):
@@ -339,13 +356,12 @@ def plain_mlp(params: Params, X: Tensor) -> Tensor:
     return torch.tanh(X @ params["w"] + params["b"]) @ params["v"]
 
 
-def plain_weight_norm(g: str, v: str, params: Params, X: Tensor) -> Tensor:
+def plain_weight_norm(params: Params, X: Tensor) -> Tensor:
     """`mlp` with weight_norm, dim 0 and dim 1: torch._weight_norm differentiates twice wrongly."""
 
     def weight(layer: int, axis: int) -> Tensor:
-        direction = params[f"{layer}.{v}"]
-        norm = direction.square().sum(axis, keepdim=True).sqrt()
-        return params[f"{layer}.{g}"] * direction / norm
+        size, direction = (params[f"{layer}.parametrizations.weight.original{i}"] for i in (0, 1))
+        return size * direction / direction.square().sum(axis, keepdim=True).sqrt()
 
     h = torch.tanh(F.linear(X, weight(0, 1), params["0.bias"]))
     return F.linear(h, weight(2, 0), params["2.bias"])

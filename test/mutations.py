@@ -36,14 +36,14 @@ TESTS = {
         untouched::test_attributes_of_parameters_and_buffers""",
     "autodiff/overrides": "overrides convolution constants",
     "risk": """
-        contract::test_blocks errors robustness complex_and_sparse threads evaluations
+        contract::test_blocks errors robustness complex_and_sparse threads
         first_batch keeping::test_changes_are_noticed""",
     "losses": """
         losses errors contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",
     "layers": """
         place patches layers kfac per_sample::test_norms_gram_and_moments batch_axis
-        fallback shared_uses""",
+        unusual_models shared_uses""",
     "structured": "structured norms kfac_inverse saving",
     "algorithms": "matrix submatrix spectrum estimators inverses eigsh",
     "operators": """

@@ -5,11 +5,13 @@ import re
 
 import numpy as np
 import pytest
+import reference
 import scipy.linalg
 import scipy.sparse.linalg as sla
 import torch
+from problems import Problem
 from scipy.sparse import csr_array
-from torch import Tensor, nn
+from torch import nn
 
 from curvlinops import (
     CGInverseLinearOperator,
@@ -43,32 +45,8 @@ J = JacobianLinearOperator(MODEL, PARAMS, DATA)
 D, ROWS = H.shape[0], J.shape[0]
 
 
-def dense(model: nn.Module, params: list[Tensor], data: list) -> np.ndarray:
-    """Return the Hessian of the mean squared error, in double precision."""
-    twin = copy.deepcopy(model).double()
-    names = [name for name, p in model.named_parameters() if any(p is q for q in params)]
-    X, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
-    chosen = [dict(twin.named_parameters())[name] for name in names]
-    gradient = torch.autograd.grad(nn.MSELoss()(twin(X), y), chosen, create_graph=True)
-    rows = [
-        torch.autograd.grad(g, chosen, retain_graph=True, materialize_grads=True)
-        for part in gradient
-        for g in part.flatten()
-    ]
-    return torch.stack([torch.cat([r.flatten() for r in row]) for row in rows]).numpy()
-
-
-h = dense(MODEL, PARAMS, DATA)
-j = np.concatenate(
-    [
-        p.flatten(1).numpy()
-        for p in torch.func.jacrev(
-            lambda p: torch.func.functional_call(MODEL, p, (torch.cat([X for X, _ in DATA]),))
-        )({n: p.detach() for n, p in MODEL.named_parameters()}).values()
-        for p in [p.flatten(0, 1)]
-    ],
-    axis=1,
-)
+PROBLEM = Problem(MODEL, nn.MSELoss(), PARAMS, DATA, mc=True)
+h, j = reference.hessian(PROBLEM).numpy(), reference.jacobian(PROBLEM).numpy()
 RNG = np.random.default_rng(0)
 x, X, a = RNG.standard_normal(D), RNG.standard_normal((D, 3)), RNG.standard_normal((D, D))
 A = sla.aslinearoperator(a)
@@ -134,7 +112,7 @@ def test_lists_for_outputs(columns: tuple[int, ...]):
     v = [torch.randn(*p.shape, *columns) for p in PARAMS]
     flat = torch.cat([part.reshape(p.numel(), *columns) for part, p in zip(v, PARAMS, strict=True)])
     (found,) = J @ v
-    expected = (torch.from_numpy(j) @ flat).reshape(ROWS // 2, 2, *columns)
+    expected = (torch.from_numpy(j).float() @ flat).reshape(ROWS // 2, 2, *columns)
     torch.testing.assert_close(found, expected)
     u = torch.randn(ROWS // 2, 2, *columns)
     transposed = TransposedJacobianLinearOperator(MODEL, PARAMS, DATA)
@@ -144,7 +122,9 @@ def test_lists_for_outputs(columns: tuple[int, ...]):
         joined = torch.cat(
             [part.reshape(p.numel(), *columns) for part, p in zip(back, PARAMS, strict=True)]
         )
-        torch.testing.assert_close(joined, torch.from_numpy(j).T @ u.reshape(ROWS, *columns))
+        torch.testing.assert_close(
+            joined, torch.from_numpy(j).float().T @ u.reshape(ROWS, *columns)
+        )
 
 
 def test_lists_of_parameters():
@@ -281,21 +261,16 @@ def test_integers_of_numpy(kind: type):
         (lambda: np.matmul(H, x), TypeError, "ufunc"),
         (lambda: csr_array(a) @ H, TypeError, "aslinearoperator"),
         (lambda: H @ csr_array(a), TypeError, "aslinearoperator"),
-        (lambda: H @ (x + 1j), TypeError, "complex"),
         (lambda: H @ [None, *PARAMS[1:]], TypeError, "'0.weight' is a NoneType, .*pass zeros"),
         (lambda: H @ [*ONES[:3], None], TypeError, "'2.bias' is a NoneType, .*pass zeros"),
-        (lambda: H @ [p.numpy() for p in ONES], TypeError, "'0.weight' is a ndarray, expected"),
         (lambda: H @ [*ONES[:3], 1.0], TypeError, "'2.bias' is a float, expected a tensor"),
-        (lambda: H @ PARAMS[:3], ValueError, "a list of 3 tensors as vector, expected 4"),
         (lambda: H.matvec(MODEL.parameters()), TypeError, "a generator. Pass a numpy array"),
         (lambda: H @ MODEL.parameters(), TypeError, "a generator. Pass a numpy array"),
         (lambda: H + np.eye(D), TypeError, "aslinearoperator for a matrix"),
         (lambda: np.eye(D) + H, TypeError, "aslinearoperator for a matrix"),
         (lambda: H - torch.eye(D), TypeError, "aslinearoperator for a matrix"),
-        (lambda: H + 0.1, TypeError, r"A.damped\(c\)"),
         (lambda: SubmatrixLinearOperator(H, 3, [1]), ValueError, "row_idxs must be a list"),
         (lambda: SubmatrixLinearOperator(H, slice(5, 5), [1]), ValueError, "at least one index"),
-        (lambda: H @ x.astype(object), TypeError, "numbers"),
         (lambda: J.T @ [torch.ones(ROWS)], ValueError, r"shape \[14\], expected \[7, 2\]"),
         (lambda: CGInverseLinearOperator(M, eps=0), TypeError, "no option 'eps': .*pass damping"),
         (

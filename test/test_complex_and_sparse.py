@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_layers import loop
 from torch import Tensor, nn
 
 import curvlinops
@@ -49,22 +50,12 @@ COMPLEX = {
 }
 
 
-def reference(model: nn.Module, X: Tensor, y: Tensor) -> Tensor:
-    X = X.to_dense()
-    rows = []
-    for n in range(len(X)):
-        loss = F.mse_loss(model(X[n : n + 1]), y[n : n + 1], reduction="sum")
-        grads = torch.autograd.grad(
-            loss, model.parameters(), allow_unused=True, materialize_grads=True
-        )
-        rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
-
-
 def check(model: nn.Module, X: Tensor) -> curvlinops.PerSampleGradientLinearOperator:
     torch.manual_seed(1)
     y = torch.randn(N, 2).double()
-    return check_rows(reference(model, X, y), model, X, y)
+    loss = nn.MSELoss(reduction="sum")
+    rows = loop(model, list(model.parameters()), [(X.to_dense(), y)], loss)
+    return check_rows(rows, model, X, y)
 
 
 def check_rows(

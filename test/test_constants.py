@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import CASES, error, matrix
+from problems import Problem
 from torch import Tensor, nn
-
-import curvlinops
-from curvlinops.autodiff.mode_selection import NoDerivativeError
 
 pytestmark = pytest.mark.extensive
 
@@ -72,7 +71,7 @@ def _inner_step(m: Model, x: Tensor) -> Tensor:
 OTHERS = {"enabled inside": _enabled, "inner step": _inner_step}
 
 STOPS = [by_context, by_inference, by_detaching, by_gradient]
-CASES: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[[], Model]] = {
     f"{name} {stop.__name__}": lambda f=f, stop=stop: Model(lambda m, x: f(m, x, stop))
     for name, f in FUNCTIONS.items()
     for stop in STOPS
@@ -80,64 +79,34 @@ CASES: dict[str, Callable[[], Model]] = {
 } | {name: lambda f=f: Model(f) for name, f in OTHERS.items()}
 
 
-def flat(tensors) -> Tensor:
-    return torch.cat([t.flatten() for t in tensors])
-
-
-def jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    params, options = list(model.parameters()), {"allow_unused": True, "materialize_grads": True}
-    return torch.stack(
-        [
-            flat(torch.autograd.grad(z, params, retain_graph=True, **options))
-            for z in model(x).flatten()
-        ]
-    )
+def problem(name: str, dtype: torch.dtype = torch.float64) -> Problem:
+    model, x = MODELS[name]().to(dtype), torch.linspace(-1, 1, 9).reshape(3, 3).to(dtype)
+    y = torch.zeros(3, 2, dtype=dtype)
+    data = [(x[:2], y[:2]), (x[2:], y[2:])]
+    return Problem(model, nn.MSELoss(reduction="sum"), list(model.parameters()), data, mc=True)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_first_products(name: str, dtype: torch.dtype, tolerance: float):
     """Also where a dot-test in float32 would notice large errors only."""
-    model = CASES[name]().to(dtype)
-    x, params = torch.linspace(-1, 1, 9).reshape(3, 3).to(dtype), list(model.parameters())
-    J, z = jacobian(model, x).double(), model(x).detach().double()
-    rows = 2 * torch.einsum("nc,ncd->nd", z, J.reshape(3, 2, -1))
+    p = problem(name, dtype)
     # along the first weight, on whose size constants depend most
-    v = flat([params[0].detach(), *(torch.ones_like(p) / 9 for p in params[1:])])
-    w = v.double()
-    y, loss = torch.zeros(3, 2, dtype=dtype), nn.MSELoss(reduction="sum")
-    arguments = params, [(x[:2], y[:2]), (x[2:], y[2:])]
-    truths = {
-        "Jacobian": J @ w,
-        "PerSampleGradient": rows @ w,
-        "GGN": 2 * J.T @ (J @ w),
-        "EF": rows.T @ (rows @ w),
-    }
-    for kind, truth in truths.items():
-        losses = [] if kind == "Jacobian" else [loss]
-        operator = getattr(curvlinops, f"{kind}LinearOperator")(
-            model, *losses, *arguments, check_deterministic=False
-        )
-        assert (operator @ v - truth).norm() <= tolerance * truth.norm(), kind
+    first, *others = (param.detach() for param in p.params)
+    v = torch.cat([first.flatten(), *(torch.ones(x.numel(), dtype=dtype) / 9 for x in others)])
+    for case in ("jacobian", "gradients", "ggn", "fisher-samples"):
+        product = CASES[case].build(p, check_deterministic=False) @ v
+        assert error(product, CASES[case].dense(p) @ v.double()) <= tolerance, case
 
 
 @pytest.mark.parametrize("name", ["weight by_context", "activation by_gradient"])
 def test_forward_mode_is_refused(name: str):
-    model = CASES[name]()
-    arguments = model, list(model.parameters()), [(torch.ones(2, 3), None)]
-    J = curvlinops.JacobianLinearOperator(*arguments, autodiff="forward")
-    with pytest.raises(NoDerivativeError, match="forward mode: .* under no_grad"):
+    J = CASES["jacobian"].build(problem(name), autodiff="forward")
+    with pytest.raises(RuntimeError, match="forward mode: .* under no_grad"):
         J @ torch.ones(J.shape[1])
 
 
-@pytest.mark.parametrize("name", ["weight", "layer"])
+@pytest.mark.parametrize("name", ["weight by_context", "layer by_context"])
 def test_hessian_with_constants(name: str):
-    model = CASES[f"{name} by_context"]().double()
-    x, params = torch.linspace(-1, 1, 9).reshape(3, 3).double(), list(model.parameters())
-    options = {"allow_unused": True, "materialize_grads": True}
-    value = model(x).square().sum()
-    gradient = flat(torch.autograd.grad(value, params, create_graph=True, **options))
-    rows = [flat(torch.autograd.grad(g, params, retain_graph=True, **options)) for g in gradient]
-    data, loss = [(x, torch.zeros(3, 2).double())], nn.MSELoss(reduction="sum")
-    H = curvlinops.HessianLinearOperator(model, loss, params, data)
-    torch.testing.assert_close(H @ torch.eye(len(rows)).double(), torch.stack(rows))
+    p = problem(name)
+    assert error(matrix(CASES["hessian"].build(p)), CASES["hessian"].dense(p)) <= 1e-10

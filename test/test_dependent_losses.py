@@ -306,32 +306,12 @@ def test_batches_that_cannot_be_cut():
     def everywhere(u: Tensor, x: Tensor) -> Tensor:
         return torch.autograd.grad(u.sum(), points, create_graph=True)[0].square().mean()
 
-    class Points:
-        """Of a kind of its own."""
-
-        def __init__(self, x: Tensor):
-            self.x = x
-
-    def opaque(u: Tensor, X: Points) -> Tensor:
-        return torch.autograd.grad(u.sum(), X.x, create_graph=True)[0].square().mean()
-
-    whole = Points(points)
     params = list(model.parameters())
     A = PerSampleGradientLinearOperator(
         model, everywhere, params, [(points, points)], reduction="mean"
     )
     with pytest.raises(ValueError, match="fails for sample 0 of batch 0: .*used in the graph"):
         A.dense()
-    B = PerSampleGradientLinearOperator(
-        lambda X: model(X.x),
-        opaque,
-        params,
-        [(whole, whole)],
-        reduction="mean",
-        batch_size_fn=lambda X: 3,
-    )
-    with pytest.raises(ValueError, match="the batch cannot be cut"):
-        B.dense()
 
 
 @pytest.mark.parametrize("options", [{}, None])

@@ -60,12 +60,12 @@ def product(operator) -> Tensor:
     return operator @ vectors(operator)
 
 
-#: What is computed, and how often a net that is known is evaluated: first to look at its graph.
+#: What is computed, and how often a known net is evaluated.
 QUANTITIES: dict[str, tuple[type, Callable, int]] = {
     "hessian": (HessianLinearOperator, product, 2),
     "ggn": (GGNLinearOperator, product, 2),
-    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 2),
-    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 2),
+    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 1),
+    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 1),
     "norms": (PerSampleGradientLinearOperator, lambda op: op.norms(), 2),
     "kernel": (JacobianLinearOperator, lambda op: op.gram(), 2),
 }
@@ -281,6 +281,29 @@ def test_nothing_is_kept_alive(kind: str):
     del net, model, params, X, y
     gc.collect()
     assert [part() for part in gone] == [None] * 4
+
+
+def test_checks_of_repeatability_evaluate_each_batch_twice():
+    net = Net()
+    build(net, HessianLinearOperator, [batch(0), batch(1)], check_deterministic=True)
+    assert net.sizes.seen.count(N) == 4
+
+
+def test_jacobians_evaluate_each_batch_once_for_all_columns():
+    net, data = Net(), [batch(0), batch(1)]
+    J = build(net, JacobianLinearOperator, data)
+    net.sizes = SimpleNamespace(seen=())
+    J @ torch.eye(J.shape[1]).double()
+    assert net.sizes.seen.count(N) <= len(data) + 1
+
+
+def test_batches_get_random_numbers_of_their_own():
+    net, masks = Net(), []
+    net.layers[1] = nn.Dropout(0.5)
+    net.layers[1].register_forward_hook(lambda _, x, y: masks.append((y == 0).detach()))
+    product(build(net, HessianLinearOperator, [batch()] * 2))
+    masks = [mask for mask in masks if len(mask) == N]
+    assert len(masks) == 4 and not torch.equal(masks[1], masks[3])
 
 
 # --- numbers that models and losses read

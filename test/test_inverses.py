@@ -2,11 +2,11 @@
 
 import contextlib
 
+import matrices
 import numpy as np
 import problems
 import pytest
 import scipy.sparse.linalg as sla
-import spectra
 import torch
 from contract import CASES
 
@@ -34,7 +34,7 @@ each_inverse = pytest.mark.parametrize("inverse", [CG, MINRES])
 
 def system(name: str, dtype: type = np.float64, columns: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Return a matrix and right-hand sides of different difficulty, one of them zero."""
-    A = spectra.matrix(name, dtype)
+    A = matrices.large(name, dtype)
     B = np.random.default_rng(0).standard_normal((len(A), columns)).astype(dtype)
     B = A @ B if name == "singular" else B
     B[:, 1] = 0
@@ -92,8 +92,7 @@ def test_no_more_iterations_than_scipy(inverse: type, name: str):
 @each_inverse
 def test_tolerances_and_start(inverse: type):
     A, B = system("positive")
-    absolute = inverse(A, rtol=0.0, atol=1e-3).solve(B)
-    assert float(absolute.residuals.max()) <= 1e-3
+    assert float(inverse(A, rtol=0.0, atol=1e-3).solve(B).residuals.max()) <= 1e-3
     both = inverse(A, rtol=1e-8, atol=1e6).solve(B)
     assert not both.x.any() and int(both.iterations.max()) == 0
     solved = inverse(A, rtol=1e-8).solve(B)
@@ -119,22 +118,21 @@ def test_rounding_does_not_hide_the_true_residual(inverse: type):
 @each_inverse
 def test_preconditioner(inverse: type):
     eigenvalues = np.logspace(0, 6, 200) * (1 if inverse is CG else np.sign(RNG.random(200) - 0.3))
-    A = np.diag(eigenvalues) + 0.1 * spectra.matrix("multiple")
+    A = np.diag(eigenvalues) + 0.1 * matrices.large("multiple")
     P = np.diag(1 / np.abs(eigenvalues))
     b = RNG.standard_normal(200)
-    for preconditioner in (P, torch.from_numpy(P), sla.aslinearoperator(P)):
+    # the scale of the preconditioner does not matter
+    for preconditioner in (P, torch.from_numpy(P), 1e-3 * P):
         solved = inverse(A, preconditioner=preconditioner, rtol=1e-9).solve(b)
         assert true_residuals(A, solved.x, b) <= 1e-9 * np.linalg.norm(b)
         assert int(solved.iterations) <= 25
-    # any scale of it will do
-    scaled = inverse(A, preconditioner=1e-3 * P, rtol=1e-9).solve(b)
-    assert int(scaled.iterations) == int(solved.iterations)
-    with pytest.raises(ValueError, match="preconditioner is not positive definite"):
-        inverse(A, preconditioner=-P) @ b
-    with pytest.raises(ValueError, match="preconditioner is not positive definite"):
-        inverse(A, preconditioner=spectra.matrix("indefinite")) @ b
-    with pytest.raises(ValueError, match="dimension"):
-        inverse(A, preconditioner=np.eye(3))
+    for wrong, message in [
+        (-P, "not positive definite"),
+        (matrices.large("indefinite"), "not positive definite"),
+        (np.eye(3), "dimension"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            inverse(A, preconditioner=wrong) @ b
 
 
 @pytest.mark.parametrize("num_columns", [0, 3, 5])
@@ -158,23 +156,17 @@ def test_functions_that_are_no_preconditioners():
 
 @each_inverse
 def test_damping(inverse: type):
-    A, B = system("singular")
-    B = RNG.standard_normal(B.shape)
+    A, B = matrices.large("singular"), RNG.standard_normal((matrices.LARGE_DIM, 4))
     found = inverse(A, damping=0.1, rtol=1e-12) @ B
     np.testing.assert_allclose(found, np.linalg.solve(A + 0.1 * np.eye(len(A)), B), atol=1e-10)
-
-
-@each_inverse
-def test_no_right_hand_sides(inverse: type):
-    A, nothing = inverse(np.eye(3)), np.zeros((3, 0))
-    for solution in (A.solve(nothing), A.solve(nothing, x0=np.ones(3))):
-        assert solution.x.shape == (3, 0) and solution.converged.shape == (0,)
+    solution = inverse(A, damping=0.1).solve(B[:, :0], x0=B[:, 0])
+    assert solution.x.shape == (len(A), 0) and solution.converged.shape == (0,)
 
 
 @each_inverse
 @pytest.mark.parametrize("name", ["singular", "zero"])
 def test_right_hand_side_out_of_range(inverse: type, name: str):
-    A = spectra.matrix(name)
+    A = matrices.large(name)
     b = RNG.standard_normal(len(A))
     with pytest.raises(ConvergenceError, match="1 of 1 systems are not solved"):
         inverse(A, on_failure="raise") @ b
@@ -243,10 +235,8 @@ def test_too_few_iterations(inverse: type):
     with pytest.warns(ConvergenceWarning, match="3 of 4 systems are not solved after 5 iter"):
         solution = inverse(A, maxiter=5).solve(B)
     assert solution.converged.tolist() == [False, True, False, False]
-    with pytest.raises(ConvergenceError, match="maxiter"):
-        inverse(A, maxiter=5, on_failure="raise").solve(B)
     with pytest.warns(ConvergenceWarning) as record:
-        inverse(A, maxiter=5) @ B
+        assert np.array_equal(inverse(A, maxiter=5) @ B, solution.x)
     assert record[0].filename == __file__
 
 
@@ -264,11 +254,9 @@ def test_operators_of_the_package(inverse: type, case: str):
     B = torch.from_numpy(np.random.default_rng(0).standard_normal((A.shape[0], 2)))
     expected = torch.linalg.solve(A.to_dense(), B)
     named = {n: c.movedim(0, -1) for n, c in operator.space.split(B.T).items()}
-    for found in (A_inverse @ B, A_inverse.T @ B, torch.from_numpy(A_inverse @ B.numpy())):
+    named = torch.cat([value.reshape(-1, 2) for value in (A_inverse @ named).values()])
+    for found in (A_inverse @ B, A_inverse.T @ B, torch.from_numpy(A_inverse @ B.numpy()), named):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
-    for out in ((A_inverse @ named).values(), A_inverse @ list(named.values())):
-        flat = torch.cat([value.reshape(-1, 2) for value in out])
-        torch.testing.assert_close(flat, expected, rtol=1e-7, atol=1e-8)
     # inverses are operators like others
     torch.testing.assert_close((A @ A_inverse) @ B, B, rtol=1e-7, atol=1e-8)
 
@@ -279,8 +267,8 @@ RECTANGULAR = {
     "tall": RNG.standard_normal((60, 40)),
     "wide": RNG.standard_normal((40, 60)),
     "low-rank": RNG.standard_normal((60, 10)) @ RNG.standard_normal((10, 40)),
-    "square": spectra.matrix("multiple")[:50, :50],
-    "indefinite": spectra.matrix("indefinite")[:50, :50] + 0.5 * np.eye(50),
+    "square": matrices.large("multiple")[:50, :50],
+    "indefinite": matrices.large("indefinite")[:50, :50] + 0.5 * np.eye(50),
     "zero": np.zeros((5, 4)),
 }
 
@@ -404,7 +392,7 @@ def test_neumann_diverges(size: float, check_nan: bool):
 )
 def test_errors(make, message: str):
     with pytest.raises(ValueError, match=message):
-        make(spectra.matrix("positive"))
+        make(matrices.large("positive"))
 
 
 def test_dottest_finds_a_wrong_adjoint():

@@ -18,10 +18,8 @@ from contract import CASES, EXACT, RANDOM, error, num_kept, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import pairs
+from test_memory import LiveBytes
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
@@ -642,43 +640,19 @@ def test_footprint_is_what_the_graph_saves(case: str):
     entry = CASES[case]
     arguments = (model, nn.MSELoss()) if entry.takes_loss else (model,)
     operator = entry.operator(*arguments, list(model.parameters()), data, cache="graph")
-    v, made = vectors(operator), Storages()
+    v, live = vectors(operator), LiveBytes()
     operator @ v  # the modes are chosen
     operator.clear_cache()
-    with made:
+    with live:
         operator @ v
-    before = made.alive()
-    (kept,) = operator._cache._entries.values()
-    num_bytes = kept.num_bytes
-    del kept
-    operator._cache._entries.clear()
-    truth = before - made.alive()
+    gc.collect()
+    before, (entry,) = live.now, operator._cache._entries.values()
+    num_bytes = entry.num_bytes
+    del entry
+    operator.clear_cache()
+    gc.collect()
+    truth = before - live.now
     assert 0.9 * truth <= num_bytes <= 1.1 * truth
-
-
-class Storages(TorchDispatchMode):
-    """Watches the memory of all tensors that are made inside."""
-
-    def __init__(self):
-        super().__init__()
-        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self._found[ref.cdata] = (ref, storage.nbytes())
-        return out
-
-    def alive(self) -> int:
-        """Return how many bytes there still are."""
-        gc.collect()
-        return sum(size for ref, size in self._found.values() if not ref.expired())
-
-
-# --- what is compared
 
 
 @pytest.mark.parametrize("thing", [torch.eye(2).to_sparse(), range(20_000)], ids=["sparse", "many"])

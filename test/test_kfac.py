@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
+from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
@@ -26,11 +27,11 @@ LAYERS = [
     "bare-parameter", "used-twice", "checkpoint", "functional", "closure", "other-values",
     "subset", "padding-idx", "padding-idx-tied", "embedding-bag-sum", "embedding-bag-mean",
     "dict-batch-padding-idx", "frozen-stem", "data-parallel", "weight-norm",
-    "weight-norm-deprecated", "pinn", "float32-transformer", "bfloat16-cnn",
+    "pinn", "float32-transformer", "bfloat16-cnn",
     "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
-NEED_FALLBACK = ("weight-norm", "weight-norm-deprecated", "pinn", "cross-attention")
+NEED_FALLBACK = ("weight-norm", "pinn", "cross-attention")
 
 
 @pytest.fixture(autouse=True)
@@ -123,19 +124,6 @@ def test_convolutions(double, name: str, joint: bool):
     for reduce in (False, True):
         expected = kfac_reference.kfac(p, "empirical", reduce=reduce, joint=joint)
         assert error(matrix(build(p, "empirical", reduce, joint)), expected) <= 1e-10
-
-
-class Using(nn.Module):
-    """A model given by a function of its layers, by name."""
-
-    def __init__(self, forward: Any, **layers: Any):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self._function = forward
-
-    def forward(self, x: Any) -> Tensor:
-        return self._function(self, x)
 
 
 def shared_weight() -> nn.Module:

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
+from models import Using
 from problems import Problem
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,25 +22,7 @@ from curvlinops import (
 pytestmark = pytest.mark.extensive
 
 
-class Parts(nn.Module):
-    """Named layers, and a function of these and the input.
-
-    Args:
-        run: The function.
-        **parts: Modules, and values of parameters.
-    """
-
-    def __init__(self, run: Callable[["Parts", Tensor], Tensor], **parts: Any):
-        super().__init__()
-        self._run = run
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(self, x)
-
-
-def experts(m: Parts, x: Tensor) -> Tensor:
+def experts(m: Using, x: Tensor) -> Tensor:
     """Each token goes to one expert, and is scaled by its gate."""
     h = x.flatten(0, 1)
     scale, choice = m.gate(h).softmax(1).max(1)
@@ -50,31 +33,31 @@ def experts(m: Parts, x: Tensor) -> Tensor:
     return m.head(h.unflatten(0, x.shape[:2]).mean(1))
 
 
-def gathered_experts(m: Parts, x: Tensor) -> Tensor:
+def gathered_experts(m: Using, x: Tensor) -> Tensor:
     """The same with one tensor of all experts' weights, of which each sample takes one."""
     choice = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
     return m.head(torch.tanh(torch.einsum("nd,ndo->no", x, m.weight[choice])))
 
 
-def two_towers(m: Parts, x: Tensor) -> Tensor:
+def two_towers(m: Using, x: Tensor) -> Tensor:
     """One encoder for twice as many rows."""
     one, two = torch.tanh(m.encoder(torch.cat(x.unbind(1)))).chunk(2)
     return m.head(one, two)
 
 
-def convnext(m: Parts, x: Tensor) -> Tensor:
+def convnext(m: Using, x: Tensor) -> Tensor:
     x = m.stem(x)
     h = m.scale * m.out(F.gelu(m.wide(m.norm(m.depthwise(x).permute(0, 2, 3, 1)))))
     return m.head((x + h.permute(0, 3, 1, 2)).mean((2, 3)))
 
 
-def squeeze_excite(m: Parts, x: Tensor) -> Tensor:
+def squeeze_excite(m: Using, x: Tensor) -> Tensor:
     x = F.relu6(m.depthwise(F.hardswish(m.norm(m.expand(x)))))
     gate = F.hardsigmoid(m.excite(F.relu(m.squeeze(F.adaptive_avg_pool2d(x, 1)))))
     return m.head((x * gate).mean((2, 3)))
 
 
-def vision_transformer(m: Parts, x: Tensor) -> Tensor:
+def vision_transformer(m: Using, x: Tensor) -> Tensor:
     """A class token and positions in front of the patches."""
     h = m.patch(x).flatten(2).mT
     h = torch.cat([m.token.expand(len(h), -1, -1), h], 1) + m.positions
@@ -83,20 +66,20 @@ def vision_transformer(m: Parts, x: Tensor) -> Tensor:
     return m.head((h + m.out(attended))[:, 0])
 
 
-def hypernetwork(m: Parts, x: Tensor) -> Tensor:
+def hypernetwork(m: Using, x: Tensor) -> Tensor:
     """A layer makes the weight of another one, for each sample."""
     weight = m.make(x[:, :2]).unflatten(1, (2, 3))
     return m.head(torch.tanh(torch.bmm(weight, m.base(x[:, 2:]).unsqueeze(2)).squeeze(2)))
 
 
-def dynamic_convolution(m: Parts, x: Tensor) -> Tensor:
+def dynamic_convolution(m: Using, x: Tensor) -> Tensor:
     """All samples' own filters in one call, as groups."""
     filters = m.make(x.mean((2, 3))).reshape(-1, 2, 2, 2)
     h = F.conv2d(x.flatten(0, 1).unsqueeze(0), filters, groups=len(x))
     return m.head(torch.tanh(h).reshape(len(x), 2, -1).mean(2))
 
 
-def message_passing(m: Parts, x: Tensor) -> Tensor:
+def message_passing(m: Using, x: Tensor) -> Tensor:
     """A graph on four nodes for each sample, all in one list of edges."""
     edges = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
     start, end = (edges.unsqueeze(1) + 4 * torch.arange(len(x))[:, None]).flatten(1)
@@ -106,24 +89,24 @@ def message_passing(m: Parts, x: Tensor) -> Tensor:
     return m.head(torch.tanh(m.update(torch.cat([h, received], 1))).unflatten(0, (-1, 4)).sum(1))
 
 
-def ragged(m: Parts, x: Tensor) -> Tensor:
+def ragged(m: Using, x: Tensor) -> Tensor:
     """Some tokens are dropped, the others in one list."""
     kept = x[..., 0] > 0
     sample = torch.arange(len(x))[:, None].expand(x.shape[:2])[kept]
     return m.head(x.new_zeros(len(x), 4).index_add(0, sample, torch.tanh(m.layer(x[kept]))))
 
 
-def mixer(m: Parts, x: Tensor) -> Tensor:
+def mixer(m: Using, x: Tensor) -> Tensor:
     x = x + torch.tanh(m.tokens(x.mT)).mT
     return m.head((x + torch.tanh(m.channels(x))).mean(1))
 
 
-def film(m: Parts, x: Tensor) -> Tensor:
+def film(m: Using, x: Tensor) -> Tensor:
     scale, shift = m.modulate(x.mean(2)).chunk(2, 1)
     return m.head((m.filter(x) * scale.unsqueeze(2) + shift.unsqueeze(2)).relu().amax(2))
 
 
-def equilibrium(m: Parts, x: Tensor) -> Tensor:
+def equilibrium(m: Using, x: Tensor) -> Tensor:
     """One layer, many times."""
     z = torch.zeros_like(x)
     for _ in range(4):
@@ -134,23 +117,23 @@ def equilibrium(m: Parts, x: Tensor) -> Tensor:
 L, C2 = nn.Linear, nn.Conv2d
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "experts": (
-        lambda: Parts(
+        lambda: Using(
             experts, gate=L(3, 3), experts=nn.ModuleList([L(3, 3) for _ in range(3)]), head=L(3, 2)
         ),
         (3, 3),
     ),
     "two-towers": (
-        lambda: Parts(two_towers, encoder=L(3, 4), head=nn.Bilinear(4, 4, 2)), (2, 3)
+        lambda: Using(two_towers, encoder=L(3, 4), head=nn.Bilinear(4, 4, 2)), (2, 3)
     ),
     "convnext": (
-        lambda: Parts(
+        lambda: Using(
             convnext, stem=C2(2, 4, 2, 2), depthwise=C2(4, 4, 7, padding=3, groups=4),
             norm=nn.LayerNorm(4), wide=L(4, 6), out=L(6, 4), scale=torch.rand(4), head=L(4, 3),
         ),
         (2, 6, 6),
     ),
     "squeeze-excite": (
-        lambda: Parts(
+        lambda: Using(
             squeeze_excite, expand=C2(2, 4, 1, bias=False), norm=nn.BatchNorm2d(4).eval(),
             depthwise=C2(4, 4, 3, 2, 1, groups=4, bias=False), squeeze=C2(4, 2, 1),
             excite=C2(2, 4, 1), head=L(4, 2),
@@ -158,7 +141,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (2, 5, 5),
     ),
     "vision-transformer": (
-        lambda: Parts(
+        lambda: Using(
             vision_transformer, patch=C2(2, 4, 2, 2), token=torch.randn(1, 1, 4),
             positions=torch.randn(1, 5, 4), norm=nn.LayerNorm(4), qkv=L(4, 12), out=L(4, 4),
             head=L(4, 3),
@@ -166,20 +149,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (2, 4, 4),
     ),
     "hypernetwork": (
-        lambda: Parts(hypernetwork, make=L(2, 6), base=L(3, 3), head=L(2, 2)), (5,)
+        lambda: Using(hypernetwork, make=L(2, 6), base=L(3, 3), head=L(2, 2)), (5,)
     ),
     "dynamic-convolution": (
-        lambda: Parts(dynamic_convolution, make=L(2, 16), head=L(2, 2)), (2, 3, 3)
+        lambda: Using(dynamic_convolution, make=L(2, 16), head=L(2, 2)), (2, 3, 3)
     ),
     "message-passing": (
-        lambda: Parts(message_passing, message=L(6, 4), update=L(7, 3), head=L(3, 2)), (4, 3)
+        lambda: Using(message_passing, message=L(6, 4), update=L(7, 3), head=L(3, 2)), (4, 3)
     ),
-    "ragged": (lambda: Parts(ragged, layer=L(3, 4), head=L(4, 2)), (4, 3)),
-    "mixer": (lambda: Parts(mixer, tokens=L(3, 3), channels=L(4, 4), head=L(4, 2)), (3, 4)),
+    "ragged": (lambda: Using(ragged, layer=L(3, 4), head=L(4, 2)), (4, 3)),
+    "mixer": (lambda: Using(mixer, tokens=L(3, 3), channels=L(4, 4), head=L(4, 2)), (3, 4)),
     "film": (
-        lambda: Parts(film, filter=nn.Conv1d(2, 3, 1), modulate=L(2, 6), head=L(3, 2)), (2, 4)
+        lambda: Using(film, filter=nn.Conv1d(2, 3, 1), modulate=L(2, 6), head=L(3, 2)), (2, 4)
     ),
-    "equilibrium": (lambda: Parts(equilibrium, layer=L(4, 4), head=L(4, 2)), (4,)),
+    "equilibrium": (lambda: Using(equilibrium, layer=L(4, 4), head=L(4, 2)), (4,)),
 }  # fmt: skip
 
 
@@ -227,7 +210,7 @@ def test_gathered_weights():
     """A tensor of matrices of which each sample takes one is a table of matrices."""
     torch.manual_seed(0)
     weight = torch.randn(3, 4, 3)
-    model = Parts(gathered_experts, weight=weight, head=nn.Linear(3, 2)).double()
+    model = Using(gathered_experts, weight=weight, head=nn.Linear(3, 2)).double()
     x, y = torch.randn(8, 4).double(), torch.randint(2, (8,))
     params = {"weight": model.weight}
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(x, y)])
@@ -244,8 +227,8 @@ def test_gathered_weights():
 def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
     """How many samples choose an expert does not matter, nor what its number is."""
 
-    def routed(number: Callable[[Tensor], Any]) -> Callable[[Parts, Tensor], Tensor]:
-        def run(m: Parts, x: Tensor) -> Tensor:
+    def routed(number: Callable[[Tensor], Any]) -> Callable[[Using, Tensor], Tensor]:
+        def run(m: Using, x: Tensor) -> Tensor:
             choice, h = x[:, 0].long(), x.new_zeros(len(x), 5)
             for e in choice.unique():
                 own = (choice == e).nonzero()[:, 0]
@@ -261,7 +244,7 @@ def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
     found = []
     for number, split in [(lambda e: e, sizes), (int, (6,))]:
         data = list(zip(x.split(split), y.split(split), strict=True))
-        model = Parts(routed(number), **parts)
+        model = Using(routed(number), **parts)
         arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
         operator = cls(*arguments, fisher_type="type-2")
         assert {block.structure for block in operator.report()} == {"kronecker"}
@@ -273,14 +256,14 @@ def test_experts_numbered_by_tensors(cls: type, sizes: tuple[int, ...]):
 def test_key_biases_of_attention_with_a_softmax_in_single_precision(seed: int):
     """Their gradient is zero up to the rounding of the softmax."""
 
-    def attend(m: Parts, x: Tensor) -> Tensor:
+    def attend(m: Using, x: Tensor) -> Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
         weights = (q @ k.mT).softmax(-1, dtype=torch.float32).to(x)
         return m.head((weights @ v).mean(1))
 
     torch.manual_seed(seed)
     layers = {name: nn.Linear(4, 4) for name in "qkv"}
-    model = Parts(attend, **layers, head=nn.Linear(4, 3)).double()
+    model = Using(attend, **layers, head=nn.Linear(4, 3)).double()
     data = [(torch.randn(n, 5, 4).double(), torch.randint(3, (n,))) for n in (3, 2)]
     operator = KFACLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
     assert {block.structure for block in operator.report()} == {"kronecker"}
@@ -349,8 +332,8 @@ def test_grouped_products_of_experts(cls: type):
         parts = x.tensor_split(ends[:-1].long())
         return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
-    def routed(multiply: Callable) -> Callable[[Parts, Tensor], Tensor]:
-        def run(m: Parts, x: Tensor) -> Tensor:
+    def routed(multiply: Callable) -> Callable[[Using, Tensor], Tensor]:
+        def run(m: Using, x: Tensor) -> Tensor:
             tokens = x.flatten(0, 1)
             choice = (tokens[:, :2] > 0).sum(1)
             order, ends = choice.argsort(stable=True), choice.bincount(minlength=3).cumsum(0)
@@ -365,7 +348,7 @@ def test_grouped_products_of_experts(cls: type):
     data = [(torch.randn(n, 5, 8), torch.randint(3, (n,))) for n in (4, 3)]
     found = []
     for multiply in (grouped, looped):
-        model = Parts(routed(multiply), **parts)
+        model = Using(routed(multiply), **parts)
         arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), data
         operator = cls(*arguments, fisher_type="type-2")
         assert {block.structure for block in operator.report()} == {"kronecker"}

@@ -144,23 +144,6 @@ def test_heuristic_damping_of_groups(joint: bool, least: float):
         assert error(inverse[bias, bias], expected) <= 1e-10
 
 
-def test_heuristic_damping_of_biases_with_another_setting():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    data = [(torch.randn(3, 5, 3).double(), torch.randn(3, 5, 2).double())]
-    params, options = list(model.parameters()), {"kfac_approx": {"0.bias": "reduce"}}
-    operator = KFACLinearOperator(
-        model, nn.MSELoss(), params, data, fisher_type="empirical", **options
-    )
-    inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True))
-    A, B = operator.input_covariances["0"], operator.gradient_covariances["0"]
-    pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
-    bias = operator.space.slice("0.bias")
-    own = matrix(operator)[bias, bias]
-    expected = torch.linalg.inv(own + sqrt(0.02) / pi * torch.eye(4, dtype=own.dtype))
-    assert error(inverse[bias, bias], expected) <= 1e-10
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -386,23 +369,6 @@ def test_structure(name: str):
     assert error(matrix(shifted**-0.5) @ matrix(shifted**-0.5), torch.linalg.inv(truth)) <= 1e-8
     draws = operator.sample(torch.Generator().manual_seed(0), 4000)
     assert error(draws @ draws.T / 4000, dense) <= 0.15
-
-
-def test_products_have_structure():
-    operator, identity = build(), IdentityLinearOperator(build().space)
-    dense, inverse = matrix(operator), operator.inverse(0.1)
-    other = build(fisher="empirical")
-    for product, truth in (
-        (operator + operator, 2 * dense),
-        (operator - 0.5 * operator, dense / 2),
-        (operator + other, dense + matrix(other)),
-        (operator @ operator, dense @ dense),
-        (operator @ inverse, dense @ matrix(inverse)),
-        (inverse @ operator, matrix(inverse) @ dense),
-        (identity @ operator, dense),
-    ):
-        assert error(product.trace(), truth.trace()) <= 1e-10
-        assert error(matrix(product), truth) <= 1e-10
 
 
 def test_factors_that_overflow():

@@ -427,6 +427,7 @@ else:
 """
 
 
+@pytest.mark.extensive
 def test_losses_of_the_user_in_another_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     for seed, method in enumerate(["save", "load"]):

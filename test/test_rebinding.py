@@ -5,16 +5,17 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+import reference
 import torch
+from contract import CASES, error, matrix
+from problems import Problem
 from torch import Tensor, nn
-from torch.autograd.functional import hessian, jacobian
 
 from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
-    PerSampleGradientLinearOperator,
+    TorchLinearOperator,
 )
 
 pytestmark = pytest.mark.extensive
@@ -40,100 +41,54 @@ def net(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ params["W"].T) ** 2 + params["b"]
 
 
-def _outputs(params: dict[str, Tensor]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Return all outputs as a function of the flat parameters, and where these are."""
-    W, b = params["W"].detach(), params["b"].detach()
-
-    def outputs(flat: Tensor) -> Tensor:
-        return net({"W": flat[: W.numel()].view_as(W), "b": flat[W.numel() :]}, X)
-
-    return outputs, torch.cat([W.flatten(), b.flatten()])
+def problem(params: dict[str, Tensor], model: Callable = net) -> Problem:
+    return Problem(model, LOSS, params, DATA, mc=True)
 
 
-def dense_hessian(params: dict[str, Tensor]) -> Tensor:
-    """The Hessian of the mean squared error of all samples."""
-    outputs, flat = _outputs(params)
-    return hessian(lambda w: ((outputs(w) - Y) ** 2).mean(), flat)
-
-
-def dense_jacobian(params: dict[str, Tensor]) -> Tensor:
-    """The Jacobian of all outputs."""
-    outputs, flat = _outputs(params)
-    return jacobian(outputs, flat).reshape(-1, len(flat))
-
-
-def dense_ggn(params: dict[str, Tensor]) -> Tensor:
-    """The Gauss-Newton matrix of the mean squared error."""
-    J = dense_jacobian(params)
-    return 2 / len(J) * J.T @ J
-
-
-def dense_rows(params: dict[str, Tensor]) -> Tensor:
-    """The gradients of the samples' losses."""
-    outputs, flat = _outputs(params)
-    return jacobian(lambda w: ((outputs(w) - Y) ** 2).mean(1), flat)
-
-
-REFERENCES = {
-    HessianLinearOperator: dense_hessian,
-    GGNLinearOperator: dense_ggn,
-    PerSampleGradientLinearOperator: dense_rows,
-    JacobianLinearOperator: dense_jacobian,
-}
-
-
-def build(kind: type, model: Callable, params: dict | list, **options: object):
-    """Build an operator of the small problem."""
-    loss = () if kind is JacobianLinearOperator else (LOSS,)
-    return kind(model, *loss, params, DATA, **options)
-
-
-def check(operator, params: dict[str, Tensor]) -> None:
+def check(case: str, operator: TorchLinearOperator, params: dict[str, Tensor]) -> None:
     """Compare with the reference at given parameters."""
-    found = operator @ torch.eye(operator.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(found, REFERENCES[type(operator)](params))
+    assert error(matrix(operator), CASES[case].dense(problem(dict(params)))) <= 1e-10
 
 
-def _given(kind: str, module: Net) -> dict[str, Tensor]:
-    params = {name: param.detach().clone() for name, param in module.named_parameters()}
+def _given(kind: str = "dict") -> dict[str, Tensor]:
+    params = {name: param.detach().clone() for name, param in Net().named_parameters()}
     return nn.ParameterDict(params) if kind == "ParameterDict" else params
 
 
 @pytest.mark.parametrize("container", ["dict", "ParameterDict"])
 @pytest.mark.parametrize("cache", ["none", "graph"])
 @pytest.mark.parametrize("model", ["module", "function"])
-@pytest.mark.parametrize("kind", REFERENCES)
-def test_entries_of_a_dictionary(kind: type, model: str, cache: str, container: str):
-    module = Net()
-    params = _given(container, module)
-    operator = build(kind, module if model == "module" else net, params, cache=cache)
+@pytest.mark.parametrize("case", ["hessian", "ggn", "gradients", "jacobian"])
+def test_entries_of_a_dictionary(case: str, model: str, cache: str, container: str):
+    params = _given(container)
+    p = problem(params, Net() if model == "module" else net)
+    operator = CASES[case].build(p, cache=cache)
     for step in range(6):
-        check(operator, params)
+        check(case, operator, params)
         if step % 3 == 2:
             for name in list(params):
                 new = params[name].detach() + torch.randn_like(params[name])
                 params[name] = nn.Parameter(new) if container == "ParameterDict" else new
     params["b"] = params["b"].detach() + 1.0  # one of both
-    check(operator, params)
+    check(case, operator, params)
     expected = dict(params.items())
     del params["W"]
-    check(operator, expected)
+    check(case, operator, expected)
 
 
 def test_gradient_descent():
-    params = _given("dict", Net())
-    operator = build(HessianLinearOperator, net, params)
+    params = _given()
+    operator = CASES["hessian"].build(problem(params))
     for _ in range(3):
         gradient, loss = operator.gradient_and_loss()
-        outputs, flat = _outputs(params)
-        wanted = torch.func.grad(lambda w: ((outputs(w) - Y) ** 2).mean())(flat)  # noqa: B023
-        torch.testing.assert_close(torch.cat([g.flatten() for g in gradient.values()]), wanted)
-        torch.testing.assert_close(loss, ((outputs(flat) - Y) ** 2).mean())
+        flat = torch.cat([g.flatten() for g in gradient.values()])
+        torch.testing.assert_close(flat, reference.gradient(problem(params)))
+        assert float(loss) == pytest.approx(reference.loss_value(problem(params)))
         params.update({name: params[name] - 0.1 * gradient[name] for name in params})
 
 
 def test_factors_are_those_at_their_computation():
-    params = _given("dict", Net())
+    params = _given()
     linear = nn.Linear(3, 2).double()
     params = {"weight": params["W"], "bias": params["b"]}
     K = KFACLinearOperator(linear, LOSS, params, DATA, fisher_type="empirical")
@@ -152,16 +107,16 @@ def test_factors_are_those_at_their_computation():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_follow_copies(duplicate: Callable):
-    params = _given("dict", Net())
-    operator = build(GGNLinearOperator, net, params)
+    params = _given()
+    operator = CASES["ggn"].build(problem(params))
     twin, own = duplicate((operator, params))
     alone = duplicate(operator)
     before = dict(params)
     params["W"] = params["W"] + 1.0
     own["b"] = own["b"] - 1.0
-    check(operator, params)
-    check(twin, own)
-    check(alone, before)
+    check("ggn", operator, params)
+    check("ggn", twin, own)
+    check("ggn", alone, before)
 
 
 @pytest.mark.parametrize(
@@ -175,23 +130,23 @@ def test_copies_follow_copies(duplicate: Callable):
     ids=["dtype", "shape", "device", "kind"],
 )
 def test_entries_of_another_kind(change: Callable, message: str):
-    params = _given("dict", Net())
-    operator = build(GGNLinearOperator, net, params)
+    params = _given()
+    operator = CASES["ggn"].build(problem(params))
     before, params["W"] = params["W"], change(params["W"])
     for _ in range(2):
         with pytest.raises((ValueError, TypeError), match=message):
             operator @ torch.ones(8)
     params["W"] = before
-    check(operator, params)
+    check("ggn", operator, params)
 
 
 def test_tied_entries_stay_equal():
     module = Net()
     module.second = module.W
     params = dict(module.named_parameters(remove_duplicate=False))
-    operator = build(GGNLinearOperator, module, params)
+    operator = GGNLinearOperator(module, LOSS, params, DATA)
     params["second"] = params["W"] = params["W"].detach() + 1.0
-    check(operator, params)
+    check("ggn", operator, {name: params[name] for name in ("W", "b")})
     params["second"] = params["W"] + 1.0
     with pytest.raises(ValueError, match="one tied parameter"):
         operator @ torch.ones(8)

@@ -87,7 +87,7 @@ class Overwritten(Written):
 
 def test_parameters_written_into_rows_of_samples():
     torch.manual_seed(1)
-    check(Overwritten(into_rows), [torch.randn(3, 3), torch.randn(2, 3)], covered=False)
+    check(Overwritten(into_rows), [torch.randn(3, 3), torch.randn(2, 3)])
 
 
 # --- what all samples share

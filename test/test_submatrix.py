@@ -6,14 +6,10 @@ import problems
 import pytest
 import torch
 from contract import ALL, CASES, EXACT, dense, error, matrix, vectors
-from scipy.sparse.linalg import aslinearoperator
 from torch.utils.flop_counter import FlopCounterMode
 
 from curvlinops import (
-    BlockDiagonalLinearOperator,
-    DiagonalLinearOperator,
     IdentityLinearOperator,
-    ParameterSpace,
     SubmatrixLinearOperator,
     TorchLinearOperator,
 )
@@ -37,11 +33,12 @@ def indices(dim: int, seed: int, num: int = 7) -> list[int]:
     return torch.randperm(dim, generator=generator)[:num].tolist()
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, "transformer-tied", "closure"])
-@pytest.mark.parametrize("case", [*SQUARE, *NOT_SQUARE])
+@pytest.mark.parametrize(
+    "case, problem",
+    [(case, p) for case in SQUARE for p in (PROBLEM, "transformer-tied", "closure")]
+    + [(case, PROBLEM) for case in NOT_SQUARE],
+)
 def test_by_indices(case: str, problem: str):
-    if case in NOT_SQUARE and problem != PROBLEM:
-        return
     A, expected = build(case, problem), dense(case, problem)
     rows, columns = indices(A.shape[0], 0, 5), indices(A.shape[1], 1, 4)
     S, truth = SubmatrixLinearOperator(A, rows, columns), expected[rows][:, columns]
@@ -51,11 +48,21 @@ def test_by_indices(case: str, problem: str):
 
 
 @pytest.mark.parametrize(
-    "cache, mode", [("none", "forward"), ("none", "reverse"), ("graph", "reverse")]
+    "options",
+    [
+        {"cache": "none", "autodiff": "forward"},
+        {"cache": "none", "autodiff": "reverse"},
+        {"cache": "graph", "autodiff": "reverse"},
+        {"block_sizes": [2, 2]},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("case", SQUARE)
-def test_by_names(case: str, cache: str, mode: str):
-    A, expected = build(case, cache=cache, autodiff=mode), dense(case, PROBLEM)
+def test_by_names(case: str, options: dict):
+    A, expected = build(case, **options), dense(case, PROBLEM)
+    if "block_sizes" in options:
+        half = A.space.slice(A.space.names[2]).start
+        expected = torch.block_diag(expected[:half, :half], expected[half:, half:])
     first, *_, last = A.space.names
     names = A.space.names[1]
     for rows, columns in [([last, first], [names]), ([first], [last]), ([names], [names])]:
@@ -125,36 +132,25 @@ def test_of_the_algebra(name: str):
 @pytest.mark.parametrize("case", NOT_SQUARE)
 def test_some_parameters_of_matrices_that_are_not_square(case: str):
     A, expected = build(case), dense(case, PROBLEM)
-    tall = A.codomain.is_flat
-    names = (A.domain if tall else A.codomain).names[2:0:-1]
-    J, truth = (A, expected) if tall else (A.T, expected.T)
-    S = SubmatrixLinearOperator(J, [4, 2], names)
-    truth = truth[[4, 2]][:, positions(J, names)]
-    assert error(matrix(S), truth) <= 1e-9 and error(matrix(S.T), truth.T) <= 1e-9
-    assert error(matrix(SubmatrixLinearOperator(J.T, names, [4, 2])), truth.T) <= 1e-9
+    J, expected = (A, expected) if A.codomain.is_flat else (A.T, expected.T)
+    names = J.domain.names[2:0:-1]
+    truth = expected[[4, 2]][:, positions(J, names)]
+    for S in (
+        SubmatrixLinearOperator(J, [4, 2], names),
+        SubmatrixLinearOperator(J.T, names, [4, 2]).T,
+    ):
+        assert error(matrix(S), truth) <= 1e-9 and error(matrix(S.T), truth.T) <= 1e-9
 
 
-def test_block_diagonal():
-    A = build(block_sizes=[2, 2])
-    H = matrix(A)
-    names = A.space.names
-    for rows, columns in [(names[:2], names[2:]), (names[1:3], names[2:]), (names[:1], names[1:])]:
-        S = SubmatrixLinearOperator(A, rows, columns)
-        truth = H[positions(A, rows)][:, positions(A, columns)]
-        assert (matrix(S) - truth).norm() <= 1e-10
-
-
-def test_other_kinds_of_matrices():
+def test_kinds_of_indices():
     B = matrices.nonsymmetric()
     for rows, columns in [
         (torch.tensor([3, 1]), np.array([0, 7, 5])),
-        ([np.int64(3)], list(range(2))),
+        ([np.int64(3)], range(2)),
+        (slice(1, 9, 3), slice(None)),
     ]:
-        truth = B[torch.as_tensor(rows)][:, torch.as_tensor(columns)]
-        for A in (B, B.numpy(), aslinearoperator(B.numpy())):
-            S = SubmatrixLinearOperator(A, rows, columns)
-            torch.testing.assert_close(matrix(S), truth)
-            torch.testing.assert_close(matrix(S.T), truth.T)
+        S, truth = SubmatrixLinearOperator(B, rows, columns), B.numpy()[rows][:, columns]
+        assert np.allclose(S @ np.eye(S.shape[1]), truth)
 
 
 def test_selection_can_change():
@@ -181,47 +177,30 @@ def flops(operator: TorchLinearOperator) -> int:
 def test_computes_only_what_is_asked(case: str):
     A = build(case, cache="graph", autodiff="reverse")
     (first, *_, last), full = A.space.names, flops(A)
-    blocks = {(r, c): flops(SubmatrixLinearOperator(A, [r], [c])) for r in (first, last)
-              for c in (first, last)}  # fmt: skip
-    assert all(count < full for count in blocks.values())
-    assert blocks[last, last] < blocks[first, first]
-    # by indices, too
+    count = {
+        (row, column): flops(SubmatrixLinearOperator(A, [row], [column]))
+        for row in (first, last)
+        for column in (first, last)
+    }
+    assert max(count.values()) < full and count[last, last] < count[first, first]
+    # also by indices, and of sums, multiples and adjoints
     assert flops(SubmatrixLinearOperator(A, [A.shape[0] - 1], [A.shape[1] - 1])) < full
-    # of sums, multiples and adjoints, too
     eye = IdentityLinearOperator(A.space)
     for composed in (A + 0.1 * eye, 2 * A, (A + eye).T, eye + 2 * (A + eye)):
-        S = SubmatrixLinearOperator(composed, [last], [last])
-        assert flops(S) == blocks[last, last]
+        assert flops(SubmatrixLinearOperator(composed, [last], [last])) == count[last, last]
 
 
 def test_products_compute_only_what_is_asked():
     A = build(cache="graph", autodiff="reverse")
-    last = A.space.names[-1:]
-    first, second = (SubmatrixLinearOperator(A, *names) for names in
-                     [(A.space.names, last), (last, A.space.names)])  # fmt: skip
+    names, last = A.space.names, A.space.names[-1:]
+    once = flops(SubmatrixLinearOperator(A, names, last))
+    once += flops(SubmatrixLinearOperator(A, last, names))
     for product in (A @ A, A**2, (A @ (2 * A)).T):
-        S = SubmatrixLinearOperator(product, last, last)
-        assert flops(S) == flops(first) + flops(second) < 2 * flops(A)
+        assert flops(SubmatrixLinearOperator(product, last, last)) == once < 2 * flops(A)
     J = build("jacobian", cache="graph", autodiff="reverse")
-    for M in (J, J.T, J.T @ J):
-        rows, columns = (range(len(M.space.names)) if s.is_flat else last
-                         for s in (M.codomain, M.domain))  # fmt: skip
-        assert flops(SubmatrixLinearOperator(M, rows, columns)) < flops(M)
-
-
-def test_blocks_that_are_not_asked_for_are_not_multiplied():
-    sizes = {"a": 3, "b": 4, "c": 2}
-    diagonals = {name: torch.arange(1.0, size + 1) for name, size in sizes.items()}
-    blocks = [
-        DiagonalLinearOperator(d, ParameterSpace({name: (len(d),)}))
-        for name, d in diagonals.items()
-    ]
-    K = BlockDiagonalLinearOperator(blocks)
-    for block in blocks[::2]:  # fails if it is multiplied
-        block._apply = None
-    S = SubmatrixLinearOperator(K, ["b"], ["b", "a"])
-    assert torch.equal(matrix(S), torch.eye(4, 7) * torch.arange(1.0, 8))
-    assert not matrix(SubmatrixLinearOperator(K, ["b"], ["a"])).any()
+    rows = range(4)
+    for M, selection in [(J, (rows, last)), (J.T, (last, rows)), (J.T @ J, (last, last))]:
+        assert flops(SubmatrixLinearOperator(M, *selection)) < flops(M)
 
 
 @pytest.mark.parametrize("case", ["kfac", "ekfac"])
@@ -242,7 +221,7 @@ def test_errors():
     for idxs, kind, message in [
         ([dim], ValueError, f"row_idxs must lie between 0 and {dim - 1}, got \\[{dim}\\]"),
         ([0, -1], ValueError, "row_idxs must lie between"),
-        ([3, 1, 3], ValueError, r"row_idxs has indices twice: \[3\]"),
+        ([3, 1, 3], ValueError, r"row_idxs has entries twice: \[3\]"),
         ([], ValueError, "at least one index or name"),
         (torch.tensor(3), ValueError, "at least one index or name"),
         ([1.0], ValueError, "must be integers, or names of parameters, got \\['float'\\]"),
@@ -250,7 +229,7 @@ def test_errors():
         ([0, name], ValueError, "must be integers"),
         (name, TypeError, "got a string. Pass \\["),
         (["head"], ValueError, "unknown names \\['head'\\]; there are"),
-        ([name, name], ValueError, "names twice"),
+        ([name, name], ValueError, "entries twice"),
     ]:
         with pytest.raises(kind, match=message):
             SubmatrixLinearOperator(A, idxs, [0])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Using
 from test_layers import check, loop, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
@@ -15,27 +16,22 @@ from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 
 pytestmark = pytest.mark.extensive
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list]]] = {}
+#: What builds a model, what makes inputs, and whether rules cover all parameters.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool]] = {}
 
 
-class Model(nn.Module):
-    """A function of an input, and of modules and parameters by name."""
-
-    def __init__(self, function: Callable, **parts: nn.Module | nn.Parameter):
-        super().__init__()
-        self._function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
+class Model(Using):
+    """With bounded outputs, flattened to ``[N, *]``."""
 
     def forward(self, x: Any) -> Tensor:
-        return torch.tanh(self._function(self, x)).flatten(1)
+        return torch.tanh(super().forward(x)).flatten(1)
 
 
-def model(inputs: Callable[[], list]) -> Callable:
+def model(inputs: Callable[[], list], covered: bool = True) -> Callable:
     """Register a function that builds a model."""
 
     def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        MODELS[build.__name__] = build, inputs
+        MODELS[build.__name__] = build, inputs, covered
         return build
 
     return register
@@ -185,15 +181,15 @@ def weighted_averages() -> nn.Module:
     return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_covered(name: str):
-    torch.manual_seed(0)
-    build, inputs = MODELS[name]
-    check(build(), inputs())
+# --- models of which some gradients take one pass for each sample
 
 
-def _vmapped(s: Model, x: Tensor) -> Tensor:
-    return torch.func.vmap(s.a)(x) @ s.w[:2]
+@model(vectors, covered=False)
+def transformed() -> nn.Module:
+    def function(s: Model, x: Tensor) -> Tensor:
+        return torch.func.vmap(s.a)(x) @ s.w[:2]
+
+    return Model(function, a=nn.Linear(4, 2), w=weight(4, 2))
 
 
 @torch.enable_grad()
@@ -206,13 +202,82 @@ def _inner_steps(s: Model, x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-FALLBACKS: dict[str, Callable] = {"vmap": _vmapped, "inner steps": _inner_steps}
+@model(vectors, covered=False)
+def inner_steps() -> nn.Module:
+    return Model(_inner_steps, a=nn.Linear(4, 2), w=weight(4, 2))
 
 
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_sample_by_sample(name: str):
+def _state_space(s: Model, x: Tensor) -> Tensor:
+    """Long convolutions by Fourier transforms of what parameters decay like."""
+    x, T = s.read(x).mT, x.shape[1]
+    for decay, scale in zip(s.decay, s.scale, strict=True):
+        times = torch.arange(T, dtype=x.dtype)
+        kernel = (scale[..., None] * torch.exp(-F.softplus(decay)[..., None] * times)).sum(1)
+        spectrum = torch.fft.rfft(x, 2 * T) * torch.fft.rfft(kernel, 2 * T)
+        x = x + torch.fft.irfft(spectrum, 2 * T)[..., :T].tanh()
+    return s.head(x.mean(-1))
+
+
+@model(lambda: [torch.randn(n, 6, 1) for n in (3, 5)], covered=False)
+def state_space() -> nn.Module:
+    parts = {"decay": weight(2, 4, 3), "scale": weight(2, 4, 3)}
+    return Model(_state_space, read=nn.Linear(1, 4), head=nn.Linear(4, 3), **parts)
+
+
+@model(lambda: [{"x": torch.randn(n, 6, 1), "mask": torch.ones(n, 1)} for n in (3, 5)], False)
+def state_space_of_dictionaries() -> nn.Module:
+    inner = state_space()
+    return Model(lambda s, X: s.inner(X["x"]) * X["mask"], inner=inner)
+
+
+@torch.enable_grad()
+def _forces(s: Model, x: Tensor) -> Tensor:
+    """An energy and its derivatives."""
+    x = x.detach().requires_grad_()
+    energy = s.energy(x)
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, -slope], 1)
+
+
+@model(vectors, covered=False)
+def forces() -> nn.Module:
+    return Model(_forces, energy=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+
+
+class Fourth(torch.autograd.Function):
+    """Multiplies by the fourth power of a weight; has no ``vmap``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.pow(4)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return g * weight.pow(4), 4 * weight.pow(3) * (g * x).sum(0)
+
+
+@model(vectors, covered=False)
+def custom_function() -> nn.Module:
+    return Model(lambda s, x: Fourth.apply(x, s.w), w=weight(4))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str):
     torch.manual_seed(0)
-    check(Model(FALLBACKS[name], a=nn.Linear(4, 2), w=weight(4, 2)), vectors(), covered=False)
+    build, inputs, covered = MODELS[name]
+    check(build(), inputs(), covered)
+
+
+def test_some_samples_without_rules():
+    torch.manual_seed(0)
+    net = state_space().double()
+    data = [(torch.randn(n, 6, 1).double(), torch.randn(n, 3).double()) for n in (3, 5)]
+    arguments = net, nn.MSELoss(), list(net.parameters()), data
+    rows = PerSampleGradientLinearOperator(*arguments).dense()
+    some = PerSampleGradientLinearOperator(*arguments, subsampling=[6, 1, 4])
+    torch.testing.assert_close(some.dense(), rows[[6, 1, 4]])
 
 
 def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):

@@ -49,14 +49,19 @@ class Estimate(NamedTuple):
     standard_error: Tensor
 
 
-class SamplingOptions(TypedDict, total=False):
+class RandomOptions(TypedDict, total=False):
+    """Options of all algorithms with random vectors; ``hutchinson_trace`` explains them."""
+
+    chunk_size: int | None
+    seed: int | None
+    generator: torch.Generator | None
+
+
+class SamplingOptions(RandomOptions, total=False):
     """Options of all estimators; ``hutchinson_trace`` explains them."""
 
     rtol: float | None
     return_error: bool
-    chunk_size: int | None
-    seed: int | None
-    generator: torch.Generator | None
 
 
 class Estimator(Protocol[P, Plain, WithError]):

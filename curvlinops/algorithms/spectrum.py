@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import inf, isfinite, log, sqrt
-from typing import Concatenate, NamedTuple, TypedDict, Unpack
+from typing import Concatenate, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import Estimator, P, RunningMean, Sampler
+from curvlinops.algorithms.probes import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.support.arguments import check_count
 from curvlinops.support.progress import solves
 from curvlinops.support.torch_modes import in_default_modes
@@ -51,14 +51,6 @@ def _estimator(
     return in_default_modes(function)
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of Lanczos runs; ``lanczos_approximate_spectrum`` explains them."""
-
-    chunk_size: int | None
-    seed: int | None
-    generator: torch.Generator | None
-
-
 class _LanczosRuns:
     """Keeps Lanczos runs from random directions; new ones are made when they are needed.
 
@@ -74,7 +66,7 @@ class _LanczosRuns:
         ncv: int,
         boundaries: Boundaries = None,
         boundaries_tol: float = 1e-2,
-        **options: Unpack[RunOptions],
+        **options: Unpack[RandomOptions],
     ):
         self._matrix = Matrix(A, square=True)
         self._ncv = check_count("ncv", ncv, at_least=2, at_most=self._matrix.shape[0])
@@ -260,7 +252,7 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     return_error: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RandomOptions],
 ) -> Density:
     """Estimate the density of a symmetric matrix's eigenvalues.
 
@@ -286,7 +278,7 @@ def lanczos_approximate_spectrum(
             distance.
         boundaries_tol: Largest error of estimated boundaries, relative to their distance.
         return_error: Whether to return the standard error of the density, too.
-        **options: ``chunk_size``: number of random vectors per run; ``ncv`` vectors are held in
+        **options: ``chunk_size``: number of random vectors at once; ``ncv`` vectors are held in
             memory for each. Default: as many as need 64 MiB. ``seed``: seed of the random vectors.
             ``generator``: generator that draws them. Default: one seeded by PyTorch's global one.
 
@@ -317,7 +309,7 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     return_error: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[RandomOptions],
 ) -> Density:
     """Estimate the density of ``|lambda| + epsilon``, smoothed on a logarithmic axis.
 

@@ -1,5 +1,6 @@
 """Submatrices: selected rows and columns of a matrix."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,10 +47,11 @@ class SubmatrixLinearOperator(TorchLinearOperator):
             col_idxs: The columns.
         """
         A = self.operator
-        rows = _select(A.codomain, row_idxs, "row_idxs")
-        columns = _select(A.domain, col_idxs, "col_idxs")
-        self._rows, self._columns = rows, columns
-        super().__init__(columns.space, rows.space, A.self_adjoint and rows.equals(columns))
+        rows = _read(A.codomain, row_idxs, "row_idxs")
+        columns = _read(A.domain, col_idxs, "col_idxs")
+        self._rows, self._columns = _Selection(A.codomain, rows), _Selection(A.domain, columns)
+        is_symmetric = A.self_adjoint and rows == columns
+        super().__init__(self._columns.space, self._rows.space, is_symmetric)
 
     def _description(self) -> list[str]:
         return [self.operator._formula()]
@@ -68,37 +70,31 @@ class _Selection:
 
     Args:
         parent: The space.
+        chosen: The coordinates in their order: indices of the flat vector, or names of tensors.
+
+    Attributes:
         names: The tensors that contain the coordinates.
-        positions: Indices of the coordinates in the flat vector of these tensors, ``[n]``; ``None``
-            for all coordinates of the tensors.
+        space: The space of the selected coordinates.
     """
 
-    def __init__(self, parent: ParameterSpace, names: list[str], positions: Tensor | None = None):
-        self.names, self._positions = names, positions
-        self._inner = parent.restricted(names)
-        self.space = self._inner
-        if positions is not None:
-            self.space = ParameterSpace.flat(len(positions), parent.dtype, parent.device)
-
-    @classmethod
-    def of_indices(cls, parent: ParameterSpace, indices: Tensor) -> "_Selection":
-        """Return the selection of coordinates ``[n]`` of the flat vector."""
+    def __init__(self, parent: ParameterSpace, chosen: list[int] | list[str]):
+        if isinstance(chosen[0], str):
+            self.names, self._positions = chosen, None
+            self._inner = self.space = parent.restricted(chosen)
+            return
         ends = torch.tensor([parent.slice(name).stop for name in parent.names], device="cpu")
+        indices = torch.tensor(chosen, device="cpu")
         # the owner is the first tensor with a larger end, which is never an empty tensor
         owners = torch.bucketize(indices, ends, right=True)
         touched = owners.unique().tolist()
-        names = [parent.names[owner] for owner in touched]
-        inner = parent.restricted(names)
+        self.names = [parent.names[owner] for owner in touched]
+        self._inner = parent.restricted(self.names)
         shifts = torch.zeros(len(parent.names), dtype=torch.long, device="cpu")
-        for owner, name in zip(touched, names, strict=True):
-            shifts[owner] = inner.slice(name).start - parent.slice(name).start
-        return cls(parent, names, (indices + shifts[owners]).to(parent.device))
-
-    def equals(self, other: "_Selection") -> bool:
-        """Return whether both have the same coordinates in the same order."""
-        if self.names != other.names or self._positions is None or other._positions is None:
-            return self.names == other.names and self._positions is other._positions
-        return torch.equal(self._positions, other._positions)
+        for owner, name in zip(touched, self.names, strict=True):
+            shifts[owner] = self._inner.slice(name).start - parent.slice(name).start
+        # positions in the flat vector of these tensors alone
+        self._positions = (indices + shifts[owners]).to(parent.device)
+        self.space = ParameterSpace.flat(len(chosen), parent.dtype, parent.device)
 
     def embed(self, columns: Columns) -> Columns:
         """Return vectors of the tensors that are zero at all other coordinates."""
@@ -116,7 +112,8 @@ class _Selection:
         return self.space.split(self._inner.join(columns)[:, self._positions])
 
 
-def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
+def _read(space: ParameterSpace, idxs: Any, what: str) -> list[int] | list[str]:
+    """Return a user's selection of coordinates as indices or names."""
     if isinstance(idxs, str):
         raise TypeError(f"{what} must be a list, got a string. Pass [{idxs!r}].")
     if isinstance(idxs, slice):
@@ -125,34 +122,22 @@ def _select(space: ParameterSpace, idxs: Any, what: str) -> _Selection:
     values = list(values) if isinstance(values, Iterable) else None
     if not values:
         raise ValueError(f"{what} must be a list of at least one index or name, got {idxs!r}.")
-    values = [value if (number := as_integer(value)) is None else number for value in values]
-    kinds = {type(value) for value in values}
-    if kinds == {str}:
-        _check_names(space, values, what)
-        return _Selection(space, values)
-    if kinds != {int}:
+    chosen = [value if (number := as_integer(value)) is None else number for value in values]
+    kinds = {type(value) for value in chosen}
+    if kinds not in ({str}, {int}):
         names = sorted(kind.__name__ for kind in kinds)
         raise ValueError(f"{what} must be integers, or names of parameters, got {names}.")
-    indices = torch.tensor(values, device="cpu")
-    outside = indices[(indices < 0) | (indices >= space.dim)]
-    if len(outside):
-        raise ValueError(
-            f"{what} must lie between 0 and {space.dim - 1}, got {outside[:5].tolist()}."
-        )
-    found, counts = indices.unique(return_counts=True)
-    if len(found) < len(indices):
-        raise ValueError(f"{what} has indices twice: {found[counts > 1][:5].tolist()}.")
-    return _Selection.of_indices(space, indices)
-
-
-def _check_names(space: ParameterSpace, names: list[str], what: str) -> None:
-    if space.is_flat:
+    by_name = kinds == {str}
+    if by_name and space.is_flat:
         raise ValueError(
             f"{what} are names, but the matrix has no names: its vectors are flat. Pass integers."
         )
-    unknown = [name for name in names if name not in space.shapes]
-    if unknown:
+    unknown = [v for v in chosen if (v not in space.shapes if by_name else not 0 <= v < space.dim)]
+    if unknown and by_name:
         raise ValueError(f"{what} has unknown names {unknown}; there are {space.names}.")
-    twice = sorted({name for name in names if names.count(name) > 1})
+    if unknown:
+        raise ValueError(f"{what} must lie between 0 and {space.dim - 1}, got {unknown[:5]}.")
+    twice = [value for value, count in Counter(chosen).items() if count > 1]
     if twice:
-        raise ValueError(f"{what} has names twice: {twice}.")
+        raise ValueError(f"{what} has entries twice: {twice[:5]}.")
+    return chosen

@@ -66,7 +66,7 @@ class ParameterSpace:
     @property
     def is_flat(self) -> bool:
         """Whether this is a space of plain vectors, without parameter structure."""
-        return self.names == [""]
+        return self.shapes.keys() == {""}
 
     def slice(self, name: str) -> slice:
         """Return the place of a tensor in the flat vector."""
@@ -78,12 +78,17 @@ class ParameterSpace:
     def split(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
         num_columns, shapes = flat.shape[0], self.shapes.items()
-        parts = flat.split(self._sizes, dim=1)
+        parts = [flat] if len(self._sizes) == 1 else flat.split(self._sizes, dim=1)
         pairs = zip(shapes, parts, strict=True)
-        return {name: part.reshape(num_columns, *shape) for (name, shape), part in pairs}
+        return {
+            name: part if len(shape) == 1 else part.reshape(num_columns, *shape)
+            for (name, shape), part in pairs
+        }
 
     def join(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
+        if len(self.shapes) == 1:
+            return flat(columns[self.names[0]])
         if (vectors := self._joined_view(columns)) is not None:
             return vectors
         parts = [flat(columns[name]) for name in self.shapes]
@@ -232,6 +237,8 @@ class _LazyColumns(dict):
 
 def flat(column: Tensor) -> Tensor:
     """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
+    if column.ndim == 2:
+        return column
     return column.reshape(column.shape[0], prod(column.shape[1:]))
 
 

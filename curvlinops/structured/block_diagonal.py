@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Request, decompose
-from curvlinops.structured.layout import Layout
+from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.support.norms import double_norm
 from curvlinops.support.records import recorded
 
@@ -41,42 +42,28 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         layouts: Sequence[Layout] | None = None,
     ):
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
-        _check(named)
+        _check_blocks(named)
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
         if space is not None:
             dtype = torch.promote_types(dtype, space.dtype)
         self._blocks = tuple(block._cast(dtype) for block in named.values())
-        self.layouts = None if layouts is None else tuple(layouts)
-        self._keys = tuple(named) if layouts is None else _keys_of(layouts)
-        names = [] if layouts else [name for block in self for name in block.domain.shapes]
-        self._is_named = not layouts and "" not in names and len(set(names)) == len(names)
-        domain = self._concatenated() if space is None else space
-        self._check_space(domain)
-        domain = domain.to(self._blocks[0].device, dtype)
-        super().__init__(domain, all(block.self_adjoint for block in self))
+        self._has_layouts = layouts is not None
+        if layouts is None:
+            space, layouts = _default_layouts(self._blocks, space)
+        self.layouts = tuple(layouts)
+        self._check_layouts(space)
+        self._keys = _connected_names(self.layouts) if self._has_layouts else tuple(named)
+        space = space.to(self._blocks[0].device, dtype)
+        super().__init__(space, all(block.self_adjoint for block in self))
 
-    def _concatenated(self) -> ParameterSpace:
-        """Return the space of all parameters of the blocks, or of plain vectors."""
-        spaces = [block.domain for block in self]
-        if not self._is_named:
-            return ParameterSpace({"": (sum(space.dim for space in spaces),)})
-        return ParameterSpace({n: shape for space in spaces for n, shape in space.shapes.items()})
-
-    def _check_space(self, space: ParameterSpace) -> None:
-        if self._is_named and space.shapes != self._concatenated().shapes:  # in any order
-            raise ValueError(
-                f"The blocks act on {self._concatenated().shapes}, which are not the parameters of "
-                f"the space: {space.shapes}."
-            )
+    def _check_layouts(self, space: ParameterSpace) -> None:
         sizes = [block.domain.dim for block in self]
         if sum(sizes) != space.dim:
             raise ValueError(
                 f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
                 f"the parameters {space.shapes}."
             )
-        if self.layouts is None:
-            return
-        if not all(block.domain.is_flat for block in self):
+        if self._has_layouts and not all(block.domain.is_flat for block in self):
             raise ValueError("Only blocks on plain vectors can have a layout.")
         if [layout.size for layout in self.layouts] != sizes:
             raise ValueError(
@@ -93,7 +80,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         Blocks with layouts have the names of their parameters as key, a tuple, as those of
         Kronecker-factored approximations; blocks on the same parameters are put together.
         """
-        if self.layouts is None:
+        if not self._has_layouts:
             return dict(zip(self._keys, self._blocks, strict=True))
         groups: dict[tuple[str, ...], list[tuple]] = {}
         for key, *pair in zip(self._keys, self._blocks, self.layouts, strict=True):
@@ -114,17 +101,18 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return len(self._blocks)
 
     def _record(self) -> tuple:
-        blocks = self._blocks if self.layouts else dict(zip(self._keys, self._blocks, strict=True))
-        return blocks, None if self.domain.is_flat else self.domain, self.layouts
+        return self._arguments_with(self._blocks, self.domain)
 
-    def _with(
-        self, blocks: Iterable[Any], space: ParameterSpace | None = None
-    ) -> "BlockDiagonalLinearOperator":
-        """Return the operator with other blocks on the same parameters, perhaps elsewhere."""
-        if space is None and not self.domain.is_flat:
-            space = self.domain
-        named = blocks if self.layouts else dict(zip(self._keys, blocks, strict=True))
-        return BlockDiagonalLinearOperator(named, space, self.layouts)
+    def _arguments_with(self, blocks: Iterable[Any], space: ParameterSpace) -> tuple:
+        """Return the arguments of an operator with other blocks on the same parameters."""
+        space = None if space.is_flat else space
+        if self._has_layouts:
+            return tuple(blocks), space, self.layouts
+        return dict(zip(self._keys, blocks, strict=True)), space, None
+
+    def _with(self, blocks: Iterable[Any]) -> "BlockDiagonalLinearOperator":
+        """Return the operator with other blocks on the same parameters."""
+        return BlockDiagonalLinearOperator(*self._arguments_with(blocks, self.domain))
 
     def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> list[Any]:
         """Return the results of a function of each block; errors name the block."""
@@ -143,57 +131,47 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- vectors
 
-    def _split(self, columns: Columns) -> Iterator[Columns]:
+    def _read(self, columns: Columns) -> Iterator[Columns]:
         """Yield the blocks' vectors."""
-        if self._is_named:
-            yield from ({name: columns[name] for name in block.domain.names} for block in self)
-        elif self.layouts is not None:
-            yield from ({"": layout.gather(columns)} for layout in self.layouts)
-        else:
-            sizes = [block.domain.dim for block in self]
-            vectors = self.domain.join(columns).split(sizes, dim=1)
-            yield from map(lambda block, own: block.domain.split(own), self, vectors)
+        for block, layout in zip(self, self.layouts, strict=True):
+            yield block.domain.split(layout.gather(columns))
 
     def _join(self, parts: Iterable[Columns]) -> Columns:
-        """Return vectors, given those of the blocks one after the other."""
+        """Return vectors, given those of the blocks."""
         out: Columns = {}
-        if self._is_named:
-            for part in parts:
-                out |= part
-            return {name: out[name] for name in self.domain.names}
-        if self.layouts is not None:
-            for layout, part in zip(self.layouts, parts, strict=True):
-                out = out or self.domain.split(self.domain.empty(len(part[""])))
-                layout.write(part[""], out)
-            return out
-        vectors = [block.domain.join(part) for block, part in zip(self, parts, strict=True)]
-        return self.domain.split(torch.cat(vectors, dim=1))
+        for block, layout, part in zip(self, self.layouts, parts, strict=True):
+            vectors = block.domain.join(part)
+            out = out or self.domain.split(self.domain.empty(len(vectors)))
+            layout.write(vectors, out)
+        return out
 
-    def _join_vectors(self, vectors: list[Tensor]) -> Tensor:
-        """Return the vector ``[D]`` whose parts are the blocks' vectors, ``[D_b]`` each."""
+    def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
+        """Return one vector ``[D]``, given those of the blocks, ``[D_b]`` each."""
         pairs = zip(self, vectors, strict=True)
         parts = (block.domain.split(vector.unsqueeze(0)) for block, vector in pairs)
-        return self.domain.join(self._join(parts))[0].clone()
+        return self.domain.join(self._join(parts))[0]
 
     def _apply(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._split(columns), strict=True)
+        pairs = zip(self, self._read(columns), strict=True)
         return self._join(block._apply(part) for block, part in pairs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._split(columns), strict=True)
+        pairs = zip(self, self._read(columns), strict=True)
         return self._join(block._apply_adjoint(part) for block, part in pairs)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        blocks = self.blocks.values()
-        if len(blocks) == 1 or (self.layouts is None and not self._is_named):
-            return super()._apply_restricted(columns, names)
-        out = self.domain.restricted(names).zeros(next(iter(columns.values())).shape[0])
-        for block in blocks:
-            some = {name: columns[name] for name in block.domain.names if name in columns}
-            wanted = [name for name in block.domain.names if name in out]
-            if some and wanted:
-                out |= block._apply_restricted(some, wanted)
-        return out
+        blocks = [
+            (block, layout)
+            for block, layout in zip(self, self.layouts, strict=True)
+            if layout.names & columns.keys() and not layout.names.isdisjoint(names)
+        ]
+        needed = list({*names, *(name for _, layout in blocks for name in layout.names)})
+        columns = self.domain.fill(columns, needed)
+        out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
+        for block, layout in blocks:
+            product = block._apply(block.domain.split(layout.gather(columns)))
+            layout.write(block.domain.join(product), out)
+        return {name: out[name] for name in names}
 
     # --- quantities
 
@@ -256,7 +234,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
         blocks = [block._to(device, dtype) for block in self]
-        return self._with(blocks, None if self.domain.is_flat else self.domain.to(device, dtype))
+        space = self.domain.to(device, dtype)
+        return BlockDiagonalLinearOperator(*self._arguments_with(blocks, space))
 
     def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
         return self._combined(other, lambda one, two: one._plus(two))
@@ -267,21 +246,57 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _combined(
         self, other: StructuredLinearOperator, function: Callable
     ) -> "BlockDiagonalLinearOperator | None":
-        """Combine pairs of blocks, if these have equal spaces and each result has structure."""
-        if not isinstance(other, BlockDiagonalLinearOperator) or not self._has_blocks_of(other):
+        """Combine pairs of blocks on the same entries, if each result has structure."""
+        if not isinstance(other, BlockDiagonalLinearOperator):
+            return None
+        if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None
         blocks = [function(one, two) for one, two in zip(self, other, strict=True)]
         return None if any(block is None for block in blocks) else self._with(blocks)
 
-    def _has_blocks_of(self, other: "BlockDiagonalLinearOperator") -> bool:
-        """Return whether two operators have blocks on the same entries of the same parameters."""
-        if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
-            return False
-        one, two = ([list(block.domain.shapes.items()) for block in op] for op in (self, other))
-        return one == two
+
+# --- where blocks act
 
 
-def _keys_of(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
+def _default_layouts(
+    blocks: Sequence[StructuredLinearOperator], space: ParameterSpace | None
+) -> tuple[ParameterSpace, list[Layout]]:
+    """Return the space on which blocks act, and their layouts, if none are given."""
+    spaces = [block.domain for block in blocks]
+    names = [name for own in spaces for name in own.names]
+    if "" in names or len(set(names)) < len(names):
+        if space is None:
+            space = ParameterSpace({"": (sum(own.dim for own in spaces),)})
+        return space, list(_one_after_the_other([own.dim for own in spaces], space))
+    shapes = {name: shape for own in spaces for name, shape in own.shapes.items()}
+    if space is None:
+        space = ParameterSpace(shapes)
+    elif space.shapes != shapes:  # in any order
+        raise ValueError(
+            f"The blocks act on {shapes}, which are not the parameters of the space: "
+            f"{space.shapes}."
+        )
+    return space, [
+        Layout(tuple(ParameterView.whole(name, shape) for name, shape in own.shapes.items()))
+        for own in spaces
+    ]
+
+
+def _one_after_the_other(sizes: Iterable[int], space: ParameterSpace) -> Iterator[Layout]:
+    """Yield layouts of blocks that share out the entries of all parameters, in order."""
+    start = 0
+    for size in sizes:
+        views = [] if size else [ParameterView(space.names[0], (0,), (1,))]
+        for name, shape in space.shapes.items():
+            first = space.slice(name).start
+            begin, end = max(start, first), min(start + size, first + prod(shape))
+            if begin < end:
+                views.append(ParameterView.of_axes(name, [(end - begin, 1)], begin - first))
+        yield Layout(tuple(views))
+        start += size
+
+
+def _connected_names(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
     """Return for each layout its parameters, and all with which other layouts connect these."""
     connected: dict[str, tuple[str, ...]] = {}
     for layout in layouts:
@@ -289,6 +304,25 @@ def _keys_of(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
         names = tuple(dict.fromkeys(known))
         connected |= dict.fromkeys(names, names)
     return tuple(connected[layout.views[0].name] for layout in layouts)
+
+
+# --- checks and messages
+
+
+def _check_blocks(blocks: dict) -> None:
+    if not blocks:
+        raise ValueError("A block-diagonal operator needs at least one block.")
+    for name, block in blocks.items():
+        if not isinstance(block, StructuredLinearOperator):
+            raise TypeError(
+                f"Block {label(name)} is a {type(block).__name__}, no structured operator."
+            )
+        if block.shape[0] != block.shape[1]:
+            raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
+    devices = {block.device for block in blocks.values()}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise ValueError(f"The blocks live on {names}. Move them with to_device().")
 
 
 @contextmanager
@@ -305,19 +339,3 @@ def about(key: Any) -> Iterator[None]:
 def label(key: Any) -> str:
     """Return how messages name a block: its key, or the names of its parameters."""
     return repr(", ".join(map(str, key)) if isinstance(key, tuple) else key)
-
-
-def _check(blocks: dict) -> None:
-    if not blocks:
-        raise ValueError("A block-diagonal operator needs at least one block.")
-    for name, block in blocks.items():
-        if not isinstance(block, StructuredLinearOperator):
-            raise TypeError(
-                f"Block {label(name)} is a {type(block).__name__}, no structured operator."
-            )
-        if block.shape[0] != block.shape[1]:
-            raise ValueError(f"Block {name!r} is not square, but of shape {block.shape}.")
-    devices = {block.device for block in blocks.values()}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise ValueError(f"The blocks live on {names}. Move them with to_device().")

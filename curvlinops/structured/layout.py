@@ -63,7 +63,7 @@ class ParameterView:
         return self.size == size and self.order in ((), (0,))
 
     def permuted(self, shape: Sequence[int], order: Sequence[int]) -> "ParameterView | None":
-        """Return the view of the same entries in the order in which they were before a permutation.
+        """Return the view of the same entries in the order before their axes were permuted.
 
         Args:
             shape: The shape that the entries had before.
@@ -79,6 +79,11 @@ class ParameterView:
             return None
         axes = [axis for i in range(len(order)) for axis in groups[order.index(i)]]
         return ParameterView.of_axes(self.name, axes, self.offset)
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "ParameterView":
+        """Return the view of all entries of a parameter, in order."""
+        return cls.of_axes(name, [(prod(shape), 1)])
 
     @classmethod
     def of_tensor(cls, name: str, view: Tensor) -> "ParameterView | None":
@@ -104,6 +109,8 @@ class ParameterView:
 
     def of(self, vectors: Tensor) -> Tensor:
         """Return the view ``[K, *sizes]`` of vectors of the parameter, ``[K, entries]``."""
+        if self.strides == (1,):
+            return vectors.narrow(1, self.offset, self.sizes[0])
         step = vectors.stride(1)
         strides = vectors.stride(0), *(step * stride for stride in self.strides)
         offset = vectors.storage_offset() + step * self.offset
@@ -125,8 +132,7 @@ class ParameterView:
 
     def gather(self, columns: Columns) -> Tensor:
         """Return the entries as vectors, ``[K, n]``, given those of parameters."""
-        vectors = flat(columns[self.name])
-        return vectors if self.is_all(vectors.shape[1]) else flat(self.of(vectors))
+        return flat(self.of(flat(columns[self.name])))
 
 
 @lru_cache(maxsize=4096)  # each batch has the same views
@@ -197,6 +203,11 @@ class Layout:
         return sum(view.size for view in self.views)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters."""
+        return frozenset(view.name for view in self.views)
+
+    @cached_property
     def widths(self) -> list[int]:
         """The numbers of the views' columns."""
         return [view.size // self.rows for view in self.views]
@@ -213,13 +224,12 @@ class Layout:
         return torch.cat(sides, dim=2).flatten(1)
 
     def write(self, vectors: Tensor, columns: Columns) -> None:
-        """Write vectors of the block, ``[K, n]``, into those of parameters, unlike ``gather``."""
+        """Write vectors of the block, ``[K, n]``, into those of parameters: undo ``gather``."""
         parts = (vectors,)
         if len(self.views) > 1:
             parts = vectors.reshape(len(vectors), self.rows, sum(self.widths)).split(
                 self.widths, dim=2
             )
         for view, part in zip(self.views, parts, strict=True):
-            out = flat(columns[view.name])
-            out = out if view.is_all(out.shape[1]) else view.of(out)
+            out = view.of(flat(columns[view.name]))
             out.copy_(part.reshape(out.shape))

@@ -223,7 +223,7 @@ def plan_blocks(
             blocks.append(_fallback(name, shape, unknown[name], options))
         else:
             reason = "the output does not depend on it"
-            blocks.append(BlockSpec((whole(name, shape),), "zero", reason=reason))
+            blocks.append(BlockSpec((ParameterView.whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
     if options.joint:
@@ -325,12 +325,14 @@ def _exact_block(name: str, shape: Sequence[int], options: Options) -> BlockSpec
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
         return BlockSpec(
-            (whole(name, shape),), "diagonal", reason=f"larger than max_factor_size={limit}"
+            (ParameterView.whole(name, shape),),
+            "diagonal",
+            reason=f"larger than max_factor_size={limit}",
         )
     reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
-    return BlockSpec((whole(name, shape),), "dense", groups=groups, reason=reason)
+    return BlockSpec((ParameterView.whole(name, shape),), "dense", groups=groups, reason=reason)
 
 
 def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> BlockSpec:
@@ -343,10 +345,5 @@ def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) ->
     limit = options.max_factor_size
     if options.fallback is Fallback.DENSE and prod(shape) > limit:
         reason += f", and it is larger than max_factor_size={limit}"
-        return BlockSpec((whole(name, shape),), "diagonal", reason=reason)
-    return BlockSpec((whole(name, shape),), options.fallback.value, reason=reason)
-
-
-def whole(name: str, shape: Sequence[int]) -> ParameterView:
-    """Return the view of all entries of a parameter, in order."""
-    return ParameterView.of_axes(name, [(prod(shape), 1)])
+        return BlockSpec((ParameterView.whole(name, shape),), "diagonal", reason=reason)
+    return BlockSpec((ParameterView.whole(name, shape),), options.fallback.value, reason=reason)

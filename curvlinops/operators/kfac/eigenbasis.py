@@ -56,11 +56,9 @@ class Basis:
         axes = [(self.outputs, sizes[0])]
         axes += [] if self.kind.is_bias else [(self.inputs, sizes[1])]
         factors: list[Factor] = [
-            identity(size, eigenvalues) if Q is None else Factor(Q, symmetric=False)
+            identity(size, eigenvalues, groups) if Q is None else Factor(Q, symmetric=False)
             for Q, size in axes
         ]
-        if groups > 1 and all(factor.groups == 1 for factor in factors):
-            factors.insert(0, identity(groups, eigenvalues))
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 

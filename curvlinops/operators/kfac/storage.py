@@ -20,8 +20,8 @@ from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
 
-#: The format of states. It is raised when older files cannot be read any more.
-FORMAT = 7
+#: The format of saved factors. It changes when older files cannot be read any more.
+FORMAT = "Kronecker factors 8"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -68,12 +68,7 @@ def unpack(
         ValueError: If the state is not of this kind, or of other parameters, options or loss; if it
             is damaged.
     """
-    metadata = metadata_of(state, "a Kronecker-factored operator")
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"Unknown format {metadata.get('format')!r} of the saved state; factors have {FORMAT}. "
-            "Structured operators, such as inverses, are read by curvlinops.load()."
-        )
+    metadata = metadata_of(state, FORMAT)
     check_equal("saved state", metadata["fingerprint"], own)
     entries = {
         name: x.to(space.device, copy=True) for name, x in state.items() if isinstance(x, Tensor)
