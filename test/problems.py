@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Problem:
-    """What the constructors take, and what a test must know about it.
+    """Arguments of the constructors, and facts about them that tests need.
 
     Attributes:
         mc: Whether the Monte-Carlo Fisher is defined for the loss.

@@ -1,4 +1,4 @@
-"""Which rows of a layer's output belong to which sample, whatever the order and the layout."""
+"""Rows of a layer's output are assigned to samples in any order and layout."""
 
 from collections.abc import Callable
 

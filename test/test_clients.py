@@ -201,7 +201,7 @@ def with_bars() -> GGNLinearOperator:
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_one_progress_bar_for_each_solver(name: str, capsys: pytest.CaptureFixture):
-    """Also for operators that are made of others, and solvers inside of solvers."""
+    """Operators made of others, and solvers inside of solvers, show one bar, too."""
     G = with_bars()
     solve, has_residuals = SOLVERS[name]
     capsys.readouterr()

@@ -85,7 +85,7 @@ def test_largest_eigenvalue_of_inverses(options: dict, power: int):
 
 
 def _joint_index(operator: KFACLinearOperator, module: str) -> Tensor:
-    """Where a block's entries `[O, I + 1]` are."""
+    """Return the places of a block's entries `[O, I + 1]` in the vector."""
     weight, bias = (
         torch.arange(operator.shape[0])[operator.space.slice(f"{module}.{name}")]
         for name in ("weight", "bias")
@@ -205,7 +205,7 @@ def few_samples(cls: type) -> list:
 @pytest.mark.parametrize("damping, tolerance", [(1e-3, 1e-3), (1e-5, 1e-2), (1e-6, 5e-2)])
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 def test_little_damping_in_float32(cls: type, damping: float, tolerance: float):
-    """What is left are the factors' own rounding errors."""
+    """The error is that of the factors in float32."""
     operator, wide = few_samples(cls)
     expected = matrix(wide.inverse(damping, use_exact_damping=True))
     identity = damping * IdentityLinearOperator(operator.space)

@@ -1,4 +1,4 @@
-"""Models and situations that are easily got wrong, each against the same thing done plainly."""
+"""Models and situations that are easily got wrong, compared with plain descriptions of the same."""
 
 import copy
 import functools
@@ -534,7 +534,7 @@ def test_closed_forms_of_confident_models(loss: nn.Module, y: Tensor, scale: flo
         torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-30)
 
 
-# --- what is not what it seems
+# --- losses, functions and hooks that differ from what they seem
 
 
 def tripled(z: Tensor, y: Tensor) -> Tensor:
