@@ -1,4 +1,4 @@
-"""Which rows of a layer's output belong to which sample, whatever the order and the layout."""
+"""Rows of a layer's output are assigned to samples in any order and layout."""
 
 from collections.abc import Callable
 
@@ -33,8 +33,8 @@ def flattened(f: Layer, x: Tensor) -> Tensor:
 
 
 def time_first_flattened(f: Layer, x: Tensor) -> Tensor:
-    h = f(x.transpose(0, 1).flatten(0, 1))
-    return h.unflatten(0, (x.shape[1], len(x))).transpose(0, 1)
+    h = f(x.transpose(0, 1).reshape(-1, x.shape[2]))
+    return h.reshape(x.shape[1], len(x), -1).transpose(0, 1)
 
 
 def sorted_by_value(f: Layer, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Ordered(nn.Module):
         self.order, self.layer, self.head = order, nn.Linear(3, 3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.order(self.layer, x))).mean(1)
+        return self.head(torch.tanh(self.order(self.layer, x)).mean(1))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,7 @@ class Ordered(nn.Module):
         [(3, 3), (2, 4), (3, 3)],
         [(1, 5), (4, 4), (4, 4)],
         [(16, 2), (16, 2), (5, 2)],
+        [(4, 1), (4, 3)],
     ],
     ids=str,
 )
@@ -327,3 +328,22 @@ def test_tokens_of_one_sample_are_no_samples(cut: list[int], fisher_type: str, a
         return K @ torch.eye(K.shape[1]).double()
 
     torch.testing.assert_close(dense(parts), dense(whole))
+
+
+def test_other_operations_where_tokens_of_a_sample_interact():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.token(x).tanh()
+            h = h + h.mean(1, keepdim=True)
+            return self.head(h.sin() if x[0, 0, 0] > 0 else h).flatten(0, 1)
+
+    model, x, y = Mixing().double(), torch.randn(4, 5, 3).double(), torch.randint(2, (20,))
+    x[:2, 0, 0], x[2:, 0, 0] = -1.0, 1.0
+    data = [(x[:2], y[:10]), (x[2:], y[10:])]
+    params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+    K = KFACLinearOperator(model, loss, params, data, check_deterministic=False)
+    assert error(K.input_covariances["token"], covariance(x.flatten(0, 1))) <= 1e-12

@@ -1,4 +1,4 @@
-"""What operators find out about a model serves later ones, exactly where nothing has changed."""
+"""Later operators use facts about a model that earlier ones found, unless something has changed."""
 
 import gc
 import weakref
@@ -60,7 +60,7 @@ def product(operator) -> Tensor:
     return operator @ vectors(operator)
 
 
-#: What is computed, and how often a known net is evaluated.
+#: Quantities, and how often a known net is evaluated for them.
 QUANTITIES: dict[str, tuple[type, Callable, int]] = {
     "hessian": (HessianLinearOperator, product, 2),
     "ggn": (GGNLinearOperator, product, 2),

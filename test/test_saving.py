@@ -156,7 +156,7 @@ def test_what_is_no_operator(tmp_path):
     K, path = kfac(), tmp_path / "file"
     for operator in (K, kfac(cls=EKFACLinearOperator)):
         operator.save(path)
-        with pytest.raises(ValueError, match=r"'Kronecker factors 7'.*method load\(path\)"):
+        with pytest.raises(ValueError, match=r"'Kronecker factors \d+'.*method load\(path\)"):
             load(path)
     with pytest.raises(ValueError, match="'structured operator 4'.*by curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())

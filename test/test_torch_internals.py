@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops.support import torch_internals
 
-#: What is private in PyTorch and read at import, and what a product does without it.
+#: Private handles of PyTorch that are read at import, and whether products work without them.
 HANDLES = {
     "torch._grouped_mm": "works",
     "torch._weight_norm": "works",

@@ -21,7 +21,7 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
 
 #: The format of saved factors. It changes when older files cannot be read any more.
-FORMAT = "Kronecker factors 7"
+FORMAT = "Kronecker factors 8"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -80,7 +80,11 @@ def unpack(
     return replace(sums, tensors=tensors, bases=bases, num_batches=content["num_batches"])
 
 
-def fingerprint(operator: Any, options: Options) -> dict[str, Any]:
+#: The options that sums depend on, beside the treatment of positions.
+_OPTIONS = ("fisher_type", "exact", "separate_weight_and_bias", "max_factor_size", "fallback")
+
+
+def fingerprint(operator: Any, reduced: frozenset[str]) -> dict[str, Any]:
     """Return plain values that are equal for operators whose sums have the same meaning."""
     space = operator.space
     return {
@@ -88,12 +92,8 @@ def fingerprint(operator: Any, options: Options) -> dict[str, Any]:
         "parameters": [[name, list(shape)] for name, shape in space.shapes.items()],
         "dtype": str(space.dtype),
         "loss": _identity(operator.risk.loss),
-        "fisher_type": str(options.fisher_type),
-        "exact": options.exact,
-        "reduced": sorted(options.reduced),
-        "separate_weight_and_bias": not options.joint,
-        "max_factor_size": options.max_factor_size,
-        "fallback": str(options.fallback),
+        "reduced": sorted(reduced),
+        **{name: getattr(operator, name) for name in _OPTIONS},
     }
 
 
