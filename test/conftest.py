@@ -1,4 +1,4 @@
-"""What tests of several files need."""
+"""Fixtures of several files."""
 
 from collections.abc import Iterator
 

@@ -167,7 +167,7 @@ PLAIN: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "closure": partial(plain_mlp, "120"),
 }
 #: Layers that the reference does not see; they have their exact blocks there.
-WITHOUT_LAYERS = ("pinn", "weight-norm", "weight-norm-deprecated")
+WITHOUT_LAYERS = ("pinn", "weight-norm")
 
 
 def make(name: str) -> Problem:

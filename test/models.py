@@ -356,13 +356,12 @@ def plain_mlp(params: Params, X: Tensor) -> Tensor:
     return torch.tanh(X @ params["w"] + params["b"]) @ params["v"]
 
 
-def plain_weight_norm(g: str, v: str, params: Params, X: Tensor) -> Tensor:
+def plain_weight_norm(params: Params, X: Tensor) -> Tensor:
     """`mlp` with weight_norm, dim 0 and dim 1: torch._weight_norm differentiates twice wrongly."""
 
     def weight(layer: int, axis: int) -> Tensor:
-        direction = params[f"{layer}.{v}"]
-        norm = direction.square().sum(axis, keepdim=True).sqrt()
-        return params[f"{layer}.{g}"] * direction / norm
+        size, direction = (params[f"{layer}.parametrizations.weight.original{i}"] for i in (0, 1))
+        return size * direction / direction.square().sum(axis, keepdim=True).sqrt()
 
     h = torch.tanh(F.linear(X, weight(0, 1), params["0.bias"]))
     return F.linear(h, weight(2, 0), params["2.bias"])

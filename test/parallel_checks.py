@@ -1,4 +1,4 @@
-"""What test_parallel.py checks, run by several processes at a time.
+"""Checks of test_parallel.py, which several processes run together.
 
     python parallel_checks.py RANK SIZE FOLDER
 
@@ -82,7 +82,7 @@ def assert_same_everywhere(value: Any) -> None:
 
 
 def assert_alike_everywhere(value: Any) -> None:
-    """What is computed from the same numbers depends on how they lie in memory."""
+    """Compare up to rounding, which depends on how numbers lie in memory."""
     value = torch.as_tensor(value)
     assert all(error(other, value) <= 1e-12 for other in everywhere(value))
 

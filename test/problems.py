@@ -4,7 +4,6 @@
 in size, and in length where there are tokens, because averages over batches are wrong then.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Problem:
-    """What the constructors take, and what a test must know about it.
+    """Arguments of the constructors, and facts about them that tests need.
 
     Attributes:
         mc: Whether the Monte-Carlo Fisher is defined for the loss.
@@ -335,21 +334,7 @@ def _weight_norm() -> Problem:
     nn.utils.parametrizations.weight_norm(model[2], dim=1)
     # magnitudes that are not just the norms
     nn.init.uniform_(model[0].parametrizations.weight.original0, 0.5, 2.0)
-    names = [f"parametrizations.weight.original{i}" for i in (0, 1)]
-    plain = partial(models.plain_weight_norm, *names)
-    return _classify(model, _real(4), reference_model=plain)
-
-
-@_register
-def _weight_norm_deprecated() -> Problem:
-    model = models.mlp()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model[0])
-        nn.utils.weight_norm(model[2], dim=1)
-    nn.init.uniform_(model[0].weight_g, 0.5, 2.0)
-    plain = partial(models.plain_weight_norm, "weight_g", "weight_v")
-    return _classify(model, _real(4), reference_model=plain)
+    return _classify(model, _real(4), reference_model=models.plain_weight_norm)
 
 
 def _padding(tied: bool) -> Problem:

@@ -1,4 +1,4 @@
-"""Numbers are the same, bit by bit, in PyTorch's ambient modes and with another default device."""
+"""Numbers do not depend on PyTorch's ambient modes and default device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -131,7 +131,7 @@ COMPUTED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", COMPUTED)
 @pytest.mark.parametrize("mode", [half, torch.inference_mode, meta])
-def test_what_is_computed(kind: str, mode: Callable):
+def test_methods_and_algorithms(kind: str, mode: Callable):
     expected = COMPUTED[kind]()
     with mode():
         found = COMPUTED[kind]()
@@ -174,7 +174,7 @@ def test_autocast_inside_the_model_stays():
 
 @pytest.mark.parametrize("case", ALL)
 def test_made_in_inference_mode(case: str):
-    """It serves on in the training that goes on afterwards."""
+    """An operator made in inference mode works in the training that follows."""
     p = problems.make("mlp-ce-all-mean")
     v = vectors(ALL[case].build(p)).requires_grad_()
     (expected,) = torch.autograd.grad((ALL[case].build(p) @ v).sum(), v)

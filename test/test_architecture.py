@@ -12,7 +12,7 @@ import curvlinops
 ROOT = Path(curvlinops.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 _BASE = {"support", "linear_operator"}
-#: What a folder may import. `layers` and `algorithms` do not know each other.
+#: The folders that a folder may import. `layers` and `algorithms` do not know each other.
 ALLOWED = {
     "support": {"support"},
     "linear_operator": _BASE,
@@ -76,7 +76,7 @@ def test_layers_import_all_rules():
     assert have_rules <= named
 
 
-#: What makes tensors where PyTorch's default device is, unless told otherwise.
+#: Functions that make tensors on PyTorch's default device, unless told otherwise.
 _FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
 _FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
 

@@ -30,7 +30,7 @@ def on_data(kind: type, **options: Any) -> torch.Tensor:
     return H @ torch.eye(H.shape[1])
 
 
-#: What to do with the number two.
+#: Uses of the number two as an argument.
 USES: dict[str, Callable[[Any], Any]] = {
     "num_tests": lambda two: c.dottest(A, two, seed=0),
     "k": lambda two: c.eigsh(A, k=two, seed=0).eigenvalues,

@@ -1,4 +1,4 @@
-"""Batches of one sample, whose gradients do not tell which calls see the sample."""
+"""Batches of one sample give the same blocks as larger batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -111,7 +111,7 @@ def structures(operator: KFACLinearOperator) -> list[tuple]:
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 def test_blocks_do_not_depend_on_the_batches(name: str, cls: type):
-    """Of what layers use a function, the block is the exact one."""
+    """Parameters have their exact block if layers use a function of them."""
     p, corrected = make(name, 1), cls is EKFACLinearOperator
     expected = kfac_reference.kfac(p, "empirical", corrected=corrected)
     for options in ({}, {"kfac_approx": "reduce"}):
@@ -123,7 +123,7 @@ def test_blocks_do_not_depend_on_the_batches(name: str, cls: type):
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 def test_loops_over_samples(name: str, cls: type):
-    """A layer of a loop sees the sample, though it has no more rows for two."""
+    """A layer of a loop sees one sample in each call."""
     alone, together = build(cls, make(name, 1)), build(cls, make(name, 5))
     assert error(matrix(alone), matrix(together)) <= 1e-9
     assert structures(alone) == structures(together)

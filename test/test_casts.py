@@ -1,4 +1,4 @@
-"""Parameters that models cast: what uses the cast uses the parameter."""
+"""Parameters that models cast to another precision before they use them."""
 
 import logging
 from collections.abc import Callable

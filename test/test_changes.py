@@ -184,7 +184,7 @@ def test_global_hooks():
 
 
 class Switch(nn.Module):
-    """A loss, or a model's part, that does something else when told to."""
+    """A loss that can add a penalty on the parameters."""
 
     reduction = "mean"
 
@@ -201,7 +201,7 @@ class Switch(nn.Module):
 
 @pytest.mark.parametrize("cache", ["none", "graph"])
 def test_kind_of_loss(cache: str):
-    """What is concluded of a loss once does not outlive a change."""
+    """Conclusions about a loss are drawn again after it has changed."""
     data, model = _data(), nn.Linear(3, 2).double()
     loss = Switch(model)
     arguments = (model, loss, list(model.parameters()), data)
@@ -348,7 +348,7 @@ def test_cached_parametrizations():
 )
 @pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d(5)], ids=["dropout", "norm"])
 def test_train_mode_after_construction(cls: type, middle: nn.Module):
-    """What would have been refused at construction is refused later, each time."""
+    """A model that construction would refuse is refused by each later product, too."""
     torch.manual_seed(0)
     middle.eval()
     model = nn.Sequential(nn.Linear(4, 5), middle, nn.Linear(5, 3)).double().eval()

@@ -201,7 +201,7 @@ def with_bars() -> GGNLinearOperator:
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_one_progress_bar_for_each_solver(name: str, capsys: pytest.CaptureFixture):
-    """Also for operators that are made of others, and solvers inside of solvers."""
+    """Operators made of others, and solvers inside of solvers, show one bar, too."""
     G = with_bars()
     solve, has_residuals = SOLVERS[name]
     capsys.readouterr()
@@ -261,21 +261,16 @@ def test_integers_of_numpy(kind: type):
         (lambda: np.matmul(H, x), TypeError, "ufunc"),
         (lambda: csr_array(a) @ H, TypeError, "aslinearoperator"),
         (lambda: H @ csr_array(a), TypeError, "aslinearoperator"),
-        (lambda: H @ (x + 1j), TypeError, "complex"),
         (lambda: H @ [None, *PARAMS[1:]], TypeError, "'0.weight' is a NoneType, .*pass zeros"),
         (lambda: H @ [*ONES[:3], None], TypeError, "'2.bias' is a NoneType, .*pass zeros"),
-        (lambda: H @ [p.numpy() for p in ONES], TypeError, "'0.weight' is a ndarray, expected"),
         (lambda: H @ [*ONES[:3], 1.0], TypeError, "'2.bias' is a float, expected a tensor"),
-        (lambda: H @ PARAMS[:3], ValueError, "a list of 3 tensors as vector, expected 4"),
         (lambda: H.matvec(MODEL.parameters()), TypeError, "a generator. Pass a numpy array"),
         (lambda: H @ MODEL.parameters(), TypeError, "a generator. Pass a numpy array"),
         (lambda: H + np.eye(D), TypeError, "aslinearoperator for a matrix"),
         (lambda: np.eye(D) + H, TypeError, "aslinearoperator for a matrix"),
         (lambda: H - torch.eye(D), TypeError, "aslinearoperator for a matrix"),
-        (lambda: H + 0.1, TypeError, r"A.damped\(c\)"),
         (lambda: SubmatrixLinearOperator(H, 3, [1]), ValueError, "row_idxs must be a list"),
         (lambda: SubmatrixLinearOperator(H, slice(5, 5), [1]), ValueError, "at least one index"),
-        (lambda: H @ x.astype(object), TypeError, "numbers"),
         (lambda: J.T @ [torch.ones(ROWS)], ValueError, r"shape \[14\], expected \[7, 2\]"),
         (lambda: CGInverseLinearOperator(M, eps=0), TypeError, "no option 'eps': .*pass damping"),
         (

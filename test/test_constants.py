@@ -1,4 +1,4 @@
-"""What a model computes without gradients is constant in every product, in both modes."""
+"""Tensors that a model computes without gradients are constants in all products."""
 
 from collections.abc import Callable
 
@@ -89,7 +89,7 @@ def problem(name: str, dtype: torch.dtype = torch.float64) -> Problem:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", MODELS)
 def test_first_products(name: str, dtype: torch.dtype, tolerance: float):
-    """Also where a dot-test in float32 would notice large errors only."""
+    """In float32, a dot-test would notice large errors only."""
     p = problem(name, dtype)
     # along the first weight, on whose size constants depend most
     first, *others = (param.detach() for param in p.params)

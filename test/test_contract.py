@@ -68,7 +68,7 @@ def test_equals_dense_reference(case: str, problem: str):
 @pytest.mark.extensive
 @pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
 def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
-    """Where graphs are large, or none are kept, the tangents come from a pass of their own."""
+    """Large graphs, and graphs that are not kept, take a separate pass for the tangents."""
     monkeypatch.setitem(backward._BUDGETS, "cpu", 1)
     p = problems.make(problem)
     operator = CASES[case].build(p, cache="none", check_deterministic=False)
@@ -122,7 +122,7 @@ def test_damped(case: str):
 
 
 def test_representation():
-    """It says what an operator is, and what it was given that is not the default."""
+    """Representations name the operator and the options that are not defaults."""
     p = problems.make("mlp-mse-mean")
     H, K = ALL["hessian"].build(p), ALL["kfac"].build(p, fisher_type="type-2")
     sampled = ALL["ggn-mc"].build(p, block_sizes=[1, 3], cache="none")
@@ -323,7 +323,7 @@ def test_pickle(case: str, problem: str):
     assert torch.equal(copy @ v, before)
 
 
-#: What products compute first, where that is kept in place of the product's parts.
+#: Names in the progress bar of the first product, of operators that keep a result.
 FIRST = {"ggn-diagonal": ["diagonal"], "kfac": ["factors"], "ekfac": ["factors", "eigenvalues"]}
 #: Methods that pass over the data for something else, and what that is.
 METHODS = {

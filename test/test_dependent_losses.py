@@ -77,7 +77,7 @@ def difference(model: nn.Module, loss, data: Data, v: Tensor) -> Tensor:
 
 
 def test_points_with_a_history():
-    """They are constants, with respect to which the loss still differentiates."""
+    """Such points are constants of the model, and the loss still differentiates by them."""
     model, points = net(), [x for x, _ in collocation()]
     moved = [2 * x for x in points]
     leaves = [(2 * x.detach()).requires_grad_() for x in points]
@@ -281,7 +281,7 @@ def test_nested_points():
 
 
 def test_samples_without_a_share():
-    """Of what does not add up over samples, nobody knows which part belongs to a sample."""
+    """A loss that is no sum over samples has no gradients of single samples."""
     model = net()
     params = list(model.parameters())
 
@@ -316,7 +316,7 @@ def test_batches_that_cannot_be_cut():
 
 @pytest.mark.parametrize("options", [{}, None])
 def test_captured_parameters_are_refused(options: dict | None):
-    """They cannot be replaced, and their share of the derivative would be lost."""
+    """A captured parameter cannot be replaced, so its share of the derivative would be lost."""
     model = net()
     params = list(model.parameters())
 

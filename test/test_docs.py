@@ -1,4 +1,4 @@
-"""What the documentation shows, runs."""
+"""The code in the documentation runs."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""EKFAC against its dense reference, and what defines it."""
+"""EKFAC against its dense reference and its definition."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 
-#: Those whose factors have distinct eigenvalues, but for the zero ones.
+#: Problems whose factors have distinct eigenvalues, apart from zeros.
 DISTINCT = [
     "mlp-ce-all-mean", "mlp-mse-sum", "mlp-bce-all-mean", "classes-ce-all-mean", "scalar-bce-mean",
     "cnn", "conv1d", "group-norm", "transformer", "self-attention", "cross-attention", "lstm",
@@ -64,7 +64,7 @@ def test_reduced_factors_give_another_basis(name: str):
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
 @pytest.mark.parametrize("name", ["transformer-tied", "padding-idx-tied", "segmentation", "rnn"])
 def test_trace_is_exact_and_no_diagonal_is_closer(name: str, fisher: str):
-    """Also of sums of Kronecker products."""
+    """Blocks may be sums of Kronecker products."""
     p = problems.make(name)
     truth = (
         reference.ggn(p) if fisher == "type-2" else reference.empirical_fisher(p, terms="sample")

@@ -310,7 +310,7 @@ class Remembering(nn.Linear):
 
 
 class Encoding(collections.UserDict):
-    """What Hugging Face's tokenizers return."""
+    """A batch as Hugging Face's tokenizers return it."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.data:
@@ -393,7 +393,7 @@ def test_parameters_are_not_taken_for_constants(
 
 
 def test_outputs_of_inputs_alone():
-    """They may have a graph that does not lead to any parameter."""
+    """Outputs may have a graph that does not lead to any parameter."""
     model = Returns(lambda z: z)
     model.forward = lambda x: 2 * x
     arguments = {"data": [(X.clone().requires_grad_(), None)], "kind": JacobianLinearOperator}
@@ -424,7 +424,7 @@ def test_random_models_are_no_fault_of_rules(kind: type):
 
 
 class Opaque(torch.autograd.Function):
-    """A sine whose backward is not differentiable, and does not say so."""
+    """A sine whose backward pass is silently not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -494,7 +494,7 @@ def test_once_differentiable_functions():
 
 @pytest.mark.parametrize("kind", [GGNLinearOperator, HessianLinearOperator])
 def test_samples_without_derivatives_choose_no_mode(kind: type):
-    """Where all derivatives vanish, a wrong mode looks like a right one."""
+    """If all derivatives vanish, a wrong mode passes the dot-test."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 4, bias=False), Apply(Once), nn.Linear(4, 3, bias=False)]
     model = nn.Sequential(*layers).double()

@@ -127,7 +127,7 @@ class World:
 
     @property
     def params(self) -> list[Tensor]:
-        """Not all of the parameters."""
+        """All parameters except for the frozen one."""
         return [p for n, p in self.model.named_parameters() if n != "frozen"]
 
     def build(self, case: str, **options) -> curvlinops.TorchLinearOperator:

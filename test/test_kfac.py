@@ -27,11 +27,11 @@ LAYERS = [
     "bare-parameter", "used-twice", "checkpoint", "functional", "closure", "other-values",
     "subset", "padding-idx", "padding-idx-tied", "embedding-bag-sum", "embedding-bag-mean",
     "dict-batch-padding-idx", "frozen-stem", "data-parallel", "weight-norm",
-    "weight-norm-deprecated", "pinn", "float32-transformer", "bfloat16-cnn",
+    "pinn", "float32-transformer", "bfloat16-cnn",
     "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
-NEED_FALLBACK = ("weight-norm", "weight-norm-deprecated", "pinn", "cross-attention")
+NEED_FALLBACK = ("weight-norm", "pinn", "cross-attention")
 
 
 @pytest.fixture(autouse=True)
@@ -375,7 +375,7 @@ def test_independent_of_batches(name: str, reduce: bool):
 
 
 def test_samples_without_effect_are_inputs(double):
-    """Behind a ReLU that is off, gradients are zero; inputs are still averaged over."""
+    """Samples whose gradients are zero behind a ReLU still count in the factor of inputs."""
     model = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 2))
     p = problem(model, [torch.randn(8, 2)], nn.MSELoss())
     assert 0 < int((model[:2](p.data[0][0]) == 0).sum()) < 8
@@ -563,7 +563,7 @@ def test_settings_by_module():
     ids=str,
 )
 def test_settings_by_parameter(double, approx: dict[str, str], reduced: list[str]):
-    """A bias has its own, also beside its weight; in one block with it, they must be the same."""
+    """A bias may have another setting than its weight, unless both are in one block."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     p = problem(model, [torch.randn(3, 5, 3)], nn.MSELoss())
     both = {r: kfac_reference.kfac(p, "empirical", reduce=r) for r in (True, False)}

@@ -80,8 +80,8 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_who_follows_new_factors(name: str):
-    """What has structure is a snapshot; what only multiplies by the operator is none."""
+def test_derived_operators_follow_new_factors_or_not(name: str):
+    """Operators with structure are snapshots; operators that multiply by another one follow it."""
     p = problems.make("mlp-ce-mean")
     operator = build(KFACLinearOperator, p)
     derive, follows = DERIVED[name]
@@ -211,7 +211,7 @@ WRONG = {
 @both
 @pytest.mark.parametrize("how", WRONG)
 def test_wrong_entries(cls: type, how: str):
-    """What cannot be the factors is refused, and nothing changes."""
+    """Entries that cannot be factors are refused, and the operator stays as it is."""
     operator = build(cls, problems.make("cnn"))
     state, before, change = operator.state_dict(), matrix(operator), WRONG[how]
     for entry in state.keys() - {"metadata"}:
@@ -379,7 +379,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_the_user_are_compared(name: str):
-    """Also those of one name."""
+    """Losses of the same name may differ."""
     p = problems.make("mlp-mse-sum")
     one, same, others = LOSSES[name]
 
@@ -427,6 +427,7 @@ else:
 """
 
 
+@pytest.mark.extensive
 def test_losses_of_the_user_in_another_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     for seed, method in enumerate(["save", "load"]):

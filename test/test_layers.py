@@ -158,7 +158,7 @@ class Frames(nn.Module):
 
 @pytest.mark.parametrize("filters", [2, 60], ids=["groups", "patches"])
 def test_images_of_a_sample(filters: int):
-    """Whichever way is faster."""
+    """Few filters and many filters are computed in different ways."""
     torch.manual_seed(0)
     layer = nn.Conv2d(4, filters, 3, stride=2, padding=(1, 0), dilation=(1, 2), groups=2)
     check(Wrapped(Frames(layer)), [torch.randn(n, 3, 4, 9, 9) for n in (2, 3)])
@@ -480,7 +480,7 @@ NOT_SQUARE: dict[str, tuple] = {
         (4, 3),
     ),
 }
-#: What makes the inputs, a call, and the shapes of its parameters.
+#: A function that makes inputs, a call, and the shapes of its parameters.
 CALLS = {
     name: (sequences, call, *[(4,)] * (len(inspect.signature(call).parameters) - 1))
     for name, call in ELEMENTWISE.items()
@@ -802,7 +802,7 @@ def _sets(sizes: list[int]) -> dict[str, Tensor]:
 
 
 def test_sets_of_other_sizes_in_batches_of_the_same_shapes():
-    """Which row belongs to which sample can differ where no shape and no call does."""
+    """Batches of equal shapes may assign rows to samples in different ways."""
     torch.manual_seed(0)
     model, sizes = Wrapped(nn.Linear(3, 2), _pooled), ([4, 4], [3, 5], [2, 2, 2, 2], [1, 3, 1, 3])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Single products with fresh graphs: what they keep alive, and in how many passes."""
+"""Memory of products and of gradients of samples, and errors for want of memory."""
 
 import gc
 import weakref

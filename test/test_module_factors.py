@@ -76,7 +76,7 @@ READ = ["input_covariances", "gradient_covariances", "mapping"]
 
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("name", READ + [f"_{name}" for name in READ])
-def test_what_was_read_is_a_copy(name: str, cls: type):
+def test_factors_are_read_as_copies(name: str, cls: type):
     """Programs scale in place what they have read."""
     K = _operator(*PLAIN["linear"], cls=cls)
     first, expected = getattr(K, name), copy.deepcopy(dict(getattr(K, name)))

@@ -44,7 +44,7 @@ class Short(TorchLinearOperator):
     ],
 )
 def test_products_of_other_shapes(build: Callable):
-    """What a user's own operator returns is a vector of its space, also inside of sums."""
+    """A user's own operator must return vectors of its space, also inside of sums."""
     operator = build(Short())
     for x in (np.ones(10), torch.ones(10, 3), [torch.ones(2, 3), torch.ones(4)]):
         with pytest.raises(ValueError, match=r"shapes {'b': \(1,\)} .* has {'b': \(4,\)}"):
@@ -359,7 +359,7 @@ def test_copies():
         (lambda: A + reshaped(), ValueError, "different parameters"),
     ],
 )
-def test_what_does_not_fit(expression, error, match):
+def test_operands_that_do_not_fit(expression, error, match):
     if error is None:
         torch.testing.assert_close(expression() @ eye, 2 * a)
         return

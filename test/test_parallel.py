@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.extensive
 
-#: What all processes together may take, in seconds; those that hang end then.
+#: Seconds after which processes that hang are ended.
 LIMIT = 150
 ROOT = Path(__file__).parents[1]
 

@@ -192,9 +192,3 @@ def test_errors(function, name):
 def test_integers_are_refused():
     with pytest.raises(ValueError, match="floating-point"):
         extract_patches(torch.zeros(1, 1, 4, dtype=torch.int64), 2, 1, 0, 1, 1)
-
-
-def test_windows_that_do_not_fit_are_refused():
-    window = Window((3,), (1,), [(0, 0)], (1,), (3,), 1)
-    with pytest.raises(ValueError, match="No 3 patches along spatial axis 0"):
-        input_covariance(torch.zeros(1, 2, 4), window)

@@ -1,4 +1,4 @@
-"""Gradients of single samples: the matrix, and what is computed without it."""
+"""Gradients of single samples: the matrix, and quantities that are computed without it."""
 
 from functools import partial
 from math import prod
@@ -46,7 +46,7 @@ def test_dense(problem: str):
 
 @pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "functional", "closure"])
 def test_gradients(problem: str):
-    """They are lists or dictionaries as the parameters are, with an axis of samples in front."""
+    """Gradients are in a list or a dictionary, like parameters, with a first axis of samples."""
     operator, params = build(problem), problems.make(problem).params
     found = operator.gradients()
     assert type(found) is type(params)
@@ -300,7 +300,7 @@ def test_trace_and_diagonal(problem: str):
     "problem", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "transformer-tied"]
 )
 def test_sampled_diagonal_converges(problem: str):
-    """Also where terms of one sample interact."""
+    """Terms of one sample may interact."""
     p = problems.make(problem)
     exact, estimates = dense("ggn-diagonal", problem).diagonal(), []
     for seed in range(100):

@@ -125,7 +125,7 @@ def test_types_stay(kind: str):
         (None, None),
     ],
 )
-def test_what_belongs_to_a_sample(part: Any, expected: Any):
+def test_parts_of_a_sample(part: Any, expected: Any):
     found = select_samples(part, slice(1, 2), N)
     if leaves(expected):
         torch.testing.assert_close(found, expected, check_dtype=False)
@@ -133,7 +133,7 @@ def test_what_belongs_to_a_sample(part: Any, expected: Any):
         np.testing.assert_equal(found, expected)
 
 
-def test_what_is_one_tensor_stays_one():
+def test_shared_tensors_stay_shared():
     x = torch.ones(N, 2, requires_grad=True)
     X, y = select_samples((BatchEncoding({"x": x}), Record(x)), slice(0, 1), N)
     assert X["x"] is y.values and y.values.requires_grad and y.values.is_leaf

@@ -51,6 +51,7 @@ def close_per_parameter(p: Problem, found: Tensor, truth: Tensor, tolerance: flo
         assert (a - b).norm() <= tolerance * (b.norm() + 1e-3 * truth.norm()) + 1e-9, key
 
 
+@pytest.mark.extensive
 @each_exact
 def test_gradient_is_slope_of_loss(name):
     p = make(name)
@@ -70,6 +71,7 @@ def test_hessian_is_slope_of_gradient(name):
         close_per_parameter(p, H @ v, slope(reference.gradient, p, v), 1e-5)
 
 
+@pytest.mark.extensive
 @each_exact
 def test_jacobian_is_slope_of_outputs(name):
     p = make(name)
@@ -78,6 +80,7 @@ def test_jacobian_is_slope_of_outputs(name):
         torch.testing.assert_close(J @ v, slope(outputs, p, v), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.extensive
 @each_exact
 def test_ggn_is_curvature_of_linearized_model(name):
     """Second difference of the loss along the linearized outputs, with the loss by PyTorch."""

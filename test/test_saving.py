@@ -9,7 +9,7 @@ import torch
 from contract import error, matrix
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_structured import ALL, CHANGES, QUANTITIES, A, B, Blocks, Diag, Kron, positive
+from test_structured import ALL, CHANGES, A, B, Blocks, Diag, Kron, positive
 
 from curvlinops import (
     CGInverseLinearOperator,
@@ -49,10 +49,8 @@ def test_files(name: str, change: str, tmp_path):
     loaded = load(tmp_path / "operator")
     assert type(loaded) is type(operator)
     assert_equal(loaded, operator)
-    for quantity, _ in QUANTITIES.values():
-        # to rounding: products with the same numbers depend on how they lie in memory
-        torch.testing.assert_close(quantity(loaded), quantity(operator))
-    # also with all that was computed meanwhile
+    torch.testing.assert_close(loaded.to_dense(), operator.to_dense())
+    operator.logdet(), operator.eigh()  # factors keep their decompositions
     assert_equal(load(operator.state_dict()), operator)
 
 
@@ -158,10 +156,9 @@ def test_what_is_no_operator(tmp_path):
     K, path = kfac(), tmp_path / "file"
     for operator in (K, kfac(cls=EKFACLinearOperator)):
         operator.save(path)
-        match = rf"state of a {type(operator).__name__} with fisher_type='.*load\(path\)"
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=r"'Kronecker factors \d+'.*method load\(path\)"):
             load(path)
-    with pytest.raises(ValueError, match="'structured operator 4'.*curvlinops.load"):
+    with pytest.raises(ValueError, match="'structured operator 4'.*by curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})

@@ -66,7 +66,7 @@ ROWS = C.PerSampleGradientLinearOperator, {}
 KFAC = C.KFACLinearOperator, {"fisher_type": "type-2"}
 REDUCE = C.KFACLinearOperator, {"fisher_type": "empirical", "kfac_approx": "reduce"}
 EKFAC = C.EKFACLinearOperator, {"fisher_type": "type-2"}
-#: What is computed with an operator.
+#: Quantities that operators compute.
 QUANTITIES: dict[str, tuple[tuple[type, dict], Callable]] = {
     "gram": (ROWS, lambda A: A.gram()),
     "norms": (ROWS, lambda A: A.norms()),

@@ -1,4 +1,4 @@
-"""Uses with one row for all samples: written into tensors, scaled by constants; never one's own."""
+"""Parameters that all samples share: written into tensors, or scaled by constants."""
 
 import logging
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def test_parameters_written_into_rows_of_samples():
     check(Overwritten(into_rows), [torch.randn(3, 3), torch.randn(2, 3)])
 
 
-# --- what all samples share
+# --- scalars that all samples share
 
 
 class Scaled(nn.Module):
@@ -126,7 +126,7 @@ def test_mixtures_of_samples_are_not_taken_for_one(
         assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), seed
 
 
-def test_all_quantities_of_what_samples_share():
+def test_all_quantities_of_shared_parameters():
     loss = nn.CrossEntropyLoss()
     for seed in (3, 17):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Other threads."""
+"""Products in several threads, and global random number generators."""
 
 import random
 import threading
@@ -92,7 +92,7 @@ def seed() -> None:
         PerSampleGradientLinearOperator,
     ],
 )
-def test_what_a_model_draws_is_given_back(kind: type):
+def test_generators_are_restored_after_models_that_draw(kind: type):
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).eval()
     arguments = model, LOSS, list(model.parameters()), [batch()]
     operator = kind(*arguments, check_deterministic=False, cache="none")
@@ -106,7 +106,7 @@ def test_what_a_model_draws_is_given_back(kind: type):
     assert drawn() == first
 
 
-def test_what_loaders_draw_is_given_back():
+def test_generators_are_restored_after_loaders_that_draw():
     model, (X, y) = nn.Linear(3, 2), batch()
     data = DataLoader(TensorDataset(X, y), batch_size=2)
     operator = GGNLinearOperator(model, LOSS, list(model.parameters()), data)

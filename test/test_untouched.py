@@ -270,7 +270,7 @@ class Balanced(nn.Module):
         return value / average
 
 
-#: Those that need no square root of the loss's Hessian.
+#: Operators that need no square root of the loss's Hessian.
 ADDITIVE = [name for name, case in CASES.items() if case.takes_loss and not case.needs_root]
 
 
@@ -302,8 +302,8 @@ def test_loss(case: str, change: str, wrapped: bool):
     assert state(loss) == before
 
 
-def test_loss_of_what_the_model_keeps():
-    """What the model computed in the same pass has its derivative; what it did before is gone."""
+def test_loss_of_tensors_that_the_model_keeps():
+    """Tensors that the model keeps have derivatives in the loss of the same pass only."""
     net = Keeping()
     params = list(net.parameters())
     data = [(torch.ones(2, 3), None)]

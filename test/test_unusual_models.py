@@ -16,7 +16,7 @@ from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 
 pytestmark = pytest.mark.extensive
 
-#: What builds a model, what makes inputs, and whether rules cover all parameters.
+#: Functions that build a model and inputs, and whether rules cover all parameters.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool]] = {}
 
 

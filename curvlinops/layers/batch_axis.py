@@ -27,19 +27,21 @@ ROW_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts")
 ROW_ARGUMENTS += ("split_size", "split_sizes")
 
 
-class Key(NamedTuple):
+#: A function, and the number of its earlier calls with a parameter.
+Call = tuple[Callable, int]
+
+
+class UseKey(NamedTuple):
     """Identifies a use from one batch to the next.
 
     Attributes:
-        index: The number of earlier calls of the function with a parameter.
-        place: The argument.
-        call: The function.
-        names: The parameters.
+        call: The call.
+        place: The position or the name of the argument.
+        names: The parameters of which the argument is a function.
     """
 
-    index: int
+    call: Call
     place: int | str
-    call: Callable
     names: tuple[str, ...]
 
 
@@ -48,17 +50,22 @@ class BatchAxis(NamedTuple):
 
     Attributes:
         axis: The place among the axes that number rows; ``None`` for all of them, merged to one.
-        inner: Whether the sample is the faster index of a merged axis.
+        inner: Of an axis that is merged with positions: whether the sample is its faster index.
+            ``None`` for an axis of samples alone.
     """
 
     axis: int | None
-    inner: bool = False
+    inner: bool | None = None
 
     def fits(self, row_shape: tuple[int, ...], num_samples: int) -> bool:
         """Return whether the axis exists and can be divided among the samples."""
         if self.axis is not None and self.axis >= len(row_shape):
             return False
-        return (prod(row_shape) if self.axis is None else row_shape[self.axis]) % num_samples == 0
+        if self.axis is None:
+            return prod(row_shape) % num_samples == 0
+        length = row_shape[self.axis]
+        # one of samples alone may be merged with positions on another batch
+        return length == num_samples if self.inner is None else length % num_samples == 0
 
     def to_front(self, x: Tensor, start: int, num_row_axes: int, num_samples: int) -> Tensor:
         """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
@@ -76,7 +83,8 @@ class BatchAxis(NamedTuple):
         axis = start + (self.axis or 0)
         rows = x.shape[axis] // num_samples
         sizes = (rows, num_samples) if self.inner else (num_samples, rows)
-        return x.unflatten(axis, sizes).movedim(axis + self.inner, start).flatten(start + 1, end)
+        sample_axis = axis + 1 if self.inner else axis
+        return x.unflatten(axis, sizes).movedim(sample_axis, start).flatten(start + 1, end)
 
 
 #: All rows belong to one sample, or to neighboring ones in turn.
@@ -96,7 +104,6 @@ def candidates(row_shape: tuple[int, ...], num_samples: int) -> tuple[BatchAxis,
     return tuple(each for each in (*alone, *merged, *rows) if each.fits(row_shape, num_samples))
 
 
-@lru_cache(maxsize=1024)
 def _samples(axis: BatchAxis, row_shape: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
     """Return the sample of each row."""
     rows = torch.arange(prod(row_shape), device="cpu").reshape(row_shape)
@@ -136,8 +143,8 @@ class Rows(NamedTuple):
 
 
 def decide(
-    rows: Mapping[Key, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[Key, BatchAxis]
-) -> tuple[dict[Key, BatchAxis], set[Key]]:
+    rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[UseKey, BatchAxis]
+) -> tuple[dict[UseKey, BatchAxis], set[UseKey]]:
     """Find the axis of samples of each use, where there is one.
 
     Args:
@@ -151,20 +158,18 @@ def decide(
         gradient.
     """
     largest = max((float(each.plain.double().norm()) for each in rows.values()), default=0.0)
-    possible: dict[Key, list[BatchAxis]] = {}
+    chosen, ambiguous = {}, set()
     for key, each in rows.items():
         axes = candidates(each.row_shape, len(r))
         found = [axis for axis in axes if _explains(axis, each, r, dtype)]
         if not found:  # the gradients may be rounding errors of larger ones
             noise = NOISE * rounding_of(dtype) * largest
             found = [axis for axis in axes if _explains(axis, each, r, dtype, noise)]
-        distinct = {_samples(axis, each.row_shape, len(r)): axis for axis in reversed(found)}
-        possible[key] = [axis for axis in found if axis in distinct.values()]
-    chosen, ambiguous = {}, set()
-    for key, found in possible.items():
-        if found:
-            chosen[key] = known[key] if known.get(key) in found else found[0]
-        if len(found) > 1 and chosen[key] != known.get(key):
+        if not found:
+            continue
+        chosen[key] = known[key] if known.get(key) in found else found[0]
+        is_open = len(found) > 1 and chosen[key] != known.get(key)
+        if is_open and len({_samples(axis, each.row_shape, len(r)) for axis in found}) > 1:
             ambiguous.add(key)
     return chosen, ambiguous
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.layers.batch_axis import candidates
+from curvlinops.layers.batch_axis import Call, candidates
 from curvlinops.layers.decompositions import COMPOSED, WRITING
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.rules import RULES, Rule, Use
@@ -20,11 +20,8 @@ from curvlinops.support.autograd_graph import DIFFERENTIATING
 from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import base_of, in_transform, version_of
 
-#: A function, and how often it was called before with something tracked.
-Call = tuple[Callable, int]
-
-#: Functions that read no numbers of the tensor that they get.
-_MAKERS = {
+#: Functions that take only shape, dtype and device from their tensor.
+_FACTORIES = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(torch.rand_like, torch.randn_like),
@@ -36,7 +33,7 @@ _COPIES = {
     *(Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16),
 }
 
-#: Functions that read no numbers of other tensors than the first one.
+#: Functions that take only shape or dtype from their second tensor.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 
 
@@ -127,7 +124,6 @@ class RecordedUse(NamedTuple):
 
     Attributes:
         use: The way in which the output depends on it.
-        function: The function that was called.
         tensor: The tensor as the call got it: a parameter, or a function of parameters.
         view_of: Its entries of a parameter, ``None`` if it is another function.
         lookup: The lookup in a table of which it is a function, row by row.
@@ -135,7 +131,6 @@ class RecordedUse(NamedTuple):
     """
 
     use: Use
-    function: Callable
     tensor: Tensor
     view_of: ViewOf | None
     lookup: "LookedUp | None"
@@ -169,12 +164,12 @@ class _Tensors:
         """Add tensors as they are now."""
         self._entries |= {id(x): (ref(x), version_of(x)) for x in tensors}
 
-    def met(self, x: Any) -> bool:
+    def was_added(self, x: Any) -> bool:
         """Return whether a tensor was ever added."""
         return id(x) in self._entries and self._entries[id(x)][0]() is x
 
     def __contains__(self, x: Any) -> bool:
-        return self.met(x) and self._entries[id(x)][1] == version_of(x)
+        return self.was_added(x) and self._entries[id(x)][1] == version_of(x)
 
 
 class _Origin(NamedTuple):
@@ -189,13 +184,14 @@ class _Origin(NamedTuple):
 class Capture(TorchFunctionMode):
     """Records how parameters, and functions of parameters and constants, meet data.
 
-    A call that ``RULES`` know gets copies of its parameters without history. What the graph still
-    connects with the parameters afterwards is what was not recorded.
+    A call that ``RULES`` know gets copies of its parameters without history. If the output's graph
+    still reaches a parameter, one of its uses was not recorded.
 
-    Data is what a batch holds, and what is computed of it; all else is constant. A call without
-    data returns a constant, or a function of parameters, for example the embeddings of positions.
-    It may also have a row for each sample, as a class token does that is expanded: if it meets
-    data in a call that shows no axis of samples, it is computed again, with constants as data.
+    Data are the tensors of a batch, and tensors that are computed of them; all others are constant.
+    A call without data returns a constant, or a function of parameters, for example the embeddings
+    of positions. Such a function may have a row for each sample, as an expanded class token has. If
+    it meets data in a call that shows no axis of samples, the calls that made it are repeated and
+    recorded, with constants as data.
 
     Args:
         leaves: The parameters.
@@ -237,7 +233,7 @@ class Capture(TorchFunctionMode):
         tensors = leaves((args, kwargs))
         tracked = [x for x in tensors if self.follows(x)]
         constant = [x for x in tensors if self._is_constant(x)]
-        read = tensors[1:] if func in _MAKERS else tensors[: 1 if func in _LIKE else None]
+        read = tensors[1:] if func in _FACTORIES else tensors[: 1 if func in _LIKE else None]
         without_data = self.without_data(read)
         if not torch.is_grad_enabled() or not tracked:
             out = func(*args, **kwargs)
@@ -291,7 +287,7 @@ class Capture(TorchFunctionMode):
             args = tuple(data.get(place, x) for place, x in enumerate(args))
             with self:
                 return func(*args, **{key: data.get(key, x) for key, x in kwargs.items()})
-        index = func, self._calls[func]
+        call = func, self._calls[func]
         self._calls[func] += 1
         copies = {key: x.detach().requires_grad_() for key, x in recorded.items()}
         args = tuple(copies.get(place, x) for place, x in enumerate(args))
@@ -300,7 +296,7 @@ class Capture(TorchFunctionMode):
         output = CallOutput(out, constant.values())
         for key, tensor in recorded.items():
             view, lookup = self._views.get(id(tensor)), self._lookup(tensor)
-            self.uses[index, key] = RecordedUse(known[key], func, tensor, view, lookup, output)
+            self.uses[call, key] = RecordedUse(known[key], tensor, view, lookup, output)
         return out
 
     def _fits(self, use: Use) -> bool:
@@ -320,10 +316,10 @@ class Capture(TorchFunctionMode):
         return all(self.follows(x) or self._is_constant(x) for x in leaves(trees))
 
     def _is_constant(self, x: Tensor) -> bool:
-        if self._constants.met(x):
+        if self._constants.was_added(x):
             return x in self._constants
         is_computed = x.requires_grad and not x.is_leaf
-        if not self._knows_data or is_computed or self._data.met(x) or self.follows(x):
+        if not self._knows_data or is_computed or self._data.was_added(x) or self.follows(x):
             return False
         self._constants.add([x])
         return True

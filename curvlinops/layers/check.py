@@ -50,11 +50,17 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
 
-def autograd_sums(problem: Problem) -> dict[str, Tensor]:
-    """Return autograd's gradients of a weighted sum of the output; runs the model once."""
+def autograd_sums(problem: Problem, num_samples: int | None = None) -> dict[str, Tensor]:
+    """Return autograd's gradients of a weighted sum of the output; runs the model once.
+
+    Args:
+        problem: The model on a batch.
+        num_samples: The number of samples, which have the same weights as in ``sample_weights``.
+            Default: each row of the output is one.
+    """
     with problem.recording("once") as (_, leaves, output):
         u = probe(output.detach())
-        u = weighted(u, sample_weights(len(u), u))
+        u = weighted(u, sample_weights(num_samples or len(u), u))
         found = vjp({"": output}, {"": u}, leaves, retain=not problem.can_substitute)
     return {
         name: torch.zeros_like(leaf) if found[name] is None else found[name]
@@ -95,9 +101,9 @@ def disagreeing(
     return wrong
 
 
-def reason_of(wrong: list[str], truth: Tensors, problem: Problem) -> str:
+def reason_of(wrong: list[str], truth: Tensors, problem: Problem, num_samples: int) -> str:
     """Return why rules and autograd differ for some parameters, given autograd's sums."""
-    again = autograd_sums(problem) if wrong else truth
+    again = autograd_sums(problem, num_samples) if wrong else truth
     # random gradients differ by more than rounding
     if disagreeing(wrong, again, {}, truth, torch.float32, 0.0):
         return (

@@ -15,7 +15,8 @@ from curvlinops.layers.rules import Sort, Use, contraction, handles
 from curvlinops.support.norms import wide
 
 
-def _convolution(
+@handles(torch.conv1d, torch.conv2d, torch.conv3d)
+def convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -41,7 +42,8 @@ def _convolution(
     return {"weight": Use((x.shape[0],), to_rows, gradient), **_bias(bias, x, window.size, batched)}
 
 
-def _transposed(
+@handles(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+def transposed_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -69,8 +71,8 @@ def _transposed(
         to_product,
     )
     biases = _bias(bias, x, size, batched)
-    # positions of the filters are those of the input
-    biases = {name: replace(each, other_positions=True) for name, each in biases.items()}
+    # the filters are multiplied at the positions of the input
+    biases = {name: replace(each, joins_weight=False) for name, each in biases.items()}
     return {"weight": use, **biases}
 
 
@@ -97,17 +99,8 @@ def _window_of_output(
     return Window(kernel, stride, pads, dilation, positions, groups), size
 
 
-for _function in (torch.conv1d, torch.conv2d, torch.conv3d):
-    handles(_function)(_convolution)
-for _function in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d):
-    handles(_function)(_transposed)
-
-
 def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) -> dict[str, Use]:
     if bias is None:
         return {}
     batch = [x.shape[0]] if batched else []
     return {"bias": rules.bias(bias.shape, [*batch, len(bias), *size], aligned=len(size))}
-
-
-del _function

@@ -12,9 +12,9 @@ from torch import Tensor
 from curvlinops.layers.patches import Window, pad, view_patches
 from curvlinops.support.norms import wide
 
-#: From this size on, four products with a quarter of the rows each take a third less time than
-#: the whole; if the result is not added to something, only from this number of columns on.
-_HALVED, _COLUMNS = 256, 512
+#: From this size and this number of rows on, four products with a quarter of the result's rows
+#: each take a third less time than one product.
+_MIN_SIZE, _MIN_ROWS = 256, 512
 #: The largest number of rows whose sum is accurate in float32.
 _ROWS = 2**15
 #: The largest number of entries that are copied at once: patches, and shifted inputs.
@@ -31,7 +31,7 @@ def second_moment(rows: Tensor) -> Tensor:
     Many rows are added in parts: products of narrow matrices add one number after the other.
     """
     size, parts = rows.shape[-1], rows.split(_ROWS, dim=-2)
-    if rows.shape[-2] < _COLUMNS or size < _HALVED:
+    if rows.shape[-2] < _MIN_ROWS or size < _MIN_SIZE:
         return reduce(Tensor.add_, (part.mT @ part for part in parts))
     total = rows.new_zeros(*rows.shape[:-2], size, size)
     groups = total.view(-1, size, size)
@@ -64,7 +64,7 @@ def mirror(matrix: Tensor) -> None:
 def _quarters(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield slices of the rows of ``[G, d, d]`` to compute at once, and of the rows behind them."""
     size = matrix.shape[1]
-    step = -(-size // 4) if size >= _HALVED else max(size, 1)
+    step = -(-size // 4) if size >= _MIN_SIZE else max(size, 1)
     for start in range(0, size, step):
         yield slice(start, start + step), slice(start + step, None)
 
@@ -81,11 +81,7 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
     Returns:
         Sums over samples and positions ``[G, d, d]`` with ``d = C/G * prod(K)``, symmetric, in
         float32 for inputs in half precision.
-
-    Raises:
-        ValueError: If there are no such patches.
     """
-    window.check(x)
     cheaper = shifts_are_cheaper(x.shape, window)
     return (covariance_by_shifts if cheaper else covariance_by_patches)(wide(x), window)
 
@@ -93,8 +89,8 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     """Return whether ``covariance_by_shifts`` takes less time than ``covariance_by_patches``.
 
-    It does on a CPU where shifts have most positions in
-    common, and patches are many. Both take the input piece by piece: memory does not count.
+    It does on a CPU where shifts have most positions in common, and patches are
+    many. Both take the input piece by piece: memory does not count.
 
     Args:
         shape: The input's, ``[N, C, *I]``.

@@ -60,8 +60,8 @@ def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
     """Return whether a table's rows were looked up as a whole.
 
     Args:
-        rows: In which rows the entries are that were looked up.
-        columns: And in which columns.
+        rows: The row of each entry that was looked up.
+        columns: The column of each entry.
         shape: The table's shape.
     """
     if columns.shape[1 - len(shape) :] != shape[1:]:
@@ -113,9 +113,9 @@ class EmbeddingGradient(PerSampleGradient):
         """Return the same gradients in another dtype."""
         return EmbeddingGradient(self.indices, self.g.to(dtype), self.entries, self.padding)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def sum_over_samples(self) -> Tensor:
         """Return the sum, in memory proportional to the table."""
-        return self._table(self.g * weights.to(self.g).reshape(-1, 1, 1))
+        return self._table(self.g)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""

@@ -18,7 +18,6 @@ from curvlinops.layers.embedding import EmbeddingGradient
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Patches, patch_sums
-from curvlinops.layers.recorded import Part
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.records import recorded
 
@@ -74,31 +73,31 @@ def relation(kind: KroneckerShape, other: KroneckerShape) -> str | None:
 
 
 def input_factor(
-    parts: Sequence[Part], reduce: bool, bias: float | None, diagonal: bool
+    gradients: Sequence[PerSampleGradient], reduce: bool, bias: bool, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of inputs' outer products, and the number of summands.
 
     Args:
-        parts: The uses of a parameter on a batch, of one kind.
+        gradients: The gradients of a parameter's uses on a batch, of one kind.
         reduce: Whether a sample's inputs are averaged first.
-        bias: The last entry that is appended to the inputs, ``None`` for none.
+        bias: Whether the inputs get a one as last entry.
         diagonal: Whether only the diagonal is wanted.
 
     Returns:
         The sum, ``[G, I, I]`` or ``[G, I]``, and a scalar.
     """
     if reduce:
-        return _reduced_inputs(parts, bias, diagonal)
-    summed = [_expanded_inputs(part, bias, diagonal) for part in parts]
+        return _reduced_inputs(gradients, bias, diagonal)
+    summed = [_expanded_inputs(gradient, bias, diagonal) for gradient in gradients]
     return total(found for found, _ in summed), total(count for _, count in summed)
 
 
-def gradient_factor(parts: Sequence[Part], reduce: bool, diagonal: bool) -> Tensor:
+def gradient_factor(gradients: Sequence[PerSampleGradient], reduce: bool, diagonal: bool) -> Tensor:
     """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
-    gradients = [_gradients(part.gradient) for part in parts]
+    found = [_gradients(gradient) for gradient in gradients]
     if reduce:
-        return moment(total(g.sum(2) for g in gradients).flatten(0, 1), diagonal)
-    return total(_expanded_gradients(g, diagonal) for g in gradients)
+        return moment(total(g.sum(2) for g in found).flatten(0, 1), diagonal)
+    return total(_expanded_gradients(g, diagonal) for g in found)
 
 
 def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
@@ -124,57 +123,51 @@ def _gradients(gradient: PerSampleGradient) -> Tensor:
     return gradient.g.unsqueeze(3) if isinstance(gradient, EmbeddingGradient) else gradient.g
 
 
-def _positions(part: Part) -> Tensor:
-    """Return the number of each sample's positions, ``[N]``."""
-    gradient, device = part.gradient, _gradients(part.gradient).device
-    return torch.full((gradient.num_samples,), float(gradient.num_positions), device=device)
-
-
-def _expanded_inputs(part: Part, bias: float | None, diagonal: bool) -> tuple[Tensor, Tensor]:
-    gradient = part.gradient
+def _expanded_inputs(
+    gradient: PerSampleGradient, bias: bool, diagonal: bool
+) -> tuple[Tensor, Tensor]:
     if isinstance(gradient, EmbeddingGradient):
-        found = gradient.indices[_is_lookup(part)]
+        found = gradient.indices[gradient.indices != gradient.padding]
         counts = torch.bincount(found, minlength=gradient.num_rows).to(gradient.g).unsqueeze(0)
         return counts, counts.sum()
-    count = _positions(part).sum()
     if isinstance(gradient.x, Patches) and not diagonal:
         found = input_covariance(gradient.x.images.flatten(0, 1), gradient.x.window)
     else:
-        some = (gradient.x[some].flatten(0, 1) for some in gradient.parts(gradient.num_inputs))
+        some = (gradient.x[some].flatten(0, 1) for some in gradient.slices(gradient.num_inputs))
         found = total(moment(x, diagonal) for x in some)
-    if bias is not None:
-        found = _with_bias(found, _totals(gradient).sum(0), count, bias)
-    return found, count
+    count = _count(gradient.num_samples * gradient.num_positions, found)
+    return _with_bias(found, _totals(gradient).sum(0), count) if bias else found, count
 
 
-def _with_bias(found: Tensor, total: Tensor, count: Tensor, bias: float) -> Tensor:
-    """Return the moment of inputs that have one more entry, a constant."""
+def _with_bias(found: Tensor, total: Tensor, count: Tensor) -> Tensor:
+    """Return the moment of inputs that have one more entry, a one."""
     size = found.shape[1]
-    corner = (bias**2 * count).to(found).expand(len(found), 1)
+    corner = count.to(found).expand(len(found), 1)
     if found.ndim == 2:
         return torch.cat([found, corner], dim=1)
     out = found.new_empty(len(found), size + 1, size + 1)
     out[:, :size, :size] = found
-    out[:, size, :size] = out[:, :size, size] = bias * total
+    out[:, size, :size] = out[:, :size, size] = total
     out[:, size, size:] = corner
     return out
 
 
 def _reduced_inputs(
-    parts: Sequence[Part], bias: float | None, diagonal: bool
+    gradients: Sequence[PerSampleGradient], bias: bool, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    if any(isinstance(part.gradient, EmbeddingGradient) for part in parts):
-        counts = total(_lookups(part) for part in parts)
+    if isinstance(gradients[0], EmbeddingGradient):
+        counts = total(map(_lookups, gradients))
         positions = counts.sum(-1, keepdim=True)
-        means = counts / positions.clamp(min=1.0)
-        return means.square().sum(0), (positions > 0).sum()
-    positions = total(_positions(part) for part in parts)
-    totals = total(_totals(part.gradient) for part in parts)
-    means = totals / positions.clamp(min=1.0).to(totals).reshape(-1, 1, 1)
-    if bias is not None:
-        means = torch.cat([means, torch.full_like(means[..., :1], bias)], dim=2)
-        means = means * (positions > 0).to(means).reshape(-1, 1, 1)
-    return moment(means, diagonal), (positions > 0).sum()
+        return (counts / positions.clamp(min=1.0)).square().sum(0), (positions > 0).sum()
+    positions = sum(gradient.num_positions for gradient in gradients)
+    means = total(map(_totals, gradients)) / max(positions, 1)
+    if bias:
+        means = torch.cat([means, means.new_full((*means.shape[:2], 1), float(positions > 0))], 2)
+    return moment(means, diagonal), _count(len(means) * (positions > 0), means)
+
+
+def _count(number: int, like: Tensor) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64, device=like.device)
 
 
 def _totals(gradient: OuterProducts) -> Tensor:
@@ -182,19 +175,14 @@ def _totals(gradient: OuterProducts) -> Tensor:
     if isinstance(gradient.x, Patches):
         sums = patch_sums(gradient.x.images.flatten(0, 1), gradient.x.window)
         return sums.unflatten(0, gradient.x.images.shape[:2]).sum(1)
-    return torch.cat([gradient.x[some].sum(1) for some in gradient.parts(gradient.num_inputs)])
+    return torch.cat([gradient.x[some].sum(1) for some in gradient.slices(gradient.num_inputs)])
 
 
-def _lookups(part: Part) -> Tensor:
+def _lookups(gradient: EmbeddingGradient) -> Tensor:
     """Return the number of each sample's lookups of each row, ``[N, 1, I]``, without padding."""
-    gradient = part.gradient
     counts = gradient.g.new_zeros(gradient.num_samples, gradient.num_rows)
-    return counts.scatter_add_(1, gradient.indices, _is_lookup(part).to(counts)).unsqueeze(1)
-
-
-def _is_lookup(part: Part) -> Tensor:
-    """Return a mask of the indices that are not padding, ``[N, S]``."""
-    return part.gradient.indices != part.gradient.padding
+    is_lookup = (gradient.indices != gradient.padding).to(counts)
+    return counts.scatter_add_(1, gradient.indices, is_lookup).unsqueeze(1)
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:

@@ -35,6 +35,7 @@ class _Task(NamedTuple):
         output: The model's output on the batch, samples first.
         u: The vectors, ``[V, *output]``.
         samples: The samples whose gradients are wanted.
+        apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
     """
 
     problem: Problem
@@ -42,6 +43,7 @@ class _Task(NamedTuple):
     output: Tensor
     u: Tensor
     samples: slice
+    apply: Callable[[Tensor, Columns], None]
 
     def check_output(self, found: Tensor, samples: slice) -> None:
         """Raise an error if samples alone have other outputs than in the batch."""
@@ -79,17 +81,17 @@ class OneByOne:
         """
         space = problem.space.restricted(names)
         for samples in chunks(u.shape[1], len(u) * space.dim):
-            task = _Task(problem, space, output, u, samples)
-            columns = {name: x.to(space.dtype) for name, x in self._compute(task, apply).items()}
+            task = _Task(problem, space, output, u, samples, apply)
+            columns = {name: x.to(space.dtype) for name, x in self._compute(task).items()}
             yield samples, {name: DenseGradient(columns[name]) for name in names}
 
-    def _compute(self, task: _Task, apply: Callable[[Tensor, Columns], None]) -> Columns:
+    def _compute(self, task: _Task) -> Columns:
         """Return gradients ``[V, n, *parameter]``."""
         for way in list(self._ways) if task.u.numel() else []:
             try:
                 found = way(task)
                 if not self._ways[way]:
-                    _check_gradients(found, task, apply)
+                    _check_gradients(found, task)
                     self._ways[way] = True
             except Exception as error:  # a user's model may raise anything on a part of a batch
                 if lacks_memory(error):
@@ -98,7 +100,7 @@ class OneByOne:
                 del self._ways[way]
             else:
                 return found
-        return _in_whole(task, apply)
+        return _in_whole(task)
 
 
 def _by_vmap(task: _Task) -> Columns:
@@ -142,7 +144,7 @@ def _in_a_loop(task: _Task) -> Columns:
     return {name: torch.stack([row[name] for row in rows], 1) for name in task.space.names}
 
 
-def _in_whole(task: _Task, apply: Callable[[Tensor, Columns], None]) -> Columns:
+def _in_whole(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, through the graph of the whole batch."""
     u = task.u[:, task.samples]
     sizes = u.shape[:2]
@@ -152,11 +154,11 @@ def _in_whole(task: _Task, apply: Callable[[Tensor, Columns], None]) -> Columns:
     )
     alone[:, place, place + task.samples.start] = u
     out = task.space.zeros(sizes.numel())
-    apply(alone.flatten(0, 1), out)
+    task.apply(alone.flatten(0, 1), out)
     return {name: x.unflatten(0, sizes) for name, x in out.items()}
 
 
-def _check_gradients(found: Columns, task: _Task, apply: Callable[[Tensor, Columns], None]) -> None:
+def _check_gradients(found: Columns, task: _Task) -> None:
     """Compare with the graph of the whole batch, with another weight for each sample.
 
     Raises:
@@ -167,7 +169,7 @@ def _check_gradients(found: Columns, task: _Task, apply: Callable[[Tensor, Colum
     weights = r[task.samples].reshape(-1, *(1,) * (task.u.ndim - 2))
     weighted[:, task.samples] = task.u[:, task.samples] * weights
     truth = task.space.zeros(len(task.u))
-    apply(weighted, truth)
+    task.apply(weighted, truth)
 
     def total(x: Tensor) -> Tensor:
         return torch.einsum("vn...,n->v...", x, r[task.samples].to(x))

@@ -70,9 +70,9 @@ class PerSampleGradient(ABC):
 
     @property
     def of_value(self) -> "PerSampleGradient":
-        """The gradients with respect to the value that a layer uses, a function of the parameter.
+        """The gradients with respect to the tensor that a layer uses, a function of the parameter.
 
-        The same gradients if that is the parameter, or some entries of it.
+        The same gradients if that tensor is the parameter, or some entries of it.
         """
         return self
 
@@ -97,23 +97,22 @@ class PerSampleGradient(ABC):
     def to(self, dtype: torch.dtype) -> "PerSampleGradient":
         """Return the same gradients in another dtype."""
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return the sum over samples, weighted by ``[N]``, ``[V, *shape]``."""
-        total: Tensor | float = 0.0
-        for part in self.parts():
-            values = _flat(self.values(part))
-            total = total + torch.tensordot(values, weights[part].to(values), ([1], [0]))
+    def sum_over_samples(self) -> Tensor:
+        """Return the sum over samples, ``[V, *shape]``."""
+        total = sum(_flat(self.values(part)).sum(1) for part in self.slices())
         return self.entries.spread(total.unsqueeze(1))[:, 0]
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
         # norms need no memory for squares
-        norms = (torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.parts())
+        norms = (
+            torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.slices()
+        )
         return torch.cat(list(norms), dim=1).square()
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
-        total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.parts())
+        total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.slices())
         return self.entries.spread(total[None, None])[0, 0]
 
     def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
@@ -124,8 +123,8 @@ class PerSampleGradient(ABC):
         """Return all inner products with other gradients, ``[V, N, W, M]``."""
         raise NotImplementedError
 
-    def parts(self, size: int | None = None) -> Iterator[slice]:
-        """Yield samples in parts whose gradients, of ``size`` numbers each, fit the memory."""
+    def slices(self, size: int | None = None) -> Iterator[slice]:
+        """Yield slices of samples whose gradients, of ``size`` numbers each, fit the memory."""
         size = self.num_vectors * self.num_entries if size is None else size
         return chunks(self.num_samples, size)
 
@@ -229,7 +228,7 @@ def write_rows(
     for samples, gradients in pieces:
         for name in list(gradients):
             gradient, rows = gradients.pop(name), place(out[name])[:, samples]
-            for part in gradient.parts():
+            for part in gradient.slices():
                 gradient.write(part, rows[:, part])
 
 

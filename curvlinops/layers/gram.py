@@ -63,11 +63,11 @@ def _pieces(gradients: list[PerSampleGradient], num_rows: int) -> Iterator[list[
         yield gradients
         return
     if sum(gradient.num_samples * gradient.num_inputs for gradient in gradients) * 4 <= BYTES:
-        gradients = [gradient.made() for gradient in gradients]
+        gradients = [gradient.with_patches() for gradient in gradients]
     outputs = gradients[0].g.shape[-1]
     step = max(BYTES // 2 * outputs // max(4 * num_rows * gradients[0].entries.view.size, 1), 1)
     for start in range(0, outputs, step):
-        yield [gradient.narrowed(slice(start, start + step)) for gradient in gradients]
+        yield [gradient.of_outputs(slice(start, start + step)) for gradient in gradients]
 
 
 def _add_products(gradients: list[PerSampleGradient], out: Tensor) -> None:
@@ -97,7 +97,7 @@ def _blocks(gradients: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
         places = torch.arange(start, start + _num_rows(gradient), device=out.device)
         places = places.reshape(gradient.num_vectors, gradient.num_samples)
         start += places.numel()
-        for part in gradient.parts():
+        for part in gradient.slices():
             place = places[:, part].flatten()
             more = len(place) * gradient.num_entries * 4
             if block and size + more > BYTES:

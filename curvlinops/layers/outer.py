@@ -42,41 +42,36 @@ class OuterProducts(PerSampleGradient):
         g = self.g[:, samples]
         if self._by_convolution:
             return self.x.filter_gradients(samples, g[0]).unsqueeze(0)
-        x = self.x[samples]
-        if x.shape[1] == 1:
-            return g[:, :, 0].unsqueeze(-1) * x[:, 0].unsqueeze(-2)
-        matrices = g.new_empty(*g.shape[:2], *g.shape[3:], x.shape[3])
-        x = x.transpose(1, 2).flatten(0, 1)
-        for one, out in zip(
-            g, matrices.flatten(1, 2), strict=True
-        ):  # without copying x for each vector
-            torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=out)
-        return matrices
+        return self._multiply(samples, g.new_empty(*g.shape[:2], *g.shape[3:], self.x.shape[3]))
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        indirect = not self.entries.are_all or groups > 1 or self._by_convolution
-        if indirect or self.num_vectors > 1 or out.dtype != self.g.dtype:
+        indirect = self._by_convolution or not self.entries.are_all or groups > 1
+        if indirect or out.dtype != self.g.dtype:
             super().write(samples, out)
-            return
-        x, g = self.x[samples][:, :, 0], self.g[0, samples, :, 0]
-        out = out[0].view(len(g), g.shape[-1], inputs)
-        if x.shape[1] == 1:
-            torch.mul(g.transpose(1, 2), x, out=out)
         else:
-            torch.bmm(g.transpose(1, 2), x, out=out)
+            self._multiply(samples, out.view(*out.shape[:2], 1, self.g.shape[-1], inputs))
+
+    def _multiply(self, samples: slice, out: Tensor) -> Tensor:
+        """Write the matrices of some samples to ``[V, n, G, O, I]``, and return them."""
+        g, x = self.g[:, samples], self.x[samples]
+        if x.shape[1] == 1:
+            return torch.mul(g[:, :, 0].unsqueeze(-1), x[:, 0].unsqueeze(-2), out=out)
+        x = x.transpose(1, 2).flatten(0, 1)
+        for one, matrices in zip(g, out, strict=True):  # without copying x for each vector
+            torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=matrices.flatten(0, 1))
+        return out
 
     def to(self, dtype: torch.dtype) -> "OuterProducts":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
         return OuterProducts(self.x.to(dtype), self.g.to(dtype), self.entries)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return the weighted sum, as one matrix product."""
+    def sum_over_samples(self) -> Tensor:
+        """Return the sum over samples, as one matrix product."""
         total: Tensor | float = 0.0
-        for part in self.parts(16 * self.num_inputs):  # the product copies both factors
-            g = self.g[:, part] * weights[part].to(self.g).reshape(-1, 1, 1, 1)
-            total = total + torch.einsum("vnsgo,nsgi->vgoi", g, self.x[part])
+        for part in self.slices(16 * self.num_inputs):  # the product copies both factors
+            total = total + torch.einsum("vnsgo,nsgi->vgoi", self.g[:, part], self.x[part])
         return self.entries.spread(total.unsqueeze(1))[:, 0]
 
     @property
@@ -103,7 +98,7 @@ class OuterProducts(PerSampleGradient):
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
             return super().squared_norms()
         norms = []
-        for part in self.parts(self.num_vectors * positions**2 * groups + self.num_inputs):
+        for part in self.slices(self.num_vectors * positions**2 * groups + self.num_inputs):
             x, g = self.x[part], self.g[:, part]
             inner = torch.einsum("nsgi,ntgi->ngst", x, x)
             norms.append((torch.einsum("vnsgo,vntgo->vngst", g, g) * inner).sum((2, 3, 4)))
@@ -127,9 +122,9 @@ class OuterProducts(PerSampleGradient):
         rows = []
         pairs = self.g[:, 0].numel() // self.g.shape[-1]
         size = pairs * (other.g[:, 0].numel() // other.g.shape[-1])
-        columns = list(other.parts(other.num_inputs))
+        columns = list(other.slices(other.num_inputs))
         widest = max(across.stop - across.start for across in columns)
-        for part in self.parts(size * widest + self.num_inputs):
+        for part in self.slices(size * widest + self.num_inputs):
             blocks = []
             for across in columns:
                 left = torch.einsum("nsgi,mtgi->nsmtg", self.x[part], other.x[across])
@@ -139,11 +134,11 @@ class OuterProducts(PerSampleGradient):
             rows.append(torch.cat(blocks, dim=3))
         return torch.cat(rows, dim=1)
 
-    def made(self) -> "OuterProducts":
-        """Return the same gradients with inputs that are there, unless it is faster without."""
+    def with_patches(self) -> "OuterProducts":
+        """Return the same gradients with all patches in memory, unless convolutions are faster."""
         return self if self._by_convolution else OuterProducts(self.x[:], self.g, self.entries)
 
-    def narrowed(self, outputs: slice) -> "OuterProducts":
+    def of_outputs(self, outputs: slice) -> "OuterProducts":
         """Return the gradients with respect to the weights of some outputs, in any order."""
         g = self.g[..., outputs]
         return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
@@ -155,13 +150,13 @@ class OuterProducts(PerSampleGradient):
         g = torch.cat([gradient.g for gradient in gradients], dim=2)
         return OuterProducts(x, g, gradients[0].entries)
 
-    def parts(self, size: int | None = None):
+    def slices(self, size: int | None = None):
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
             inputs = 0 if self._by_convolution else self.num_inputs
             size = self.num_vectors * outputs + inputs
-        return super().parts(size)
+        return super().slices(size)
 
     def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
         pairs = self.num_samples * other.num_samples

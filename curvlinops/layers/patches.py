@@ -84,11 +84,10 @@ class Window(NamedTuple):
             )
         )
         window = cls(kernel, stride, pads, dilation, size, groups)
-        window.check(x)
+        window._check(x)
         return window
 
-    def check(self, x: Tensor) -> None:
-        """Raise an error if there are no such patches of ``x``, ``[N, C, *I]``."""
+    def _check(self, x: Tensor) -> None:
         if not x.is_floating_point():
             raise ValueError(f"Expected a floating-point input, got {x.dtype}.")
         if self.groups < 1 or x.shape[1] % self.groups or x.shape[1] == 0:
@@ -206,7 +205,8 @@ def _averaged(x: Tensor, *options: Any) -> tuple[Tensor, Window]:
     window = Window.of(x, *options)
     if min(map(min, window.pads)) < 0:
         raise ValueError(f"padding must be at least 0, got {options[2]}. Crop the input instead.")
-    return _mean_over_groups(wide(x), window.groups), window._replace(groups=1)
+    x = wide(x).unflatten(1, (window.groups, -1)).mean(1) if window.groups > 1 else wide(x)
+    return x, window._replace(groups=1)
 
 
 def patch_sums(x: Tensor, window: Window) -> Tensor:
@@ -219,7 +219,6 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
     Returns:
         Sums ``[N, G, C/G * prod(K)]``, in float32 for inputs in half precision.
     """
-    window.check(x)
     x, lengths = wide(x), x.shape[2:]
     samples, channels, kernel = *x.shape[:2], prod(window.kernel_size)
     matrices = [_seen(window, axis, length, x) for axis, length in enumerate(lengths)]
@@ -268,19 +267,11 @@ def view_patches(x: Tensor, window: Window) -> Tensor:
     )
 
 
-def _mean_over_groups(x: Tensor, groups: int) -> Tensor:
-    if groups == 1:
-        return x
-    if not x.is_contiguous():
-        return x.unflatten(1, (groups, -1)).mean(1)
-    # PyTorch's mean over a leading axis takes up to three times as long
-    weights = x.new_full((1, groups), 1 / groups)
-    mean = weights @ x.reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
-    return mean.reshape(x.shape[0], x.shape[1] // groups, *x.shape[2:])
-
-
 def _seen(window: Window, axis: int, length: int, like: Tensor) -> Tensor:
-    """Return the matrix ``[K, I]`` with ones where a patch sees a position through the kernel's."""
+    """Return a matrix ``[K, I]`` of zeros and ones.
+
+    Entry (k, i) is one if position k of the kernel meets position i of the input in some patch.
+    """
     size, stride, dilation = window.size[axis], window.stride[axis], window.dilation[axis]
     before, behind = window.pads[axis]
     kernel, padded = window.kernel_size[axis], before + length + behind

@@ -13,8 +13,9 @@ from curvlinops.layers.batch_axis import (
     ALL_ROWS,
     ROW_ARGUMENTS,
     BatchAxis,
-    Key,
+    Call,
     Rows,
+    UseKey,
     decide,
     moves_rows,
     sketch,
@@ -36,27 +37,25 @@ from curvlinops.support.pytree import leaves
 _ANY_NUMBER = 2**31
 
 
-class Part(NamedTuple):
+class UseGradient(NamedTuple):
     """The gradients that one use contributes to a parameter.
 
     Attributes:
-        key: The use.
+        call: The call.
+        use: The use of one of its arguments.
         name: The parameter.
         gradient: The gradients.
         ambiguous: Whether some rows have no gradient. The samples of these rows are not known.
         unsorted: Whether the sample of no row is known. The gradients are then those of one sample
             that has all rows of the batch.
-        bias_scale: See ``Use``.
-        other_positions: See ``Use``.
     """
 
-    key: Key
+    call: Call
+    use: Use
     name: str
     gradient: PerSampleGradient
     ambiguous: bool
     unsorted: bool
-    bias_scale: float | None
-    other_positions: bool
 
 
 class RecordedBatch:
@@ -89,20 +88,20 @@ class RecordedBatch:
         with torch.enable_grad():
             self.output = capture.as_data(output)
         self.num_samples = len(self.output)
-        self.uses: dict[Key, RecordedUse] = {}
-        self.axes: dict[Key, BatchAxis] = {}
-        self.ambiguous: set[Key] = set()
-        self.unconnected: set[Key] = set()
+        self.uses: dict[UseKey, RecordedUse] = {}
+        self.axes: dict[UseKey, BatchAxis] = {}
+        self.ambiguous: set[UseKey] = set()
+        self.unconnected: set[UseKey] = set()
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
-        self._origins: dict[Key, dict[str, Tensor]] = {}
+        self._origins: dict[UseKey, dict[str, Tensor]] = {}
         self._nodes = dict.fromkeys(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
-        for ((_, index), place), recorded in capture.uses.items():
+        for (call, place), recorded in capture.uses.items():
             found, overwritten = _origins(recorded.tensor, by_id), recorded.output.overwritten
-            key = Key(index, place, recorded.function, tuple(found))
+            key = UseKey(call, place, tuple(found))
             if recorded.output.edge.node in self._nodes:
                 self.uses[key], self._origins[key] = recorded, found
             elif not overwritten:
@@ -162,7 +161,7 @@ class RecordedBatch:
 
     # --- backward passes
 
-    def backward(self, u: Tensor, last: bool = False) -> dict[Key, Tensor]:
+    def backward(self, u: Tensor, last: bool = False) -> dict[UseKey, Tensor]:
         """Return the gradient at each use's output, ``[V, *output]``.
 
         Args:
@@ -181,7 +180,7 @@ class RecordedBatch:
 
     # --- the axis of samples, and the check of rules
 
-    def recall(self, axes: Mapping[Key, BatchAxis]) -> None:
+    def recall(self, axes: Mapping[UseKey, BatchAxis]) -> None:
         """Take the axes that uses had on other batches, where they fit."""
         for key, recorded in self.uses.items():
             if self.num_samples == 1:
@@ -189,7 +188,7 @@ class RecordedBatch:
             elif key in axes and axes[key].fits(recorded.use.row_shape, self.num_samples):
                 self.axes[key] = axes[key]
 
-    def examine(self, axes: Mapping[Key, BatchAxis] | None) -> dict[Key, Tensor]:
+    def examine(self, axes: Mapping[UseKey, BatchAxis] | None) -> dict[UseKey, Tensor]:
         """Find the axis of samples of each use.
 
         Args:
@@ -211,13 +210,13 @@ class RecordedBatch:
             self.axes, self.ambiguous = decide(rows, r, self.precision, axes)
         return gradients
 
-    def _sketches(self, gradients: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def _sketches(self, gradients: Mapping[UseKey, Tensor]) -> dict[UseKey, Tensor]:
         return {
             key: sketch(recorded.use.to_rows(gradients[key])[0], len(recorded.use.row_shape))
             for key, recorded in self.uses.items()
         }
 
-    def check(self, gradients: Mapping[Key, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
+    def check(self, gradients: Mapping[UseKey, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
         """Return the parameters whose gradients do not add up to ``autograd_sums``.
 
         Args:
@@ -230,18 +229,19 @@ class RecordedBatch:
         summands = self._sums(gradients, absolute=True) if wrong else {}
         return disagreeing(wrong, own, summands, truth, self.precision, eps)
 
-    def _sums(self, gradients: Mapping[Key, Tensor], absolute: bool = False) -> dict[str, Tensor]:
+    def _sums(
+        self, gradients: Mapping[UseKey, Tensor], absolute: bool = False
+    ) -> dict[str, Tensor]:
         """Return the sums of gradients over all rows; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        one = torch.ones(1, device=self.output.device)
         for part in self._parts(dict(gradients), {}, absolute=absolute):
-            total = part.gradient.weighted_sum(one)[0]
+            total = part.gradient.sum_over_samples()[0]
             sums[part.name] = sums[part.name] + total if part.name in sums else total
         return sums
 
     # --- gradients of samples
 
-    def parts(self, gradients: dict[Key, Tensor]) -> Iterator[Part]:
+    def by_use(self, gradients: dict[UseKey, Tensor]) -> Iterator[UseGradient]:
         """Yield the gradients of the uses, one by one.
 
         Args:
@@ -251,7 +251,7 @@ class RecordedBatch:
         return self._parts(gradients, self.axes, by_position=True)
 
     def by_parameter(
-        self, gradients: dict[Key, Tensor], num_vectors: int
+        self, gradients: dict[UseKey, Tensor], num_vectors: int
     ) -> dict[str, PerSampleGradient]:
         """Return the gradients of all parameters.
 
@@ -265,21 +265,21 @@ class RecordedBatch:
         for name in self.names:
             if name not in found:  # the gradients are zero
                 leaf = self._leaves[name]
-                zeros = leaf.new_zeros(num_vectors, self.num_samples, *leaf.shape)
+                zeros = leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape)
                 found[name] = [DenseGradient(zeros)]
         return {name: sum_of(found[name]) for name in self.names}
 
     def _parts(
         self,
-        gradients: dict[Key, Tensor],
-        axes: Mapping[Key, BatchAxis],
+        gradients: dict[UseKey, Tensor],
+        axes: Mapping[UseKey, BatchAxis],
         by_position: bool = False,
         absolute: bool = False,
-    ) -> Iterator[Part]:
+    ) -> Iterator[UseGradient]:
         """Yield the gradients of the uses; without an axis, all rows are those of one sample.
 
         Args:
-            gradients: See ``parts``.
+            gradients: See ``by_use``.
             axes: The axes of samples.
             by_position: Whether gradients of biases are not written down.
             absolute: Whether all factors of the gradients are replaced by their absolute values.
@@ -295,13 +295,13 @@ class RecordedBatch:
                 return rows.abs() if absolute else rows
 
             g = sort(use.to_rows(gradients.pop(key)), 1)
-            if by_position and use.bias_scale is not None:
+            if by_position and use.is_bias:
                 use = replace(use, gradient=_as_products)
             for name, leaf in self._origins[key].items():
                 lookup = recorded.lookup if key in axes else None
                 own = _on_parameter(use, g, sort, recorded, leaf, lookup)
                 states = key in self.ambiguous, key not in axes
-                yield Part(key, name, own, *states, use.bias_scale, use.other_positions)
+                yield UseGradient(key.call, use, name, own, *states)
 
 
 def evident_samples(problem: Problem) -> int | None:

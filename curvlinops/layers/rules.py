@@ -38,16 +38,17 @@ class Use:
             sorts others in the same way, and the entries of the parameter in the order of
             ``layout``. Returns the samples' gradients.
         layout: Turns the argument into a view of its entries in the order of the gradients.
-        bias_scale: For a bias that is added to a product with a matrix: the bias's factor.
-        other_positions: Whether a bias is added at other positions than those of the product.
+        is_bias: Whether the argument is added to a product with a matrix.
+        joins_weight: Whether such a bias is added once to each row of the product, so that it is
+            the weight of a further input, which is one.
     """
 
     row_shape: tuple[int, ...]
     to_rows: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Sort, Entries], PerSampleGradient]
     layout: Callable[[Tensor], Tensor] = lambda argument: argument
-    bias_scale: float | None = None
-    other_positions: bool = False
+    is_bias: bool = False
+    joins_weight: bool = False
 
 
 class Rule:
@@ -68,21 +69,13 @@ class Rule:
         self._uses, self.repeats, self.in_place = uses, repeats, in_place
         self._signature = inspect.signature(uses)
         self._names = list(self._signature.parameters)
-        by_position = [
-            parameter.default is parameter.empty
-            for parameter in self._signature.parameters.values()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        #: The numbers of arguments that fit without a look at the signature.
-        self._fitting = range(sum(by_position), len(by_position) + 1)
 
     def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
         """Return the uses by position, or name if passed by name; none if the call is unknown."""
-        if kwargs or len(args) not in self._fitting:
-            try:
-                self._signature.bind(*args, **kwargs)
-            except TypeError:
-                return {}
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return {}
         return {
             name if isinstance(name, int) or name in kwargs else self._names.index(name): use
             for name, use in self._uses(*args, **kwargs).items()
@@ -171,7 +164,7 @@ class _Axes(NamedTuple):
         num_groups: The number of groups.
         outer: The place of outer in the sequence of groups, outer and inner.
         summed: Places of axes that only the other factor has.
-        of_rows: Places of rows, groups and outer in the output, behind one more axis.
+        of_rows: Axes of the output gradient ``[V, *output]``, in the order rows, groups, outer.
         of_inputs: Places of rows, groups and inner in the other factor, without ``summed``.
         of_argument: Places of groups, outer and inner in the argument.
     """
@@ -243,4 +236,5 @@ def broadcast(
 
 def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
-    return replace(broadcast(shape, output, scale, aligned), bias_scale=scale)
+    use = broadcast(shape, output, scale, aligned)
+    return replace(use, is_bias=True, joins_weight=scale == 1.0)

@@ -8,11 +8,11 @@ from itertools import chain
 from torch import Tensor
 
 from curvlinops.autodiff.backward import Problem, transposed_jacobian
-from curvlinops.layers.batch_axis import BatchAxis, Key
+from curvlinops.layers.batch_axis import BatchAxis, UseKey
 from curvlinops.layers.check import autograd_sums, reason_of
 from curvlinops.layers.fallback import OneByOne
 from curvlinops.layers.gradients import BYTES, Piece
-from curvlinops.layers.recorded import Part, RecordedBatch, evident_samples
+from curvlinops.layers.recorded import RecordedBatch, UseGradient, evident_samples
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.memory import lacks_memory
 from curvlinops.support.rng import GeneratorStates
@@ -64,7 +64,7 @@ class SampleGradients:
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(BYTES // max(size, 1), 1)
 
-    def parts(self, u: Tensor, last: bool = False) -> Iterator[Part]:
+    def by_use(self, u: Tensor, last: bool = False) -> Iterator[UseGradient]:
         """Yield the gradients of layers' uses of parameters, one by one.
 
         Args:
@@ -73,14 +73,14 @@ class SampleGradients:
         """
         if self._batch is None:
             return iter(())
-        return self._batch.parts(self._batch.backward(u, last))
+        return self._batch.by_use(self._batch.backward(u, last))
 
     def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its own share of the output.
 
         Args:
-            u: See ``parts``.
-            last: See ``parts``.
+            u: See ``by_use``.
+            last: See ``by_use``.
 
         Returns:
             Some samples, and their gradients by parameter: first those of all samples for the
@@ -93,7 +93,7 @@ class SampleGradients:
         return chain(known, self.rest(u))
 
     def rest(self, u: Tensor) -> Iterator[Piece]:
-        """Backpropagate vectors ``[V, *output]`` to the parameters that ``parts`` does not know."""
+        """Backpropagate vectors ``[V, *output]`` to the parameters that have no rule."""
         return self.one_by_one(u, {*self._problem.space.names}.difference(self._known))
 
     def one_by_one(self, u: Tensor, names: Collection[str]) -> Iterator[Piece]:
@@ -115,9 +115,9 @@ class SampleBackward:
     Args:
         name: Names the operator in messages.
         independent: Whether samples that interact are refused.
-        sums_rows: Whether sums over all rows of a layer are of use, also where it is not known to
-            which samples they belong; the rows of the output may then be parts of samples, such as
-            tokens, if they are not independent.
+        sums_rows: Whether the caller can use sums over all rows of a layer where the samples of the
+            rows are not known, as KFAC-expand can. If rows of the output are not independent, they
+            are then taken for tokens of samples.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
@@ -126,9 +126,9 @@ class SampleBackward:
     def __init__(self, name: str, independent: bool = True, sums_rows: bool = False):
         self._name, self._independent, self._sums_rows = name, independent, sums_rows
         self.fallbacks: dict[str, str] = {}
-        self._axes: dict[int, dict[Key, BatchAxis]] = {}  # by the wiring of the graph
-        self._checked: set[tuple[int, Key]] = set()  # with the graph's operations
-        self._rows_are_parts = False
+        self._axes: dict[int, dict[UseKey, BatchAxis]] = {}  # by the wiring of the graph
+        self._checked: set[tuple[int, UseKey]] = set()  # with the graph's operations
+        self._rows_are_tokens = False
         self._fallback = OneByOne()
 
     @property
@@ -166,9 +166,9 @@ class SampleBackward:
         if batch is None or batch.num_samples == 0:
             return None
         problem.check(batch.output)  # NaN would be taken for a wrong axis
-        self._refuse(batch.unrecorded(), "a call that no rule knows uses it")
-        if self._rows_are_parts:
-            _join_rows(problem, batch)
+        self._use_fallback(batch.unrecorded(), "a call that no rule knows uses it")
+        if self._rows_are_tokens:
+            _group_tokens(problem, batch)
         batch.recall(self._axes.get(batch.wiring, {}))
         seen = {(batch.operations, key) for key in batch.uses.keys() | batch.unconnected}
         new = seen - self._checked
@@ -187,7 +187,7 @@ class SampleBackward:
             if lacks_memory(error):
                 raise
             autograd_sums(problem)  # raises what the model raises without being recorded
-            self._refuse(names, f"the model cannot be recorded: {first_line(error)}")
+            self._use_fallback(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
     def _examine(
@@ -204,14 +204,16 @@ class SampleBackward:
         try:
             gradients = batch.examine(self._latest_axes() if lacks_axes else None)
             if is_new:
-                truth = truth or autograd_sums(problem)
+                truth = truth or autograd_sums(problem, batch.num_samples)
                 wrong = batch.check(gradients, truth)
-                self._refuse(wrong, reason_of(wrong, truth, problem))
+                self._use_fallback(wrong, reason_of(wrong, truth, problem, batch.num_samples))
         except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
             if lacks_memory(error):
                 raise
             # a combination of arguments that the rule does not foresee
-            self._refuse(batch.names, f"a rule for layers fails on this model: {first_line(error)}")
+            self._use_fallback(
+                batch.names, f"a rule for layers fails on this model: {first_line(error)}"
+            )
             return
         del gradients
         if lacks_axes:
@@ -220,25 +222,25 @@ class SampleBackward:
     def _take_axes(self, problem: Problem, batch: RecordedBatch) -> None:
         """Remember the axes of samples; refuse the parameters for which there are none."""
         batch.drop(self.fallbacks)
-        if batch.unsorted() and self._sums_rows and not self._rows_are_parts:
+        if batch.unsorted() and self._sums_rows and not self._rows_are_tokens:
             num_samples = evident_samples(problem) or batch.num_samples
             if num_samples < batch.num_samples and batch.num_samples % num_samples == 0:
-                self._rows_are_parts = True
+                self._rows_are_tokens = True
                 self._axes.clear()
-                _join_rows(problem, batch)
+                _group_tokens(problem, batch)
                 batch.examine({})
         if batch.unsorted() and self._independent and couples_samples(problem, batch.output, 1):
             raise ValueError(COUPLED)
         if not self._sums_rows:
-            self._refuse(batch.unsorted(), "its gradients could not be assigned to samples")
+            self._use_fallback(batch.unsorted(), "its gradients could not be assigned to samples")
         sure = {key: axis for key, axis in batch.axes.items() if key not in batch.ambiguous}
         self._axes.setdefault(batch.wiring, {}).update(sure)
 
-    def _latest_axes(self) -> dict[Key, BatchAxis]:
+    def _latest_axes(self) -> dict[UseKey, BatchAxis]:
         """Return the axes that were found last, whatever the wiring."""
         return {key: axis for axes in self._axes.values() for key, axis in axes.items()}
 
-    def _refuse(self, names: Iterable[str], reason: str) -> None:
+    def _use_fallback(self, names: Iterable[str], reason: str) -> None:
         names = [name for name in names if name not in self.fallbacks]
         self.fallbacks.update(dict.fromkeys(names, reason))
         if names:
@@ -251,8 +253,8 @@ class SampleBackward:
             )
 
 
-def _join_rows(problem: Problem, batch: RecordedBatch) -> None:
-    """Let neighboring rows of the output be parts of one sample.
+def _group_tokens(problem: Problem, batch: RecordedBatch) -> None:
+    """Count neighboring rows of the output as the tokens of one sample.
 
     Raises:
         ValueError: If samples have unequal numbers of rows.

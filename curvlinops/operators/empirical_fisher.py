@@ -96,7 +96,7 @@ class EFLinearOperator(DataLinearOperator):
         if gradients.fallbacks or self._is_finer(problem, gradients.output):
             return False
         operations = 0
-        for part in gradients.parts(self._gradient(problem, gradients.output), last=True):
+        for part in gradients.by_use(self._gradient(problem, gradients.output), last=True):
             gradient = part.gradient.of_value
             if isinstance(gradient, OuterProducts):  # others are as cheap as biases
                 operations += 4 * gradient.num_positions * gradient.entries.view.size

@@ -400,8 +400,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
 def _moments(gradient: PerSampleGradient) -> Tensor:
     """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
-    gradient, ones = gradient.to(torch.float64), torch.ones(gradient.num_samples, device="cpu")
-    return torch.stack([gradient.weighted_sum(ones).sum(0), gradient.sum_of_squares()])
+    gradient = gradient.to(torch.float64)
+    return torch.stack([gradient.sum_over_samples().sum(0), gradient.sum_of_squares()])
 
 
 def _shapes(problem: BatchProblem) -> list[torch.Size]:

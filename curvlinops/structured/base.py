@@ -19,7 +19,7 @@ from curvlinops.support.records import write, write_state
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
-#: Of what is saved. It changes when older files cannot be read any more.
+#: The format of saved operators. It changes when older files cannot be read any more.
 FORMAT = "structured operator 4"
 
 

@@ -35,8 +35,8 @@ class Factor:
         symmetric: Whether the matrices are symmetric, up to rounding. Default: look.
         psd: Whether they are positive semidefinite, as sums of squares are.
         eps: The rounding error of their entries, if these were computed in a smaller dtype.
-        decomposition: The eigenvalues ``[G, n]`` of dense matrices, with zeros for rounding errors,
-            and the eigenvectors ``[G, n, n]``, if known. Eigenvalues may have a larger dtype.
+        decomposition: The eigenvalues ``[G, n]`` and eigenvectors ``[G, n, n]`` of dense matrices,
+            if known. Eigenvalues that are rounding errors are zero; their dtype may be larger.
         is_identity: Whether the matrices are the identity.
     """
 
@@ -144,20 +144,20 @@ class Factor:
         return self.is_diagonal or (known is not None and dtype in (None, known[0].dtype))
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``; of dense matrices, call ``decompose`` first.
+        """Return the eigenvalues, ``[G, n]``; dense matrices must be decomposed first.
 
-        They have zeros for rounding errors, and perhaps a larger dtype than the matrices.
+        Eigenvalues that are rounding errors are zero. The dtype may be larger than the matrices'.
         """
         return self.tensor if self.is_diagonal else self.decomposition[0]
 
     def eigenvectors(self) -> "Factor":
-        """Return the eigenvectors as columns; of dense matrices, call ``decompose`` first."""
+        """Return the eigenvectors as columns; dense matrices must be decomposed first."""
         if self.is_diagonal:
-            return identity(self.rows, self.tensor)
+            return identity(self.rows, self.tensor, self.groups)
         return Factor(self.decomposition[1], symmetric=False)
 
     def inverse(self, shift: float | Tensor, name: str) -> "Factor":
-        """Return ``(A + shift I)^-1`` of dense matrices; call ``decompose`` first.
+        """Return ``(A + shift I)^-1`` of dense matrices, which must be decomposed first.
 
         Args:
             shift: A number, or one for each group, ``[G, 1]``.
@@ -175,7 +175,7 @@ class Factor:
         return Factor(matrix, symmetric=True, psd=self.psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
-        """Return a power; if not a positive integer, ``decompose`` must have been called."""
+        """Return a power; dense matrices must be decomposed first, except for positive integers."""
         if self.is_identity or self.tensor.numel() == 0:
             return self
         if self.is_diagonal:
@@ -203,7 +203,7 @@ class Factor:
     def shifted(self, shift: float | Tensor) -> "Factor":
         """Return the sum with non-negative multiples of the identity, ``[G, 1]``.
 
-        Of dense matrices, call ``decompose`` first.
+        Dense matrices must be decomposed first.
         """
         if self.is_diagonal:
             return Factor((self.tensor + shift).to(self.tensor), psd=self.psd)
@@ -225,8 +225,10 @@ class Factor:
 
     def times(self, other: "Factor") -> "Factor":
         """Return the product with another factor."""
-        if self.is_identity or other.is_identity:
-            return other if self.is_identity else self
+        if self.is_identity and self.groups <= other.groups:
+            return other
+        if other.is_identity and other.groups <= self.groups:
+            return self
         one, two = self.tensor, other.tensor
         if self.is_diagonal and not other.is_diagonal:
             one = one.unsqueeze(-1)
@@ -238,7 +240,7 @@ class Factor:
     def to(self, device: torch.device, dtype: torch.dtype) -> "Factor":
         """Return the factor on another device, or in another dtype."""
         if self.is_identity:
-            return identity(self.rows, self.tensor[:, :1].to(device, dtype))
+            return identity(self.rows, self.tensor[:1, :1].to(device, dtype), self.groups)
         known = None
         if self.decomposition and torch.finfo(dtype).eps >= torch.finfo(self.tensor.dtype).eps:
             values, vectors = self.decomposition
@@ -246,9 +248,9 @@ class Factor:
         return Factor(self.tensor.to(device, dtype), self.symmetric, self.psd, self.eps, known)
 
 
-def identity(size: int, like: Tensor) -> Factor:
+def identity(size: int, like: Tensor, groups: int = 1) -> Factor:
     """Return the identity as a factor, without memory of its size."""
-    return Factor(like.new_ones(1, 1).expand(1, size), psd=True, is_identity=True)
+    return Factor(like.new_ones(1, 1).expand(groups, size), psd=True, is_identity=True)
 
 
 # --- several factors at once
@@ -355,10 +357,10 @@ def slogdet(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
     signs, logarithms = [], []
     for factor in factors:
         sign, logarithm = factor.slogdet()
-        # each eigenvalue occurs in as many products
+        # each eigenvalue of a factor is in so many eigenvalues of the product
         times = total // factor.rows if factor.rows else 0
         signs.append(sign**times)
-        # an empty product has determinant one, also of singular factors
+        # the determinant of an empty matrix is one, whatever the other factors are
         logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
     sign, logarithm = reduce(torch.mul, signs), reduce(torch.add, logarithms)
     return sign.expand(groups).prod(), logarithm.expand(groups).sum()

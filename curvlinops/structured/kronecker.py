@@ -139,16 +139,13 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         computed = min(torch.finfo(values.dtype).eps, entries)
         values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
         values = values.to(self.torch_dtype).flatten()
-        vectors = [factor.eigenvectors() for factor in self._factors]
-        if self._groups > 1 and all(vector.groups == 1 for vector in vectors):
-            # diagonal factors only: the groups must not get lost
-            return EighDecomposedLinearOperator(values, IdentityLinearOperator(self.domain))
-        return EighDecomposedLinearOperator(values, self._of(vectors))
+        vectors = self._of(factor.eigenvectors() for factor in self._factors)
+        return EighDecomposedLinearOperator(values, vectors)
 
     def _inverse(
         self, accurate: bool = True, shift: float = 0.0
     ) -> "KroneckerProductLinearOperator":
-        """Return the Kronecker product of the inverses of ``F + shift I`` of all factors F."""
+        """Return the Kronecker product of ``(F + shift I)^-1`` for all factors F."""
         damped = [(f, shift, name_of_factor(i)) for i, f in enumerate(self._factors)]
         return self._of(invert(damped, accurate))
 
@@ -167,7 +164,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     # --- algebra
 
     def _scaled(self, scalar: float) -> "KroneckerProductLinearOperator":
-        # the smallest factor is the cheapest; the others keep their decompositions
+        # the smallest factor is multiplied; all others keep their decompositions
         sizes = [factor.tensor.numel() for factor in self._factors]
         index = sizes.index(min(sizes))
         factors = [f.scaled(scalar) if i == index else f for i, f in enumerate(self._factors)]
@@ -184,7 +181,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if len(different) > 1:
             are_square = all(factor.rows == factor.columns for factor in self._factors)
             return SumOfKroneckersLinearOperator([self, other]) if are_square else None
-        # a sum of products that have all other factors in common
+        # the products have all other factors in common: add these two
         index = different[0] if different else 0
         factors = [a.plus(b) if i == index else a for i, (a, b) in enumerate(pairs)]
         return self._of(factors)
@@ -220,7 +217,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
 
 def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> list[Factor]:
-    """Return what the Kronecker product computes with."""
+    """Return an argument of a Kronecker product as factors."""
     if isinstance(factor, Factor):
         return [factor]
     if isinstance(factor, IdentityLinearOperator):

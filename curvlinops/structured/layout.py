@@ -63,7 +63,7 @@ class ParameterView:
         return self.size == size and self.order in ((), (0,))
 
     def permuted(self, shape: Sequence[int], order: Sequence[int]) -> "ParameterView | None":
-        """Return the view of the same entries in the order in which they were before a permutation.
+        """Return the view of the same entries in the order before their axes were permuted.
 
         Args:
             shape: The shape that the entries had before.
@@ -224,7 +224,7 @@ class Layout:
         return torch.cat(sides, dim=2).flatten(1)
 
     def write(self, vectors: Tensor, columns: Columns) -> None:
-        """Write vectors of the block, ``[K, n]``, into those of parameters, unlike ``gather``."""
+        """Write vectors of the block, ``[K, n]``, into those of parameters: undo ``gather``."""
         parts = (vectors,)
         if len(self.views) > 1:
             parts = vectors.reshape(len(vectors), self.rows, sum(self.widths)).split(

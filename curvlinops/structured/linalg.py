@@ -7,7 +7,6 @@ inverse, and its log-determinant is minus infinity.
 """
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def tolerance(size: int, eps: float) -> float:
-    """Return up to which multiple of the largest eigenvalue an eigenvalue is zero.
+    """Return the size, relative to the largest eigenvalue, up to which an eigenvalue is zero.
 
     Args:
         size: The number of rows of the matrix.
@@ -88,8 +87,9 @@ def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: flo
         return values
     sums = values + shift
     size = values.abs().amax(-1, keepdim=True)
-    # either the shift is all that there is, or it cancels an eigenvalue, which has an error
+    # a sum with a zero eigenvalue is the shift, which the computation may lose
     lost = (values == 0) & (sums.abs() <= computed * size)
+    # a shift that cancels an eigenvalue leaves the rounding errors of the entries
     lost |= (values * shift < 0) & (sums.abs() <= entries * size)
     return sums.masked_fill(lost, 0)
 
@@ -144,33 +144,29 @@ def eigh_batched(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the eigendecompositions of symmetric matrices.
 
-    Matrices of equal size, dtype and device are decomposed together. What does not converge is
-    decomposed again in float64.
+    Matrices of equal size, dtype and device are decomposed together. If a decomposition does not
+    converge, it is repeated in float64.
 
     Args:
-        matrices: Symmetric matrices, ``[..., n, n]``.
+        matrices: Symmetric matrices, ``[G, n, n]`` each.
         names: What they are called in messages.
         dtype: The precision of the computation. Default: that of the matrices.
 
     Returns:
-        For each its eigenvalues in ascending order, ``[..., n]``, in the precision of the
-        computation, and its eigenvectors ``[..., n, n]`` as columns, in the dtype of the matrix.
+        For each its eigenvalues in ascending order, ``[G, n]``, in the precision of the
+        computation, and its eigenvectors ``[G, n, n]`` as columns, in the dtype of the matrix.
 
     Raises:
         ValueError: If a matrix has NaN or infinite values.
         RuntimeError: If a matrix cannot be decomposed in float64.
     """
     check_finite(matrices, names)
-    flat = [
-        matrix.detach().reshape(prod(matrix.shape[:-2]), *matrix.shape[-2:]) for matrix in matrices
-    ]
     out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
-    for members, sizes, batch in batches(flat):
+    for members, sizes, batch in batches([matrix.detach() for matrix in matrices]):
         values, vectors = _eigh(batch, dtype or batch.dtype, ", ".join(names[i] for i in members))
         vectors = vectors.to(batch.dtype)
-        for i, w, Q in zip(members, values.split(sizes), vectors.split(sizes), strict=True):
-            shape = matrices[i].shape
-            out[i] = (w.reshape(shape[:-1]), Q.reshape(shape))
+        for i, *pair in zip(members, values.split(sizes), vectors.split(sizes), strict=True):
+            out[i] = tuple(pair)
     return out
 
 
@@ -191,19 +187,19 @@ def _eigh(matrix: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor
 
 
 def cholesky_inverse(
-    matrix: Tensor, shift: Tensor | float, eps: float, psd: bool, retry: bool = True
+    matrix: Tensor, shift: Tensor | float, eps: float, psd: bool, accurate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Invert matrices ``A + shift I`` by Cholesky decompositions, where they are well conditioned.
 
-    That is tried in the dtype of the matrices, and then in float64. Condition numbers are bounded
-    by Frobenius norms.
+    The matrices are decomposed in their dtype, and those that are too ill-conditioned for it in
+    float64. Frobenius norms bound the condition numbers.
 
     Args:
         matrix: The symmetric matrices A, ``[G, n, n]``.
         shift: A number, or one for each matrix, ``[G]``.
         eps: The rounding error of the entries of A.
         psd: Whether they are positive semidefinite.
-        retry: Whether float64 is used where the precision of the matrices does not suffice.
+        accurate: Whether float64 is used where float32 does not suffice.
 
     Returns:
         The inverses ``[G, n, n]``, the logarithms of the determinants ``[G]``, and which of these
@@ -213,11 +209,11 @@ def cholesky_inverse(
     valid = torch.full_like(logarithm, matrix.numel() == 0, dtype=torch.bool)
     shift = torch.as_tensor(shift, dtype=torch.float64, device=matrix.device).expand(len(matrix))
     left = torch.arange(len(matrix) * (matrix.numel() > 0), device=matrix.device)
-    for dtype in [matrix.dtype] + [torch.float64] * (retry and matrix.dtype != torch.float64):
+    for dtype in [matrix.dtype] + [torch.float64] * (accurate and matrix.dtype != torch.float64):
         if len(left) == 0:
             break
         limit = 1 / tolerance(matrix.shape[-1], eps)
-        if retry and dtype != torch.float64:  # about three digits are right
+        if accurate and dtype != torch.float64:  # about three digits are right
             limit = min(limit, 2e-2 / torch.finfo(dtype).eps)
         some = matrix if len(left) == len(matrix) else matrix[left]
         # one copy, column by column as in LAPACK: decomposition and inverse take its memory
@@ -225,8 +221,10 @@ def cholesky_inverse(
         A.diagonal(dim1=-2, dim2=-1).add_(shift[left].unsqueeze(-1).to(dtype))
         norm = torch.linalg.vector_norm(A, dim=(-2, -1))
         L, info = torch.linalg.cholesky_ex(A, out=(A, torch.empty_like(left, dtype=torch.int32)))
-        if bool((info != 0).any()):  # what is no Cholesky factor may have no inverse
-            L[info != 0] = torch.eye(A.shape[-1], dtype=dtype, device=A.device)
+        # a failed decomposition may have no inverse: it becomes the identity
+        failed = (info != 0).unsqueeze(-1)
+        L.masked_fill_(failed.unsqueeze(-1), 0.0)
+        L.diagonal(dim1=-2, dim2=-1).masked_fill_(failed, 1.0)
         logdet = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         result = torch.cholesky_inverse(L, out=L)
         inverse_norm = torch.linalg.vector_norm(result, dim=(-2, -1))
@@ -263,7 +261,7 @@ def is_symmetric(matrix: Tensor) -> bool:
     return bool((error <= 100 * torch.finfo(matrix.dtype).eps * scale).all())
 
 
-# --- what tensors must be to become part of an operator
+# --- checks of tensors that become part of an operator
 
 
 def check_finite(matrices: Sequence[Tensor], names: Sequence[str]) -> None:

@@ -30,20 +30,7 @@ def load(
         ValueError: If there is no structured operator, it is damaged, or of another version.
     """
     state = source if isinstance(source, Mapping) else read_state(source)
-    metadata = metadata_of(state, "a structured operator")
-    if "fingerprint" in metadata:
-        own = metadata["fingerprint"]
-        raise ValueError(
-            f"This is the state of a {own.get('class')} with fisher_type={own.get('fisher_type')!r}"
-            ". It has the factors without the model: build the operator with model, loss and data, "
-            "and read the state with its method load(path) or load_state_dict(state). "
-            "curvlinops.load() reads files of K.structure.save(path) and K.inverse(...).save(path)."
-        )
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"Unknown format {metadata.get('format')!r} of the saved state: load() reads "
-            f"{FORMAT!r}."
-        )
+    metadata = metadata_of(state, FORMAT)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     operator = read(metadata.get("operator"), tensors, as_device(device))
     if not isinstance(operator, StructuredLinearOperator):

@@ -168,12 +168,24 @@ def read_state(path: str | Path) -> dict[str, Any]:
     raise ValueError(f"{path} is not the state of an operator of this package.")
 
 
-def metadata_of(state: Mapping[str, Any], what: str) -> dict[str, Any]:
+def metadata_of(state: Mapping[str, Any], format: str) -> dict[str, Any]:
     """Return the metadata of a state.
 
+    Args:
+        state: The state.
+        format: Its format, which is the entry ``"format"`` of the metadata.
+
     Raises:
-        ValueError: If it has none, which says that it is not the state of ``what``.
+        ValueError: If it has no metadata, or another format.
     """
     if "metadata" not in state:
-        raise ValueError(f"This is not the state of {what}: no metadata.")
-    return json.loads(state["metadata"])
+        raise ValueError("This is not the state of an operator: it has no metadata.")
+    metadata = json.loads(state["metadata"])
+    found = metadata.get("format")
+    if found != format:
+        raise ValueError(
+            f"The saved state has the format {found!r}, this function reads {format!r}. Factors of "
+            "KFAC and EKFAC are read by the method load(path) of an operator with model, loss and "
+            "data; structured operators, such as inverses, by curvlinops.load(path)."
+        )
+    return metadata

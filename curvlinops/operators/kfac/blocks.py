@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from curvlinops.layers.batch_axis import Call
 from curvlinops.layers.factors import KroneckerShape, relation
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.records import recorded
@@ -19,9 +20,6 @@ Key = tuple[Any, str]
 
 #: The key of the data's share of the normalization.
 TERMS: Key = (None, "terms")
-
-#: The names of parameters and their shapes.
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 #: Parameters with at most so many entries get one exact block, larger ones one for each vector.
 _WHOLE = 4096
@@ -75,25 +73,20 @@ class Uses(NamedTuple):
     """
 
     known: frozenset[LayerUse] = frozenset()
-    unknown: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, known: Iterable[LayerUse], unknown: Mapping[str, str]) -> "Uses":
-        """Return the uses, given the reasons by parameter."""
-        return cls(frozenset(known), tuple(sorted(unknown.items())))
+    unknown: Mapping[str, str] = {}
 
     def union(self, other: "Uses") -> "Uses":
         """Return the uses that one or the other shows."""
-        return Uses.of(self.known | other.known, dict(other.unknown) | dict(self.unknown))
+        return Uses(self.known | other.known, dict(other.unknown | self.unknown))
 
     def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
         """Return whether other uses are among these."""
-        return self.known.issuperset(known) and dict(self.unknown).keys() >= unknown.keys()
+        return self.known.issuperset(known) and self.unknown.keys() >= unknown.keys()
 
     @property
     def names(self) -> set[str]:
         """The parameters that are used."""
-        return {use.name for use in self.known} | dict(self.unknown).keys()
+        return {use.name for use in self.known} | self.unknown.keys()
 
 
 @dataclass(eq=False, slots=True)
@@ -101,11 +94,13 @@ class _Group:
     """The gradients of one use, and the calls of layers that they come from."""
 
     use: LayerUse
-    parts: list[Part] = field(default_factory=list)
-    calls: set[tuple[Callable, int]] = field(default_factory=set)
+    parts: list[UseGradient] = field(default_factory=list)
+    calls: set[Call] = field(default_factory=set)
 
 
-def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerUse, list[Part]]:
+def group_by_use(
+    parts: Iterable[UseGradient], reduced: Collection[str]
+) -> dict[LayerUse, list[UseGradient]]:
     """Return a batch's gradients by use.
 
     Args:
@@ -113,11 +108,11 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
         reduced: The parameters that are treated by the reduce setting.
     """
     groups: dict[LayerUse, _Group] = {}
-    weights: dict[tuple[Callable, int], _Group] = {}
-    biases: dict[tuple[Callable, int], _Group] = {}
+    weights: dict[Call, _Group] = {}
+    biases: dict[Call, _Group] = {}
     for part in parts:
         is_function = part.gradient.of_value is not part.gradient
-        kind = KroneckerShape.of(part.gradient.of_value, part.bias_scale is not None)
+        kind = KroneckerShape.of(part.gradient.of_value, part.use.is_bias)
         own = None if is_function else kind
         view = part.gradient.entries.view.in_order
         if view.name != part.name:  # gradients with respect to all of a parameter may have no name
@@ -125,11 +120,11 @@ def group_by_use(parts: Iterable[Part], reduced: Collection[str]) -> dict[LayerU
         use = LayerUse(view, own, kind is not None)
         group = groups.setdefault(use, _Group(use))
         group.parts.append(part)
-        group.calls.add(call := (part.key.call, part.key.index))
-        if own is not None and part.bias_scale is None:
-            weights[call] = group
-        elif own is not None and part.bias_scale == 1.0 and not part.other_positions:
-            biases[call] = group
+        group.calls.add(part.call)
+        if own is not None and not part.use.is_bias:
+            weights[part.call] = group
+        elif own is not None and part.use.joins_weight:
+            biases[part.call] = group
     for call, bias in biases.items():
         weight = weights.get(call)
         is_new = weight is not None and weight.use.partner is None
@@ -195,20 +190,21 @@ class BlockSpec:
         return self.structure in ("dense", "diagonal")
 
 
-@lru_cache(maxsize=64)  # passes over the same data lead to the same blocks
-def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec, ...]:
+def plan_blocks(
+    uses: Uses, shapes: Mapping[str, tuple[int, ...]], options: Options
+) -> tuple[BlockSpec, ...]:
     """Choose the structure of all blocks.
 
     Args:
         uses: The uses of the parameters by layers.
-        shapes: All parameters.
+        shapes: The shapes of all parameters.
         options: The options of the approximation.
 
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    unknown = dict(uses.unknown)
+    unknown = uses.unknown
     by_name: dict[str, list[LayerUse]] = {}
     for use in uses.known:
         if use.name not in unknown and use.slice.size:
@@ -218,7 +214,7 @@ def plan_blocks(uses: Uses, shapes: Shapes, options: Options) -> tuple[BlockSpec
     for weight, bias in joined.items():
         _check_same_setting(weight, bias, options)
     blocks: list[BlockSpec] = []
-    for name, shape in shapes:
+    for name, shape in shapes.items():
         if name in joined.values():
             continue
         if name in by_name:

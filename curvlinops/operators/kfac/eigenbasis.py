@@ -11,7 +11,7 @@ from curvlinops.layers.embedding import EmbeddingGradient
 from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum
 from curvlinops.layers.outer import Inputs, OuterProducts, sum_of
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.layout import BlockFactors
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
@@ -56,15 +56,13 @@ class Basis:
         axes = [(self.outputs, sizes[0])]
         axes += [] if self.kind.is_bias else [(self.inputs, sizes[1])]
         factors: list[Factor] = [
-            identity(size, eigenvalues) if Q is None else Factor(Q, symmetric=False)
+            identity(size, eigenvalues, groups) if Q is None else Factor(Q, symmetric=False)
             for Q, size in axes
         ]
-        if groups > 1 and all(factor.groups == 1 for factor in factors):
-            factors.insert(0, identity(groups, eigenvalues))
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 
-    def second_moment(self, parts: Sequence[Part]) -> Tensor:
+    def second_moment(self, parts: Sequence[UseGradient]) -> Tensor:
         """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``.
 
         Args:
@@ -106,7 +104,7 @@ class Basis:
         total: Tensor | float = 0.0
         matrix = self.kind.groups, self.kind.outputs
         matrix = (*matrix, view.size // prod(matrix))
-        for some in gradient.parts():
+        for some in gradient.slices():
             rows = gradient.rows(some).flatten(0, 1).flatten(1)
             total = total + self._squares(view.of(rows).reshape(len(rows), *matrix))
         return total

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
@@ -20,7 +20,8 @@ from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.data import Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.layout import Layout, ParameterView
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.layout import ParameterView
 
 _OTHER_USES = (
     "Layers use parameters in other ways in the pass for the eigenvalues than in that for the "
@@ -90,10 +91,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ) -> None:
         """Add a batch's squared gradients in the eigenbases of blocks."""
         for u, last in mark_last(backpropagated(problem, samples, self._options)):
-            groups = group_by_use(samples.parts(u, last), self._options.reduced)
+            groups = group_by_use(samples.by_use(u, last), self._options.reduced)
             if not sums.uses.includes(groups.keys(), samples.fallbacks):
                 raise ValueError(_OTHER_USES)
-            by_slice: dict[ParameterView, list[Part]] = {slices[0]: [] for slices in sums.bases}
+            by_slice: dict[ParameterView, list[UseGradient]] = {
+                slices[0]: [] for slices in sums.bases
+            }
             for use in list(groups):
                 parts = groups.pop(use)
                 if use.slice in by_slice:
@@ -122,13 +125,13 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             total = total + basis.second_moment_of_rows(rows[0], rows[1] if rows[1:] else None)
         return total
 
-    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], list[Layout]]:
+    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
         return self._assembled(lambda block: block)
 
     def _assembled(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
-    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
-        """Apply a function to the blocks' operators on their entries; return all blocks."""
+    ) -> BlockDiagonalLinearOperator:
+        """Return the matrix whose blocks are a function of this one's blocks."""
         sums = self._factor_sums()
         scale = self.risk.scale(sums.terms)
 
@@ -146,15 +149,12 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 factors[i] = factors[i]._replace(block=block)
         return assemble(factors, self.space, build)
 
-    def _inverse_blocks(
-        self, damping: Damping
-    ) -> tuple[list[StructuredLinearOperator], list[Layout]]:
-        if damping.heuristic or damping.of_inputs != damping.of_gradients:
+    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+        if damping.use_heuristic_damping or damping.of_inputs != damping.of_gradients:
             raise ValueError(
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
-
         arguments = damping.of_gradients, damping.retry_double_precision
         return self._assembled(lambda block: block.inverse(*arguments))
 

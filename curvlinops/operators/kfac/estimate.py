@@ -8,7 +8,7 @@ from torch import Tensor
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
 from curvlinops.layers.gradients import PerSampleGradient, Piece
 from curvlinops.layers.outer import sum_of
-from curvlinops.layers.recorded import Part
+from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
@@ -22,7 +22,7 @@ from curvlinops.operators.vectors import (
 from curvlinops.risk.empirical_risk import BatchProblem
 
 #: Why there may be no factors in the reduce setting.
-_OPEN = (
+_AMBIGUOUS_ROWS = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
@@ -39,23 +39,20 @@ def backpropagated(
         samples: The batch's forward pass, which says how many vectors the memory allows at once.
         options: The options of the approximation.
     """
-    for vectors in _all_vectors(problem, samples.output, samples.num_samples, options):
-        yield from vectors.split(samples.vectors_at_once)
-
-
-def _all_vectors(
-    problem: BatchProblem, output: Tensor, num_samples: int, options: Options
-) -> Iterable[Tensor]:
+    output, num_samples, draws = samples.output, samples.num_samples, options.mc_samples
+    every: Iterable[Tensor]
     if options.fisher_type is FisherType.FORWARD_ONLY:
-        return [output.new_zeros(0, *output.shape)]
-    if options.fisher_type is FisherType.EMPIRICAL:
-        return [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
-    if options.fisher_type is FisherType.MC:
-        draws = sampled_gradients(problem, output, options.mc_samples, options.seed)
-        return [draws / options.mc_samples**0.5]
-    if options.exact:
-        return hessian_roots(problem, output, num_samples)
-    return signed_hessian_roots(problem, output, options.mc_samples, options.seed, num_samples)
+        every = [output.new_zeros(0, *output.shape)]
+    elif options.fisher_type is FisherType.EMPIRICAL:
+        every = [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
+    elif options.fisher_type is FisherType.MC:
+        every = [sampled_gradients(problem, output, draws, options.seed) / draws**0.5]
+    elif options.exact:
+        every = hessian_roots(problem, output, num_samples)
+    else:
+        every = signed_hessian_roots(problem, output, draws, options.seed, num_samples)
+    for vectors in every:
+        yield from vectors.split(samples.vectors_at_once)
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
@@ -72,11 +69,11 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     """
     vectors = backpropagated(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
-        groups = group_by_use(samples.parts(u, last), sums.options.reduced)
+        groups = group_by_use(samples.by_use(u, last), sums.options.reduced)
         if chunk == 0:
             unknown = samples.fallbacks | _unassigned(groups, sums.options)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
-                new = sums.with_uses(sums.uses.union(Uses.of(groups, unknown)))
+                new = sums.with_uses(sums.uses.union(Uses(frozenset(groups), unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
         exact = sums.exact_blocks
         pieces = chain(_exact_forms(exact, groups, samples, u), samples.rest(u))
@@ -89,41 +86,41 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     sums.add(TERMS, problem.terms(samples.output).double())
 
 
-def _unassigned(groups: dict[LayerUse, list[Part]], options: Options) -> dict[str, str]:
+def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
     """Return the parameters whose gradients of samples are needed but not known, and why."""
     reasons = {}
     for use, parts in groups.items():
         is_reduced = use.name in options.reduced
         if is_reduced and use.kind and any(part.ambiguous for part in parts):
-            reasons[use.name] = _OPEN
+            reasons[use.name] = _AMBIGUOUS_ROWS
         if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
             reasons[use.name] = _UNSORTED
     return reasons
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[Part], with_inputs: bool
+    sums: FactorSums, use: LayerUse, parts: list[UseGradient], with_inputs: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
     kind, options = use.kind, sums.options
     if kind is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    parts = [part._replace(gradient=part.gradient.to(sums.space.dtype)) for part in parts]
+    gradients = [part.gradient.to(sums.space.dtype) for part in parts]
     reduce, limit = use.name in options.reduced, options.max_factor_size
     is_weights = kind.is_bias and use.shares_gradients
     if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
-        yield (use, "B"), gradient_factor(parts, reduce, diagonal=kind.outputs > limit)
+        yield (use, "B"), gradient_factor(gradients, reduce, diagonal=kind.outputs > limit)
     if with_inputs and not kind.is_bias:
-        bias = 1.0 if use.has_bias_input(options) else None
-        total, count = input_factor(parts, reduce, bias, diagonal=kind.inputs > limit)
+        bias = use.has_bias_input(options)
+        total, count = input_factor(gradients, reduce, bias, diagonal=kind.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
 
 def _exact_forms(
     names: Collection[str],
-    groups: dict[LayerUse, list[Part]],
+    groups: dict[LayerUse, list[UseGradient]],
     samples: SampleGradients,
     u: Tensor,
 ) -> Iterable[Piece]:
@@ -148,7 +145,7 @@ def _add_exact_blocks(
     for _, gradients in pieces:
         for name, gradient in gradients.items():
             block = blocks[name]
-            for some in gradient.parts():
+            for some in gradient.slices():
                 rows = gradient.rows(some).to(sums.space.dtype)
                 rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
                 sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))

@@ -1,7 +1,7 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite, sqrt
 from typing import Any
 
@@ -18,25 +18,48 @@ from curvlinops.support.records import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Damping:
-    """The numbers that are added to diagonals, checked; see ``KFACInverseLinearOperator``.
+    """The numbers that are added to diagonals, checked.
+
+    For the arguments see ``KFACInverseLinearOperator``.
 
     Attributes:
         of_inputs: The number that is added to the diagonal of A.
         of_gradients: The number for B, and for blocks without factors.
-        heuristic: Whether A and B share one number according to their eigenvalues.
-        minimum: The smallest share.
-        exact: Whether the number is added to ``B (x) A``.
-        retry_double_precision: Whether factors that need it are factorized in float64.
+
+    Raises:
+        ValueError: If an argument is negative, or they do not go together.
     """
 
-    of_inputs: float
-    of_gradients: float
-    heuristic: bool
-    minimum: float
-    exact: bool
-    retry_double_precision: bool
+    damping: float | tuple[float, float] = 0.0
+    use_heuristic_damping: bool = False
+    min_damping: float = 1e-8
+    use_exact_damping: bool = False
+    retry_double_precision: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        is_pair = isinstance(self.damping, tuple | list)
+        values = tuple(self.damping) if is_pair else (self.damping,) * 2
+        without_graph([*values, self.min_damping], "The damping")
+        numbers = [_non_negative(value) for value in values]
+        if len(values) != 2 or None in numbers:
+            raise ValueError(
+                f"damping must be a non-negative number, or a pair of these, got {self.damping!r}."
+            )
+        least = _non_negative(self.min_damping)
+        if least is None:
+            raise ValueError(
+                f"min_damping must be a non-negative number, got {self.min_damping!r}."
+            )
+        if self.use_heuristic_damping and self.use_exact_damping:
+            raise ValueError("Damping is either heuristic or exact, not both.")
+        if is_pair and (self.use_heuristic_damping or self.use_exact_damping):
+            raise ValueError("Heuristic and exact damping need one number, not a pair.")
+        self.min_damping = least
+        self.of_inputs, self.of_gradients = numbers
+        self.damping = tuple(numbers) if is_pair else numbers[0]
 
     def of(self, product: Product, weight: Product | None) -> list[float | Tensor]:
         """Return the damping of a product's factors, B first.
@@ -47,7 +70,7 @@ class Damping:
         """
         both: tuple[float | Tensor, float | Tensor] = self.of_gradients, self.of_inputs
         pair = weight if product.inputs is None else product
-        if self.heuristic and pair is not None:
+        if self.use_heuristic_damping and pair is not None:
             both = self._balanced(pair)
         return list(both[: len(product.factors)])
 
@@ -56,37 +79,8 @@ class Damping:
         B, A = (f.diagonal().double().mean(-1, keepdim=True) for f in product.factors)
         ratio = (A / B).sqrt().where((A > 0) & (B > 0), 1.0)
         root = sqrt(self.of_inputs)
-        return (root / ratio).clamp(min=self.minimum), (root * ratio).clamp(min=self.minimum)
-
-
-def check_damping(
-    damping: float | tuple[float, float],
-    heuristic: bool,
-    minimum: float,
-    exact: bool,
-    retry_double_precision: bool,
-) -> Damping:
-    """Check the options of an inverse.
-
-    Raises:
-        ValueError: If they do not go together.
-    """
-    is_pair = isinstance(damping, tuple | list)
-    values = tuple(damping) if is_pair else (damping,) * 2
-    without_graph([*values, minimum], "The damping")
-    numbers = [_non_negative(value) for value in values]
-    if len(values) != 2 or None in numbers:
-        raise ValueError(
-            f"damping must be a non-negative number, or a pair of these, got {damping!r}."
-        )
-    least = _non_negative(minimum)
-    if least is None:
-        raise ValueError(f"min_damping must be a non-negative number, got {minimum!r}.")
-    if heuristic and exact:
-        raise ValueError("Damping is either heuristic or exact, not both.")
-    if is_pair and (heuristic or exact):
-        raise ValueError("Heuristic and exact damping need one number, not a pair.")
-    return Damping(*numbers, heuristic, least, exact, retry_double_precision)
+        least = self.min_damping
+        return (root / ratio).clamp(min=least), (root * ratio).clamp(min=least)
 
 
 def _non_negative(value: Any) -> float | None:
@@ -209,27 +203,19 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
                 "KFACInverseLinearOperator has no option cache: it always keeps what it computes. "
                 "Leave the argument out."
             )
-        if not hasattr(A, "_inverse_blocks"):
+        if not hasattr(A, "_damped_inverse"):
             raise ValueError(
                 f"Only KFAC and EKFAC operators have such inverses, not {type(A).__name__}. "
                 "Structured operators have a method inverse()."
             )
-        self._damping = check_damping(
+        self._damping = Damping(
             damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
-        blocks, layouts = A._inverse_blocks(self._damping)
-        super().__init__(blocks, A.space, layouts)
+        inverse = A._damped_inverse(self._damping)
+        super().__init__(list(inverse), A.space, inverse.layouts)
 
     def _arguments(self) -> dict[str, Any]:
-        used = self._damping
-        inputs, gradients = used.of_inputs, used.of_gradients
-        return {
-            "damping": inputs if inputs == gradients else (inputs, gradients),
-            "use_heuristic_damping": used.heuristic,
-            "min_damping": used.minimum,
-            "use_exact_damping": used.exact,
-            "retry_double_precision": used.retry_double_precision,
-        }
+        return {each.name: getattr(self._damping, each.name) for each in fields(Damping)}
 
 
 recorded(KFACInverseLinearOperator, "BlockDiagonalLinearOperator")

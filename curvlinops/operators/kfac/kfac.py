@@ -1,7 +1,7 @@
 """Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
@@ -45,7 +45,6 @@ from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.layout import Layout
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.records import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
@@ -116,37 +115,36 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def __post_init__(self) -> None:
         """Check the options, too."""
         # before any pass over the data
-        fisher = check_choice("fisher_type", self.fisher_type, FisherType)
-        mc_samples = check_count("mc_samples", self.mc_samples)
-        seed = check_count("seed", self.seed, at_least=0)
-        fallback = check_choice("fallback", self.fallback, Fallback)
-        max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
-        terms = self.num_per_example_loss_terms
-        terms = terms if terms is None else check_count("num_per_example_loss_terms", terms)
+        self.fisher_type = str(check_choice("fisher_type", self.fisher_type, FisherType))
+        self.mc_samples = check_count("mc_samples", self.mc_samples)
+        self.seed = check_count("seed", self.seed, at_least=0)
+        self.fallback = str(check_choice("fallback", self.fallback, Fallback))
+        self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
+        if self.num_per_example_loss_terms is not None:
+            self.num_per_example_loss_terms = check_count(
+                "num_per_example_loss_terms", self.num_per_example_loss_terms
+            )
         super().__post_init__()
         self._options = Options(
-            fisher,
-            mc_samples,
-            seed,
+            FisherType(self.fisher_type),
+            self.mc_samples,
+            self.seed,
             self.exact,
             reduced_parameters(self.kfac_approx, self.space.names),
             not self.separate_weight_and_bias,
-            fallback,
-            max_factor_size,
+            Fallback(self.fallback),
+            self.max_factor_size,
         )
         self._options.check(self.risk.loss)
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        self._terms_per_sample = terms
         self._replace(None)
 
     def _arguments(self) -> dict[str, Any]:
         reduced, every = self._options.reduced, set(self.space.names)
         approx = "expand" if not reduced else "reduce" if reduced == every else "mixed"
-        own = {"kfac_approx": approx, "separate_weight_and_bias": not self._options.joint}
-        plain = {n: str(x) if isinstance(x, str) else x for n, x in vars(self._options).items()}
-        return super()._arguments() | plain | own
+        return super()._arguments() | {"kfac_approx": approx}
 
     # --- sums over the data
 
@@ -237,7 +235,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
                 yield own, samples
 
     def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
-        expected = self._terms_per_sample
+        expected = self.num_per_example_loss_terms
         if expected is None:
             return
         found = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
@@ -249,9 +247,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
     def _synchronized(self, task: str) -> AbstractContextManager[Any]:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
-        # ranks never draw the same numbers, whatever the seed
-        options = vars(self._options) | {"reduced": sorted(self._options.reduced), "seed": None}
-        return self.risk.ranks.synchronized(self.risk, task, options=options)
+        return self._together(task, reduced=sorted(self._options.reduced))
 
     # --- what was computed
 
@@ -338,7 +334,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         self._replace(storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
 
     def _fingerprint(self) -> dict[str, Any]:
-        return storage.fingerprint(self, self._options)
+        return storage.fingerprint(self, self._options.reduced)
 
     @classmethod
     def from_state_dict(
@@ -369,19 +365,16 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            blocks, layouts = self._structured_blocks()
-            self._structure = BlockDiagonalLinearOperator(blocks, self.space, layouts)
+            self._structure = self._block_diagonal()
         return self._structure
 
     @abstractmethod
-    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
-        """Return operators on the entries of all blocks, and their layouts."""
+    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
+        """Return the matrix that the sums define."""
 
     @abstractmethod
-    def _inverse_blocks(
-        self, damping: Damping
-    ) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
-        """Return the damped inverses of all blocks."""
+    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+        """Return the damped inverse."""
 
     def _block_factors(self, keep: bool = False) -> list[BlockFactors]:
         """Return the matrices of all blocks, which may be kept."""
@@ -468,14 +461,12 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _structured_blocks(self) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
+    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
         return assemble(self._block_factors(keep=True), self.space, BlockFactors.operator)
 
-    def _inverse_blocks(
-        self, damping: Damping
-    ) -> tuple[list[StructuredLinearOperator], Sequence[Layout]]:
+    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         factors = self._block_factors()
-        if not damping.exact:
+        if not damping.use_exact_damping:
             inverses = inverse_factors(factors, damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
             return assemble(factors, self.space, build)
@@ -489,5 +480,4 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                     "max_factor_size, above which factors are diagonal."
                 )
         # the structure keeps the eigendecompositions for other dampings
-        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
-        return list(inverse), inverse.layouts
+        return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)

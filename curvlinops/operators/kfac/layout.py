@@ -13,13 +13,13 @@ from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import about
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
     SumOfKroneckersLinearOperator,
 )
-from curvlinops.structured.layout import Layout, ParameterView
+from curvlinops.structured.layout import ParameterView
 
 
 class Product(NamedTuple):
@@ -147,8 +147,8 @@ def assemble(
     factors: Iterable[BlockFactors],
     space: ParameterSpace,
     build: Callable[[BlockFactors], StructuredLinearOperator],
-) -> tuple[list[StructuredLinearOperator], list[Layout]]:
-    """Return operators on the entries of all blocks, and where these are in the parameters.
+) -> BlockDiagonalLinearOperator:
+    """Return the matrix of all blocks.
 
     Args:
         factors: The matrices of the blocks.
@@ -158,7 +158,7 @@ def assemble(
     factors = list(factors)
     layouts = [each.block.layout for each in factors]
     if sum(layout.size for layout in layouts) < space.dim:
-        # entries that no layer uses have their share of damping
+        # entries that no layer uses get zero blocks, so that inverses damp them, too
         zero = list(_unused_blocks([view for each in layouts for view in each.views], space))
         factors += [BlockFactors(each, matrix=_zeros(each.layout.size, space)) for each in zero]
         layouts += [each.layout for each in zero]
@@ -166,7 +166,7 @@ def assemble(
     for each in factors:
         with about(each.block.names):
             operators.append(build(each))
-    return operators, layouts
+    return BlockDiagonalLinearOperator(operators, space, layouts)
 
 
 def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[BlockSpec]:

@@ -20,8 +20,8 @@ from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
 
-#: The format of states. It is raised when older files cannot be read any more.
-FORMAT = 6
+#: The format of saved factors. It changes when older files cannot be read any more.
+FORMAT = "Kronecker factors 8"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -68,12 +68,7 @@ def unpack(
         ValueError: If the state is not of this kind, or of other parameters, options or loss; if it
             is damaged.
     """
-    metadata = metadata_of(state, "a Kronecker-factored operator")
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"Unknown format {metadata.get('format')!r} of the saved state; factors have {FORMAT}. "
-            "Structured operators, such as inverses, are read by curvlinops.load()."
-        )
+    metadata = metadata_of(state, FORMAT)
     check_equal("saved state", metadata["fingerprint"], own)
     entries = {
         name: x.to(space.device, copy=True) for name, x in state.items() if isinstance(x, Tensor)
@@ -85,7 +80,11 @@ def unpack(
     return replace(sums, tensors=tensors, bases=bases, num_batches=content["num_batches"])
 
 
-def fingerprint(operator: Any, options: Options) -> dict[str, Any]:
+#: The options that sums depend on, beside the treatment of positions.
+_OPTIONS = ("fisher_type", "exact", "separate_weight_and_bias", "max_factor_size", "fallback")
+
+
+def fingerprint(operator: Any, reduced: frozenset[str]) -> dict[str, Any]:
     """Return plain values that are equal for operators whose sums have the same meaning."""
     space = operator.space
     return {
@@ -93,12 +92,8 @@ def fingerprint(operator: Any, options: Options) -> dict[str, Any]:
         "parameters": [[name, list(shape)] for name, shape in space.shapes.items()],
         "dtype": str(space.dtype),
         "loss": _identity(operator.risk.loss),
-        "fisher_type": str(options.fisher_type),
-        "exact": options.exact,
-        "reduced": sorted(options.reduced),
-        "separate_weight_and_bias": not options.joint,
-        "max_factor_size": options.max_factor_size,
-        "fallback": str(options.fallback),
+        "reduced": sorted(reduced),
+        **{name: getattr(operator, name) for name in _OPTIONS},
     }
 
 

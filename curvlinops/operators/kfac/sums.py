@@ -73,7 +73,7 @@ class FactorSums:
         """
         if self.blocks and self.uses == uses:
             return self
-        blocks = plan_blocks(uses, tuple(self.space.shapes.items()), self.options)
+        blocks = plan_blocks(uses, self.space.shapes, self.options)
         after = replace(self, uses=uses, blocks=blocks)
         before = self.exact_blocks
         for name, block in after.exact_blocks.items():
