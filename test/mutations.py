@@ -26,7 +26,7 @@ PACKAGE = ROOT / "curvlinops"
 TESTS = {
     "support": """
         arguments norms pytree changes modules_in_code threads keeping::test_changes_are_noticed
-        structured saving robustness""",
+        structured saving robustness clients::test_one_progress_bar_for_each_solver""",
     "linear_operator": """
         operator matrix contract::test_kinds_of_vectors contract::test_linear_and_adjoint
         vector_gradients::test_first_and_second_derivatives vector_gradients::test_transforms""",
@@ -37,7 +37,7 @@ TESTS = {
     "autodiff/overrides": "overrides convolution constants",
     "risk": """
         contract::test_blocks errors robustness complex_and_sparse threads
-        first_batch keeping::test_changes_are_noticed""",
+        first_batch keeping::test_changes_are_noticed keeping::test_batches_of_other_kinds""",
     "losses": """
         losses errors contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",

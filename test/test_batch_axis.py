@@ -182,20 +182,6 @@ def test_batches_without_a_gradient():
         torch.testing.assert_close(K.input_covariances["embed"], covariance(x.mean(1)))
 
 
-def test_irregular_rows_without_a_gradient_are_inputs():
-    class Off(Experts):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * (x[:, :1] > 0)
-
-    model, x, y = Off().double(), torch.randn(9, 4).double(), torch.randn(9, 2).double()
-    x[:, 0] = x[:, 0].abs() * torch.tensor([1.0] * 5 + [-1.0] * 4)
-    K = factors(model, [(x[:5], y[:5]), (x[5:], y[5:])], "expand")
-    choice = model.gate(x).argmax(-1)
-    for i in range(3):
-        A = K.input_covariances[f"experts.{i}"]
-        torch.testing.assert_close(A, covariance(x[choice == i]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
     """Rows follow no axis: gradients are computed one by one; KFAC-expand adds over all rows."""
@@ -220,32 +206,6 @@ def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
         with pytest.raises(NotImplementedError, match="not known to which samples"):
             operator(model, nn.MSELoss(), params, [(x, y)], **options).trace()
         del options["kfac_approx"]
-
-
-def test_gradients_that_are_small_next_to_others():
-    """A layer sees samples along two axes of equal length; most have only the smaller gradient."""
-    torch.manual_seed(0)
-    dtype = torch.float32
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, X: torch.Tensor) -> torch.Tensor:
-            large = torch.tanh(self.layer(X)) * X[:, :1, :1] * 1e7
-            small = torch.sin(self.layer(X.transpose(0, 1))).transpose(0, 1)
-            return self.head((large + small).mean(1))
-
-    model, loss = Twice().to(dtype), nn.MSELoss(reduction="sum")
-    X, y = torch.randn(4, 4, 3, dtype=dtype), torch.randn(4, 2, dtype=dtype)
-    X[:, :, 0] = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=dtype)[:, None]
-    params = list(model.parameters())
-    found = PerSampleGradientLinearOperator(model, loss, params, [(X, y)]).dense()
-    for n in range(4):
-        grads = torch.autograd.grad(loss(model(X[n : n + 1]), y[n : n + 1]), params)
-        row = torch.cat([g.flatten() for g in grads])
-        assert float((found[n] - row).norm()) <= 1e-5 * float(row.norm())
 
 
 class Attention(nn.Module):

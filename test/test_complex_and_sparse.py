@@ -204,25 +204,3 @@ def test_rules_that_fail_are_not_used(monkeypatch, caplog):
         op = check(FirstLayer(), torch.eye(N, 4).double())
     assert set(op.fallbacks) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
     assert "on gradients" in op.fallbacks["net.0.weight"]
-
-
-@pytest.mark.parametrize("change", [lambda z: z + 1j, torch.conj])
-def test_complex_data_that_differ_between_passes(change: Callable):
-    numbers, y = torch.randn(4, 3, dtype=torch.complex64), torch.randn(4, 2)
-
-    class Data:
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            yield numbers if self.passes % 2 else change(numbers), y
-
-    model = nn.Linear(3, 2)
-
-    def magnitude(params: dict, z: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, z.abs())
-
-    with pytest.raises(RuntimeError, match="[Dd]ata"):
-        curvlinops.GGNLinearOperator(
-            magnitude, nn.MSELoss(), dict(model.named_parameters()), Data()
-        )

@@ -163,35 +163,6 @@ def _jacobian(net: nn.Module, x: Tensor, X: dict) -> Tensor:
     return torch.stack(rows)
 
 
-class Positions(nn.Module):
-    """A layer on rows whose order the input says."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-
-    def forward(self, X: dict) -> Tensor:
-        x = X["x"].transpose(0, 1) if X["time_first"] else X["x"]
-        z = self.layer(x.reshape(-1, 3)).tanh().reshape(*x.shape[:2], -1)
-        return self.head(z.sum(0 if X["time_first"] else 1))
-
-
-@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, EKFACLinearOperator])
-def test_layouts_are_found_again_for_other_inputs(cls: type, monkeypatch):
-    """As many samples as positions: only the input tells which axis is which."""
-    net = Positions()
-    torch.manual_seed(0)
-    x, y = torch.rand(4, 4, 3).double(), torch.randint(2, (4,))
-
-    def compute(time_first: bool) -> Tensor:
-        data = [({"x": x, "time_first": time_first}, y)]
-        return build(net, cls, data, batch_size_fn=lambda X: 4) @ torch.eye(26).double()
-
-    first, second = compute(False), compute(True)
-    torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
-
-
 class Penalized(nn.Module):
     """A loss that may use the parameters itself."""
 
@@ -340,8 +311,13 @@ def test_lost_dependence_is_noticed(cls: type):
         product(build(net, cls, data))
 
 
-class Unpadded(Positions):
-    """Rows as many as lengths say, in sequences one after the other."""
+class Unpadded(nn.Module):
+    """A layer on the tokens of all sequences, without padding, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
 
     def forward(self, X: dict) -> Tensor:
         lengths = X["lengths"].tolist()

@@ -392,8 +392,22 @@ class Uncopied(Own):
         raise RuntimeError("not me")
 
 
-@pytest.mark.parametrize("make", [Own, Uncopied])
-def test_batches_of_other_kinds(make: type):
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+def attached(x: Tensor) -> Tensor:
+    """Return a tensor to which another one is attached."""
+    tensor = torch.zeros(len(x))
+    tensor.x = x
+    return tensor
+
+
+@pytest.mark.parametrize("make", [Own, Uncopied, Slotted, attached])
+def test_batches_of_other_kinds(make: Callable):
     linear, X = nn.Linear(3, 2).double(), make(torch.randn(4, 3).double())
 
     def model(params: dict, X: Own) -> Tensor:
@@ -406,7 +420,7 @@ def test_batches_of_other_kinds(make: type):
     )
     v = vectors(kept)
     before = kept @ v
-    assert num_kept(kept) == (make is Own)
+    assert num_kept(kept) == (make is not Uncopied)
     assert torch.equal(kept @ v, before)
     X.x.data.mul_(2)
     assert error(kept @ v, fresh @ v) <= 1e-10

@@ -169,12 +169,11 @@ def lanczos_logdet(
 
     def log(nodes: Tensor) -> Tensor:
         smallest, largest = float(nodes.min()), float(nodes.max())
-        rounding = 10 * torch.finfo(matrix.dtype).eps * max(largest, 0.0)
-        if smallest <= rounding:
-            limit = " to working precision" if smallest >= -rounding else ""
+        if smallest <= 10 * torch.finfo(matrix.dtype).eps * max(largest, 0.0):
             raise ValueError(
-                f"The matrix is not positive definite{limit}: it has an eigenvalue of "
-                f"{smallest:.1e} or less, and one of {largest:.1e}. Add a multiple of the identity."
+                f"The matrix is not positive definite to working precision: it has an eigenvalue "
+                f"of {smallest:.1e} or less, and one of {largest:.1e}. Add a multiple of the "
+                "identity."
             )
         return nodes.log()
 

@@ -253,7 +253,9 @@ def _shifted_cholesky(
     H = (X.T @ AX).double()
     eps, matrix = torch.finfo(X.dtype).eps, sampler.matrix
     if not matrix.operator.self_adjoint and (H - H.T).norm() > eps**0.5 * H.norm():
-        raise ValueError("The matrix is not symmetric, which xnystrace needs. Use xtrace.")
+        raise ValueError(
+            "xnystrace needs a symmetric matrix; this one is not symmetric. Use xtrace."
+        )
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
     scale = float(double_norm(AX)) / sampler.dim**0.5 or 1.0
     shift = eps * scale
@@ -264,4 +266,7 @@ def _shifted_cholesky(
         if not bool(info):
             return L, shift
         shift *= 10
-    raise ValueError("The matrix is not positive semi-definite, which xnystrace needs. Use xtrace.")
+    raise ValueError(
+        "xnystrace needs a positive semi-definite matrix; this one is not positive semi-definite. "
+        "Use xtrace."
+    )

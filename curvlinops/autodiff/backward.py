@@ -1,4 +1,4 @@
-"""Backward passes over a model problem to a batch, with several columns at once."""
+"""Backward passes through a model on one batch, with several columns at once."""
 
 import logging
 import warnings
@@ -32,7 +32,7 @@ Apply = Callable[[Columns, Columns], Tensor]
 #: A function of the model's output that also returns the batch's share of the normalization.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
 
-#: Where a backward pass starts: a tensor and its cotangent, ``None`` for one.
+#: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
 
 Tensors = Mapping[str, Tensor]

@@ -144,7 +144,7 @@ class IsolatedModules:
 
 
 def _write(contents: Iterable[Contents]) -> None:
-    """Put the given objects into containers; where a dictionary has them, nothing is written."""
+    """Put objects into containers; a dictionary that has them already is not written to."""
     for container, values in contents:
         if isinstance(container, dict):
             for name in [name for name in container if name not in values]:

@@ -93,7 +93,7 @@ def choose(modes: list[Mode], dot_test: DotTest, problem: Problem, head: Head) -
 def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float | None:
     """Compare ``<u, H v>`` with ``<v, H u>`` for random vectors.
 
-    Where both vanish, as they may, this says nothing, but the adjoint of the Jacobian does.
+    If both are zero, this test says nothing, and the adjoint of the Jacobian is tested instead.
     """
     u, v = _random(problem, 0), _random(problem, 1)
     seeds: list[Tensor] = []
@@ -116,9 +116,9 @@ def symmetry_of_hessian(mode: Mode, problem: Problem, head: Head) -> float | Non
 def adjoint_of_jacobian(mode: Mode, problem: Problem, head: Head) -> float | None:
     """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is ordinary backpropagation.
 
-    Both come from one product ``J^T B J v`` with a B that notes what it gets and returns w. In
+    Both come from one product ``J^T B J v`` with a B that stores its input and returns w. In
     forward mode ``J v`` is also compared with that of a pass without a graph, where models and
-    kernels may take other paths. Where all vanish, so must an ordinary backward pass.
+    kernels may take other paths. If all are zero, an ordinary backward pass must give zero, too.
     """
     v, Jw, noted, outputs = _random(problem, 0), problem.space.zeros(1), [], []
 

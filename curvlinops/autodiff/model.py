@@ -125,7 +125,7 @@ class Model(ABC):
 
     @abstractmethod
     def _move(self, device: torch.device | str) -> None:
-        """Move what ``to`` moves."""
+        """Move the objects that ``to`` moves."""
 
     def pack(self, values: Mapping[str, Tensor]) -> list[Tensor] | dict[str, Tensor]:
         """Return tensors in the structure in which the user gave the parameters."""
@@ -249,7 +249,7 @@ class ClosureModel(Model):
 
     @property
     def replaced(self) -> dict[int, str]:
-        """Nothing: the function uses the user's tensors."""
+        """Return no tensors: the function uses the user's own."""
         return {}
 
     def leaves(self) -> dict[str, Tensor]:

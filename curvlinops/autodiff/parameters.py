@@ -1,4 +1,4 @@
-"""The user's parameters: their names, and what they must be."""
+"""The user's parameters: their names, and the checks of their kinds."""
 
 import sys
 from collections.abc import Iterable, Mapping, Set
@@ -132,7 +132,7 @@ def check_params(params: Mapping[str, Tensor]) -> None:
 
 
 def check_complete(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse parameters and buffers that have no values yet, or not all of them here."""
+    """Refuse parameters and buffers without values, or with values on other processes."""
     names = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if names:
         raise ValueError(
@@ -162,7 +162,7 @@ def without_history(param: Tensor) -> Tensor:
 
 
 def with_attributes(values: Tensor, param: Tensor) -> Tensor:
-    """Give a tensor that replaces a parameter or buffer its kind, and what users attached to it."""
+    """Give a tensor the class and the attributes of the parameter or buffer that it replaces."""
     vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
         mark_as_parameter(values)

@@ -88,10 +88,10 @@ class AdditiveLoss(Loss):
                 raise
             note = (
                 f"{self.name} was evaluated on one sample, to check that it adds up over samples "
-                "(contrastive losses do not). Tensors in the target were cut whose first axis has "
-                "the batch's length. One for all samples, such as a weight for each class, must be "
-                "an attribute of the loss; one for single samples, such as a weight for each "
-                "sample, must be in the target."
+                "(contrastive losses do not). Each tensor of the target whose first axis has the "
+                "batch's length was cut. A tensor for all samples, such as a weight for each "
+                "class, must be an attribute of the loss; a tensor for single samples, such as a "
+                "weight for each sample, must be in the target."
             )
             if isinstance(error, ValueError):  # the risk repeats its text, without notes
                 raise ValueError(f"{error} {note}") from error

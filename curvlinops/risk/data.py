@@ -1,4 +1,4 @@
-"""Batches: what they may look like, how many samples they have, how they reach the device."""
+"""Batches: their kinds, their numbers of samples, and their way to the device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +29,7 @@ class Batch:
     y: Any
 
     def name_in(self, error: Exception) -> None:
-        """Add to an error in which batch it was raised."""
+        """Add the batch in which an error was raised to the error, as a note."""
         tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
         about = "; ".join(tensors) or type(self.X).__name__
         note = f"(in batch {self.index} of the data, X of {about})"
@@ -169,7 +169,7 @@ class Batches:
 
 
 def _without_history(leaf: Any) -> Any:
-    """Detach a tensor that was computed; a model or a loss may still differentiate with it."""
+    """Detach a computed tensor; a model or a loss may still differentiate with respect to it."""
     if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
         return leaf.detach().requires_grad_()
     return leaf

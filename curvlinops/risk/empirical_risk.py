@@ -58,7 +58,7 @@ class BatchProblem:
         self.leaves = risk.model.leaves
 
     def on(self, batch: Batch) -> "BatchProblem":
-        """Return the same on another batch."""
+        """Return the problem on another batch."""
         return self if batch is self.batch else BatchProblem(self._risk, batch, self._pass)
 
     @property
@@ -76,7 +76,7 @@ class BatchProblem:
         """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
         return self.model.substitutable
 
-    # --- what is known of the model
+    # --- facts about the model
 
     @property
     def is_first(self) -> bool:
@@ -112,7 +112,7 @@ class BatchProblem:
     # --- evaluations
 
     def constants(self) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, for a pass that nobody differentiates."""
+        """Return tensors with the parameters' values, for a pass without derivatives."""
         leaves = self.leaves()
         if self.facts.model_differentiates:
             return leaves
@@ -142,7 +142,7 @@ class BatchProblem:
         )
 
     def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Check that an output was not computed from something that an earlier pass has left."""
+        """Refuse an output that was computed from tensors that an earlier pass has left."""
         check_graph(output, self.model, leaves, must_depend=False)
 
     @contextmanager
@@ -195,7 +195,7 @@ class BatchProblem:
         """Check that output and target fit, and perhaps that the loss adds up (costly).
 
         Raises:
-            ValueError: If they do not, with the number of the batch.
+            ValueError: If output and target do not fit. The error names the batch.
         """
         if self.loss is None:
             return
@@ -241,7 +241,7 @@ class BatchProblem:
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), terms
 
     def check(self, output: Tensor) -> None:
-        """Raise an error that names the batch if it does not fit, or has no finite loss."""
+        """Refuse an output that does not fit its target, or a loss that is not finite."""
         self.terms(output)
         if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
             self.check_numbers(output)
@@ -302,14 +302,14 @@ class EmpiricalRisk:
         self.reconsider(loss)
 
     def reconsider(self, loss: Loss | None) -> None:
-        """Use a loss from now on, and forget all that is known of loss and model."""
+        """Replace the loss, and forget all facts about loss and model."""
         self.loss, self.term_size = loss, None
         self.facts: BatchFacts | None = None
         self.learners: dict[Hashable, Any] = {}
         self._shared: dict[Hashable, Any] | None = None
 
     def learn(self, facts: BatchFacts) -> None:
-        """Take over what an evaluation has shown."""
+        """Store the facts that an evaluation has shown."""
         self.facts = facts
         if self.loss is not None:
             self.loss.needs_graph = facts.loss_needs_graph
@@ -358,7 +358,7 @@ class EmpiricalRisk:
                 raise
 
     def shared(self, problem: BatchProblem) -> dict[Hashable, Any]:
-        """Return what operators on this model share, for such batches and such a loss.
+        """Return the facts that operators on this model share, for such batches and such a loss.
 
         Entries that depend on the model's graph have its signature.
 

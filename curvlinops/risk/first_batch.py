@@ -79,7 +79,7 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Call ``func``, and note what it does with gradients."""
+        """Call ``func``, and note how it uses gradients."""
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             hook = (*args, *kwargs.values())[1]
@@ -149,7 +149,7 @@ def needs_graph(loss: Loss, output: Tensor, target: Any, parameters: set[int]) -
         return not torch.allclose(total, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)
 
 
-#: What operators have learned of each model, by the key that it depends on.
+#: The facts that operators have learned about each model, by the key that they depend on.
 _LEARNED: weakref.WeakKeyDictionary[Any, dict[Hashable, dict]] = weakref.WeakKeyDictionary()
 
 #: The largest number of keys that are remembered for a model.
@@ -159,7 +159,7 @@ _MOST_KEYS = 16
 def learned(source: Any, key: Hashable) -> dict[Hashable, Any]:
     """Return a dictionary that all operators on a model share, until the model is freed.
 
-    Who builds an operator for each step or batch need not learn everything again.
+    So a new operator for each step or batch does not have to learn everything again.
 
     Args:
         source: The user's model.

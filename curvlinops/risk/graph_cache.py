@@ -211,7 +211,7 @@ def check_cache(cache: Any, autodiff: str) -> str | int:
 
 
 def _copied(batch: Batch) -> Batch:
-    """Return a copy of a batch that shares no memory with it; one of a view is as small as it."""
+    """Return a copy of a batch without shared memory; of a view it copies no more than the view."""
     tensors = leaves((batch.X, batch.y))
     if any(tensor.grad_fn is not None for tensor in tensors):
         raise ValueError("its tensors were computed from each other.")
@@ -232,7 +232,7 @@ def _same_batch(batch: Batch, copied: Batch) -> bool:
 
 
 def _same_structure(now: Any, before: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether two batches are alike but for numbers in tensors, which are gathered."""
+    """Return whether two batches agree apart from the numbers in tensors, which are gathered."""
     if isinstance(now, type):
         return now is before
     if type(now) is not type(before):

@@ -30,7 +30,7 @@ COUPLED = (
 
 
 def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) -> None:
-    """Warn that BatchNorm couples samples; refuse it for an operator made of single ones."""
+    """Warn that BatchNorm couples samples; refuse it for operators made of samples' gradients."""
     coupling = {
         name or type(module).__name__: module.running_mean is not None
         for root in roots
@@ -57,7 +57,7 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
 
 
 def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
-    """Return whether the first samples of a batch have other outputs without the others.
+    """Return whether the outputs of a batch's first samples change without the other samples.
 
     Args:
         problem: The model on the batch.
@@ -74,7 +74,7 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bo
             raise
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return False
-    # with as many outputs as before, samples are not what was cut
+    # with as many outputs as before, something else than samples was cut
     return len(rows) < len(output) and differs(rows, output[: len(rows)], output)
 
 

@@ -96,17 +96,18 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
         return self.eigenvalues, self.eigenvectors
 
     def _apply(self, columns: Columns) -> Columns:
-        coefficients = self.eigenvectors._apply_adjoint(columns)
-        return self._combine_eigenvectors(coefficients, self.eigenvalues)
+        # columns get a new value at each step, so that the memory of the old one is free
+        columns = self.eigenvectors._apply_adjoint(columns)
+        columns = self._scale(columns, self.eigenvalues)
+        return self.eigenvectors._apply(columns)
 
     def _multiply_root(self, columns: Columns) -> Columns:
-        return self._combine_eigenvectors(columns, power(self.eigenvalues, 0.5))
+        return self.eigenvectors._apply(self._scale(columns, power(self.eigenvalues, 0.5)))
 
-    def _combine_eigenvectors(self, coefficients: Columns, scale: Tensor) -> Columns:
-        """Return ``Q diag(scale) c`` for columns c."""
-        scales = self.domain.split(scale.unsqueeze(0))
-        scaled = {name: column * scales[name] for name, column in coefficients.items()}
-        return self.eigenvectors._apply(scaled)
+    def _scale(self, columns: Columns, diagonal: Tensor) -> Columns:
+        """Multiply columns by a diagonal matrix."""
+        scales = self.domain.split(diagonal.unsqueeze(0))
+        return {name: column * scales[name] for name, column in columns.items()}
 
     def _diagonal(self) -> Tensor:
         values = self.domain.split(self.eigenvalues.unsqueeze(0))

@@ -221,8 +221,10 @@ def cholesky_inverse(
         A.diagonal(dim1=-2, dim2=-1).add_(shift[left].unsqueeze(-1).to(dtype))
         norm = torch.linalg.vector_norm(A, dim=(-2, -1))
         L, info = torch.linalg.cholesky_ex(A, out=(A, torch.empty_like(left, dtype=torch.int32)))
-        if bool((info != 0).any()):  # a failed decomposition may have no inverse
-            L[info != 0] = torch.eye(A.shape[-1], dtype=dtype, device=A.device)
+        # a failed decomposition may have no inverse: it becomes the identity
+        failed = (info != 0).unsqueeze(-1)
+        L.masked_fill_(failed.unsqueeze(-1), 0.0)
+        L.diagonal(dim1=-2, dim2=-1).masked_fill_(failed, 1.0)
         logdet = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         result = torch.cholesky_inverse(L, out=L)
         inverse_norm = torch.linalg.vector_norm(result, dim=(-2, -1))
