@@ -1,7 +1,7 @@
 """One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -58,6 +58,28 @@ class UseGradient(NamedTuple):
     unsorted: bool
 
 
+@dataclass
+class BatchUse:
+    """A recorded use, and what is known of its rows.
+
+    Attributes:
+        recorded: The use.
+        origins: The parameters of which the argument is a function, by name.
+        axis: The axis that numbers the samples, ``None`` if no axis does, or none is known yet.
+        ambiguous: Whether other axes are possible. They differ in rows without a gradient.
+    """
+
+    recorded: RecordedUse
+    origins: dict[str, Tensor]
+    axis: BatchAxis | None = None
+    ambiguous: bool = False
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Lengths of the axes that number the rows."""
+        return self.recorded.use.row_shape
+
+
 class RecordedBatch:
     """One captured forward pass.
 
@@ -70,8 +92,6 @@ class RecordedBatch:
         output: The model's output, with samples along the first axis.
         num_samples: The number of samples. Each has the same number of neighboring output rows.
         uses: The recorded uses of parameters.
-        axes: The axis that numbers the samples, of each use whose rows have one.
-        ambiguous: Uses for which other axes are possible; they differ in rows without a gradient.
         unconnected: Uses on which the output does not depend.
     """
 
@@ -88,14 +108,11 @@ class RecordedBatch:
         with torch.enable_grad():
             self.output = capture.as_data(output)
         self.num_samples = len(self.output)
-        self.uses: dict[UseKey, RecordedUse] = {}
-        self.axes: dict[UseKey, BatchAxis] = {}
-        self.ambiguous: set[UseKey] = set()
+        self.uses: dict[UseKey, BatchUse] = {}
         self.unconnected: set[UseKey] = set()
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
-        self._origins: dict[UseKey, dict[str, Tensor]] = {}
         self._nodes = dict.fromkeys(graph_nodes(self.output))
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
@@ -103,7 +120,7 @@ class RecordedBatch:
             found, overwritten = _origins(recorded.tensor, by_id), recorded.output.overwritten
             key = UseKey(call, place, tuple(found))
             if recorded.output.edge.node in self._nodes:
-                self.uses[key], self._origins[key] = recorded, found
+                self.uses[key] = BatchUse(recorded, found)
             elif not overwritten:
                 self.unconnected.add(key)
             if overwritten:  # its place in the graph may have changed
@@ -112,7 +129,7 @@ class RecordedBatch:
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient of all recorded outputs."""
-        outputs = (recorded.output for recorded in self.uses.values())
+        outputs = (use.recorded.output for use in self.uses.values())
         return sum(output.shape.numel() * output.dtype.itemsize for output in outputs)
 
     @cached_property
@@ -133,12 +150,14 @@ class RecordedBatch:
     @cached_property
     def moves_rows(self) -> bool:
         """Whether an operation may move rows of layers depending on their values."""
-        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses.values()})
+        return moves_rows(
+            self._nodes, {use.recorded.output.edge.node for use in self.uses.values()}
+        )
 
     @property
     def has_lookups(self) -> bool:
         """Whether a table is read at the same indices for all samples."""
-        return any(recorded.lookup is not None for recorded in self.uses.values())
+        return any(use.recorded.lookup is not None for use in self.uses.values())
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
@@ -146,18 +165,16 @@ class RecordedBatch:
 
     def unsorted(self) -> list[str]:
         """Return the parameters with uses whose rows have no axis of samples."""
-        keys = self.uses.keys() - self.axes.keys()
-        return sorted({name for key in keys for name in self._origins[key]})
+        without = (use for use in self.uses.values() if use.axis is None)
+        return sorted({name for use in without for name in use.origins})
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the uses of some parameters."""
         names = set(names)
         self.names = [name for name in self.names if name not in names]
-        self._origins = {
-            key: {name: leaf for name, leaf in found.items() if name not in names}
-            for key, found in self._origins.items()
-        }
-        self.uses = {key: use for key, use in self.uses.items() if self._origins[key]}
+        for use in self.uses.values():
+            use.origins = {name: x for name, x in use.origins.items() if name not in names}
+        self.uses = {key: use for key, use in self.uses.items() if use.origins}
 
     # --- backward passes
 
@@ -169,24 +186,24 @@ class RecordedBatch:
             last: Whether this is the last call. A single vector then frees the graph.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        calls = {recorded.output: recorded.output.edge for recorded in self.uses.values()}
+        outputs = {key: use.recorded.output for key, use in self.uses.items()}
+        calls = {output: output.edge for output in outputs.values()}
         # several vectors may need one pass each
         retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
                 parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
         found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
-        return {key: found[recorded.output] for key, recorded in self.uses.items()}
+        return {key: found[output] for key, output in outputs.items()}
 
     # --- the axis of samples, and the check of rules
 
     def recall(self, axes: Mapping[UseKey, BatchAxis]) -> None:
         """Take the axes that uses had on other batches, where they fit."""
-        for key, recorded in self.uses.items():
-            if self.num_samples == 1:
-                self.axes[key] = ALL_ROWS
-            elif key in axes and axes[key].fits(recorded.use.row_shape, self.num_samples):
-                self.axes[key] = axes[key]
+        for key, use in self.uses.items():
+            axis = ALL_ROWS if self.num_samples == 1 else axes.get(key)
+            if axis is not None and axis.fits(use.row_shape, self.num_samples):
+                use.axis = axis
 
     def examine(self, axes: Mapping[UseKey, BatchAxis] | None) -> dict[UseKey, Tensor]:
         """Find the axis of samples of each use.
@@ -204,16 +221,17 @@ class RecordedBatch:
         if axes is not None:
             found = self._sketches(gradients)
             rows = {
-                key: Rows(recorded.use.row_shape, plain[key], found[key])
-                for key, recorded in self.uses.items()
+                key: Rows(use.row_shape, plain[key], found[key]) for key, use in self.uses.items()
             }
-            self.axes, self.ambiguous = decide(rows, r, self.precision, axes)
+            chosen, ambiguous = decide(rows, r, self.precision, axes)
+            for key, use in self.uses.items():
+                use.axis, use.ambiguous = chosen.get(key), key in ambiguous
         return gradients
 
     def _sketches(self, gradients: Mapping[UseKey, Tensor]) -> dict[UseKey, Tensor]:
         return {
-            key: sketch(recorded.use.to_rows(gradients[key])[0], len(recorded.use.row_shape))
-            for key, recorded in self.uses.items()
+            key: sketch(use.recorded.use.to_rows(gradients[key])[0], len(use.row_shape))
+            for key, use in self.uses.items()
         }
 
     def check(self, gradients: Mapping[UseKey, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
@@ -234,7 +252,7 @@ class RecordedBatch:
     ) -> dict[str, Tensor]:
         """Return the sums of gradients over all rows; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        for part in self._parts(dict(gradients), {}, absolute=absolute):
+        for part in self._parts(dict(gradients), by_sample=False, absolute=absolute):
             total = part.gradient.sum_over_samples()[0]
             sums[part.name] = sums[part.name] + total if part.name in sums else total
         return sums
@@ -248,7 +266,7 @@ class RecordedBatch:
             gradients: The gradients at the uses' outputs, which are freed on the way. Gradients of
                 biases become sums over positions, with inputs of one, and are not written down.
         """
-        return self._parts(gradients, self.axes, by_position=True)
+        return self._parts(gradients, by_position=True)
 
     def by_parameter(
         self, gradients: dict[UseKey, Tensor], num_vectors: int
@@ -260,7 +278,7 @@ class RecordedBatch:
             num_vectors: The number of vectors that were backpropagated.
         """
         found: dict[str, list[PerSampleGradient]] = {}
-        for part in self._parts(gradients, self.axes):
+        for part in self._parts(gradients):
             found.setdefault(part.name, []).append(part.gradient)
         for name in self.names:
             if name not in found:  # the gradients are zero
@@ -272,21 +290,22 @@ class RecordedBatch:
     def _parts(
         self,
         gradients: dict[UseKey, Tensor],
-        axes: Mapping[UseKey, BatchAxis],
+        by_sample: bool = True,
         by_position: bool = False,
         absolute: bool = False,
     ) -> Iterator[UseGradient]:
-        """Yield the gradients of the uses; without an axis, all rows are those of one sample.
+        """Yield the gradients of the uses. Without an axis, all rows are those of one sample.
 
         Args:
             gradients: See ``by_use``.
-            axes: The axes of samples.
+            by_sample: Whether rows belong to samples. Else all are those of one sample.
             by_position: Whether gradients of biases are not written down.
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
-        for key, recorded in self.uses.items():
-            use, axis = recorded.use, axes.get(key, ALL_ROWS)
-            count = self.num_samples if key in axes else 1
+        for key, found in self.uses.items():
+            recorded, use = found.recorded, found.recorded.use
+            is_sorted = by_sample and found.axis is not None
+            axis, count = (found.axis, self.num_samples) if is_sorted else (ALL_ROWS, 1)
 
             def sort(
                 x: Tensor, start: int = 0, use: Any = use, axis: Any = axis, count: int = count
@@ -297,11 +316,10 @@ class RecordedBatch:
             g = sort(use.to_rows(gradients.pop(key)), 1)
             if by_position and use.is_bias:
                 use = replace(use, gradient=_as_products)
-            for name, leaf in self._origins[key].items():
-                lookup = recorded.lookup if key in axes else None
+            for name, leaf in found.origins.items():
+                lookup = recorded.lookup if is_sorted else None
                 own = _on_parameter(use, g, sort, recorded, leaf, lookup)
-                states = key in self.ambiguous, key not in axes
-                yield UseGradient(key.call, use, name, own, *states)
+                yield UseGradient(key.call, use, name, own, found.ambiguous, not is_sorted)
 
 
 def evident_samples(problem: Problem) -> int | None:

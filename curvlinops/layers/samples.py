@@ -173,7 +173,7 @@ class SampleBackward:
         seen = {(batch.operations, key) for key in batch.uses.keys() | batch.unconnected}
         new = seen - self._checked
         may_move = (by_sample or batch.has_lookups) and batch.moves_rows
-        lacks_axes = may_move or batch.axes.keys() != batch.uses.keys()
+        lacks_axes = may_move or any(use.axis is None for use in batch.uses.values())
         self._examine(problem, batch, lacks_axes and batch.num_samples > 1, bool(new), truth)
         self._checked |= new
         batch.drop(self.fallbacks)
@@ -233,8 +233,10 @@ class SampleBackward:
             raise ValueError(COUPLED)
         if not self._sums_rows:
             self._use_fallback(batch.unsorted(), "its gradients could not be assigned to samples")
-        sure = {key: axis for key, axis in batch.axes.items() if key not in batch.ambiguous}
-        self._axes.setdefault(batch.wiring, {}).update(sure)
+        axes = self._axes.setdefault(batch.wiring, {})
+        for key, use in batch.uses.items():
+            if use.axis is not None and not use.ambiguous:
+                axes[key] = use.axis
 
     def _latest_axes(self) -> dict[UseKey, BatchAxis]:
         """Return the axes that were found last, whatever the wiring."""
