@@ -208,7 +208,8 @@ def drawn(seed: int, number: int, wanted: list[str]) -> Iterator[tuple[str, Mist
         while mistake is None or str(mistake) in seen or mistake.source() is None:
             kind = rng.choice(KINDS)
             nodes = ((p, node) for p in files[folder] for node in code(ast.parse(p.read_bytes())))
-            mistake = rng.choice([Mistake(p, node, new) for p, node in nodes for new in kind(node)])
+            found = [Mistake(p, node, new) for p, node in nodes for new in kind(node)]
+            mistake = rng.choice(found) if found else None  # some kinds do not occur in a folder
         seen.add(str(mistake))
         yield folder, mistake
 
