@@ -9,7 +9,12 @@ from test_layers import rows_in_batches
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops import (
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 pytestmark = pytest.mark.extensive
 
@@ -206,6 +211,57 @@ def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
         with pytest.raises(NotImplementedError, match="not known to which samples"):
             operator(model, nn.MSELoss(), params, [(x, y)], **options).trace()
         del options["kfac_approx"]
+
+
+class Routed(nn.Module):
+    """Tokens go to experts, whose numbers are tensors. A norm sees all tokens, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(4), nn.Parameter(torch.randn(3, 4, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).flatten(0, 1)
+        choice = h[:, :3].detach().argmax(1)
+        for i in choice.unique():
+            own = (choice == i).nonzero()[:, 0]
+            h = h.index_add(0, own, self.norm(h[own]) @ self.experts[i].T)
+        return self.head(h.unflatten(0, x.shape[:2]).sum(1))
+
+
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_exact_blocks_of_parameters_with_rows_of_both_kinds(cls: type):
+    """The norm sees samples in order, and tokens that follow no axis. Its block is exact."""
+    model, loss = Routed().double(), nn.MSELoss()
+    data = [(torch.randn(n, 4, 4).double(), torch.randn(n, 2).double()) for n in (3, 1)]
+    params = [*model.norm.parameters(), model.experts, *model.head.parameters()]
+    K = cls(model, loss, params, data, fisher_type="type-2", fallback="dense")
+    G = GGNLinearOperator(model, loss, params, data)
+    structures = {block.names: block.structure for block in K.report()}
+    assert structures["experts",] == "kronecker"
+    for own in (slice(0, 4), slice(4, 8)):  # the weight and the bias of the norm
+        assert error(K.to_dense()[own, own], G.to_dense()[own, own]) <= 1e-12
+
+
+def test_bags_with_offsets():
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.EmbeddingBag(10, 4), nn.Linear(4, 3)
+
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return self.head(self.table(*batch))
+
+    model, loss = Bags().double(), nn.CrossEntropyLoss(reduction="sum")
+    text, offsets, y = torch.randint(10, (10,)), torch.tensor([0, 3, 4, 8]), torch.randint(3, (4,))
+    options = {"batch_size_fn": lambda X: len(X[1])}
+    params = list(model.parameters())
+    A = PerSampleGradientLinearOperator(model, loss, params, [((text, offsets), y)], **options)
+    start = torch.zeros(1, dtype=torch.int64)
+    bags = text.tensor_split(offsets[1:])
+    alone = [((bag, start), y[n : n + 1]) for n, bag in enumerate(bags)]
+    assert error(A.dense(), rows_in_batches(model, alone, loss)) <= 1e-12
 
 
 class Attention(nn.Module):

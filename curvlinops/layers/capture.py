@@ -248,7 +248,7 @@ class Capture(TorchFunctionMode):
         inner = func if rule else COMPOSED.get(func) or _unwrapped(func)
         if without_data and (inner is func or len(tracked) == len(read)):
             return self._follow(func, args, kwargs)
-        if func is Tensor.__getitem__ and _selects(args[1]):
+        if _selects(func, args):
             return self._follow(func, args, kwargs)
         if rule is not None:
             return self._record(func, rule, args, kwargs)
@@ -345,7 +345,7 @@ class Capture(TorchFunctionMode):
 
     def _recompute(self, x: Tensor, origin: _Origin) -> Tensor:
         func, args, kwargs, place = origin
-        rule = RULES.get(func)
+        rule = None if _selects(func, args) else RULES.get(func)
         repeats = any(not self.follows(y) for y in leaves((args, kwargs)))
         uses = rule(args, kwargs).values() if rule and (repeats or rule.repeats) else ()
         if any(self._fits(use) for use in uses):
@@ -419,9 +419,10 @@ def _base(x: Tensor) -> Tensor:
     return x if base is None else base
 
 
-def _selects(index: Any) -> bool:
-    """Return whether an index reads the same for all samples, as the number of an expert does."""
-    return not any(x.ndim or x.dtype == torch.bool for x in leaves(index))
+def _selects(func: Callable, args: tuple) -> bool:
+    """Return whether a call reads the same for all samples, as the weight of one expert."""
+    indices = leaves(args[1]) if func is Tensor.__getitem__ else None
+    return indices is not None and not any(x.ndim or x.dtype == torch.bool for x in indices)
 
 
 def _covers(view: Tensor, base: Tensor) -> bool:

@@ -62,26 +62,30 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bo
     Args:
         problem: The model on the batch.
         output: Its output for the whole batch, with a row for each sample.
-        num_first: The number of samples that are taken.
+        num_first: The number of samples that are compared.
 
     Returns:
         ``False``, too, where the batch cannot be cut, or the model refuses a part of it.
     """
+    # the last sample of a part may get what belongs to those behind it, as the last bag of an
+    # EmbeddingBag with offsets does: it is not compared
+    num_taken = min(num_first + 1, len(output) - 1)
     try:
-        rows = _first_rows(problem, output, num_first)
+        rows = _first_rows(problem, output, num_taken)
     except Exception as error:  # users' code may raise anything
         if lacks_memory(error):
             raise
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return False
     # with as many outputs as before, something else than samples was cut
-    return len(rows) < len(output) and differs(rows, output[: len(rows)], output)
+    rows, is_part = rows[:num_first], len(rows) < len(output)
+    return is_part and differs(rows, output[: len(rows)], output)
 
 
-def _first_rows(problem: BatchProblem, output: Tensor, num_first: int) -> Tensor:
+def _first_rows(problem: BatchProblem, output: Tensor, num_taken: int) -> Tensor:
     """Return the outputs for the first samples of a batch, evaluated without the others."""
     X, index, num_samples = problem.batch.X, problem.batch.index, len(output)
-    first = select_samples(X, slice(num_first), num_samples)
+    first = select_samples(X, slice(num_taken), num_samples)
     rows = evaluate(problem.on(Batch(index, first, None)))
     if len(rows) >= num_samples or rows.shape[1:] == output.shape[1:]:
         return rows

@@ -6,7 +6,7 @@ from itertools import chain
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import PerSampleGradient, Piece
+from curvlinops.layers.gradients import Piece
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
@@ -76,7 +76,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
                 new = sums.with_uses(sums.uses.union(Uses(frozenset(groups), unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
         exact = sums.exact_blocks
-        pieces = chain(_exact_forms(exact, groups, samples, u), samples.rest(u))
+        pieces = chain(_exact_block_gradients(exact, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # memory of gradients that were added is given back at once
             parts, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
@@ -118,22 +118,26 @@ def _factors(
         yield (use, "count"), count.double()
 
 
-def _exact_forms(
+def _exact_block_gradients(
     names: Collection[str],
     groups: dict[LayerUse, list[UseGradient]],
     samples: SampleGradients,
     u: Tensor,
 ) -> Iterable[Piece]:
-    """Return the gradients of parameters with exact blocks that layers' rules know."""
-    forms: dict[str, list[PerSampleGradient]] = {}
-    unsorted = set()
-    for use, parts in groups.items() if names else ():
+    """Return the gradients of parameters with exact blocks that have rules.
+
+    If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
+    """
+    summands: dict[str, list[UseGradient]] = {}
+    for use, parts in groups.items():
         if use.name in names:
-            forms.setdefault(use.name, []).extend(
-                part.gradient for part in parts if not part.unsorted
-            )
-            unsorted |= {use.name for part in parts if part.unsorted}
-    known = {name: sum_of(own) for name, own in forms.items() if own}
+            summands.setdefault(use.name, []).extend(parts)
+    unsorted = {name for name, parts in summands.items() if any(part.unsorted for part in parts)}
+    known = {
+        name: sum_of([part.gradient for part in parts])
+        for name, parts in summands.items()
+        if name not in unsorted
+    }
     one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
     return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
