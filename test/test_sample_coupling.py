@@ -47,6 +47,11 @@ def rolled(m: Model, x: Tensor) -> Tensor:
     return h + 0.5 * h.roll(2, 0) + m.second(x)
 
 
+def following(m: Model, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x)) * m.second(x)
+    return h + 0.5 * h.roll(-1, 0)
+
+
 def centered(m: Model, x: Tensor) -> Tensor:
     return torch.tanh(m.first(x) - m.second(x).mean(0))
 
@@ -75,7 +80,16 @@ def divided(m: Model, x: Tensor) -> Tensor:
 
 
 #: In the last ones, one sample alone is no number, or gradients have no part in the interaction.
-COUPLED = [rolled, centered, normalized, standardized, centered_by_constant, rescaled, divided]
+COUPLED = [
+    rolled,
+    following,
+    centered,
+    normalized,
+    standardized,
+    centered_by_constant,
+    rescaled,
+    divided,
+]
 
 
 @pytest.mark.parametrize("function", COUPLED)

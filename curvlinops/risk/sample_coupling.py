@@ -10,7 +10,7 @@ from curvlinops.autodiff.backward import evaluate
 from curvlinops.risk.data import Batch
 from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.support.memory import lacks_memory
-from curvlinops.support.pytree import select_samples, tile_samples
+from curvlinops.support.pytree import has_length, leaves, select_samples, tile_samples
 from curvlinops.support.warnings import warn
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -67,9 +67,11 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bo
     Returns:
         ``False``, too, where the batch cannot be cut, or the model refuses a part of it.
     """
-    # the last sample of a part may get what belongs to those behind it, as the last bag of an
-    # EmbeddingBag with offsets does: it is not compared
-    num_taken = min(num_first + 1, len(output) - 1)
+    # of a tensor that cannot be cut, the last sample may get the entries of all samples behind it,
+    # as the last bag of an EmbeddingBag with offsets does: then one more sample is taken
+    tensors = [x for x in leaves(problem.batch.X) if x.ndim]
+    is_cut = all(has_length(x, len(output)) for x in tensors)
+    num_taken = num_first if is_cut else min(num_first + 1, len(output) - 1)
     try:
         rows = _first_rows(problem, output, num_taken)
     except Exception as error:  # users' code may raise anything
