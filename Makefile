@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
-BASE ?= 7151846
+BASE ?= 4def691
 COMPARE_ARGS ?=
 
 VENV := .venv

@@ -129,8 +129,3 @@ def vectors(operator: TorchLinearOperator, *shape: int, rows: bool = False) -> T
     generator = torch.Generator().manual_seed(0)
     length = operator.shape[0] if rows else operator.shape[1]
     return torch.randn(length, *shape, generator=generator, dtype=operator.torch_dtype)
-
-
-def num_kept(operator: TorchLinearOperator) -> int:
-    """Return for how many batches the operator keeps a graph."""
-    return len(operator._cache._entries)

@@ -177,17 +177,32 @@ def diagonals() -> None:
 
 @check()
 def changes_of_parameters() -> None:
-    """Each process decides for itself what it keeps."""
-    for cache in ("graph", "auto", ("graph", "none")[rank()]):
+    """Each process decides for itself what it keeps inside of ``linearized()``."""
+    for cache in ("auto", ("auto", "none")[rank()]):
         p = classifier()
-        v = vector(both("hessian", p)[0])
         together, alone = both("hessian", p, cache=cache)
+        v = vector(alone)
         for _ in range(3):
-            for _ in range(3):
-                torch.testing.assert_close(together @ v, alone @ v)
+            torch.testing.assert_close(together @ v, alone @ v)
+            with together.linearized():
+                for _ in range(3):
+                    torch.testing.assert_close(together @ v, alone @ v)
             with torch.no_grad():
                 for param in p.params:
                     param.mul_(1.1)
+
+
+@check()
+def writes_inside_of_linearized() -> None:
+    p = classifier()
+    together, alone = both("ggn", p)
+    v = vector(alone)
+    with together.linearized():
+        together @ v
+        changed(lambda p: p.params[1].mul_(1), p)  # the same numbers
+        with fails(RuntimeError, "'0.bias' was overwritten", on=1):
+            together @ v
+    torch.testing.assert_close(together @ v, alone @ v)
 
 
 @check()
@@ -430,8 +445,6 @@ def other_operations() -> None:
         operator = both(case, p, **options)[0]
         with fails(ValueError, "differ in options"):
             operator @ vector(alone)
-    modes = both("hessian", p, autodiff=("auto", "reverse")[rank()])
-    torch.testing.assert_close(*[operator @ vector(alone) for operator in modes])
     K = both("kfac", p, fisher_type=("type-2", "empirical")[rank()])[0]
     with fails(ValueError, "differ in options"):
         K.trace()
@@ -629,11 +642,10 @@ def later(model: type[nn.Module], targets: Callable[[Tensor], Tensor], loss: nn.
                 with fails(ChangedError, "embed.weight in other ways", on=0):
                     both(case, p, **options)[0].trace()
                 continue
-            for cache in ("auto", "none"):
-                together, alone = both(case, p, cache=cache, **options)
-                assert error(matrix(together), matrix(alone)) <= 1e-12
-                assert together.report() == alone.report()
-                assert_alike_everywhere(matrix(together))
+            together, alone = both(case, p, **options)
+            assert error(matrix(together), matrix(alone)) <= 1e-12
+            assert together.report() == alone.report()
+            assert_alike_everywhere(matrix(together))
             first, _ = both(case, replace(p, data=[data[0]] * 2), **options)
             first.update(data[rank()])
             alone = ALL[case].build(replace(p, data=[*data[:1] * 3, data[1]]), **options)

@@ -26,6 +26,7 @@ Terms = tuple[list[Tensor], list[float]]
 
 def _vectors(x: Tensor, axis: int) -> Tensor:
     """All vectors of one sample along an axis, `[1, ...] -> [T, C]`; `[1]` is one of length one."""
+    x = x.reshape(-1).reshape(x.shape)  # PyTorch's kernels rely on canonical strides of gradients
     return x.reshape(1, 1) if x.ndim == 1 else x.movedim(axis, -1).reshape(-1, x.shape[axis])
 
 

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops.risk import graph_cache
-
 CPU, OTHER = torch.device("cpu"), torch.device("cuda:0")
 _LABELS: dict[int, tuple[StorageWeakRef, torch.device]] = {}
 #: They take tensors of several devices.
@@ -164,5 +162,4 @@ def second_device() -> Iterator[None]:
             patch.setattr(torch.cuda, name, lambda device: 0)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: False)
-        patch.setattr(graph_cache, "_settings", lambda device: [str(device)])
         yield

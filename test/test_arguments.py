@@ -145,7 +145,7 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_signatures_show_inherited_options(kind: type):
     found = inspect.signature(kind).parameters
-    assert len(SHARED) == 14 and found.keys() >= SHARED
+    assert len(SHARED) == 13 and found.keys() >= SHARED
     assert {n: p.default for n, p in found.items() if n not in SHARED} == OPTIONS[kind]
 
 

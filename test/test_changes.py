@@ -1,375 +1,229 @@
-"""Changes of Python state that a model, a loss or the data may depend on."""
+"""Products are of the model, the loss and the data as they are at that moment."""
 
+import array
+import copy
 import functools
-import importlib
+import pickle
+import sys
 import types
 import warnings
-from collections import UserDict
+import weakref
+from collections import ChainMap
 from collections.abc import Callable
+from contextvars import ContextVar
+from types import MethodType
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from contract import num_kept
+from contract import ALL, error, vectors
+from problems import Problem
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from curvlinops import (
-    EFLinearOperator,
-    EKFACLinearOperator,
-    GGNDiagonalLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-    JacobianLinearOperator,
-    KFACLinearOperator,
-    PerSampleGradientLinearOperator,
-)
-from curvlinops.support.fingerprint import Fingerprint, is_installed
+from curvlinops import TorchLinearOperator
+from curvlinops.autodiff.used_modules import find_modules
 
 SCALE = 1.0
 
 
-def _set(value: float) -> None:
-    global SCALE
-    SCALE = value
-
-
-class Inner:
-    scale = 1.0
-
-
-class Slotted:
-    """Has attributes in slots."""
-
-    __slots__ = ("scale",)
-
-    def __init__(self):
-        self.scale = 1.0
-
-
-class Net(nn.Module):
-    """Scales its hidden layer by whatever ``get`` returns."""
-
-    def __init__(self, get: Callable, state: object = None):
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.get, self.state = get, state
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(x) * self.get(self)))
-
-    @property
-    def by_property(self) -> float:
-        return SCALE
-
-    @staticmethod
-    def by_static() -> float:
-        return SCALE
-
-    @classmethod
-    def by_class(cls) -> float:
-        return SCALE
-
-
-def _global() -> float:
+def _scale() -> float:
     return SCALE
 
 
-def _with_scale(owner: object) -> object:
-    owner.scale = 1.0
-    return owner
+class Changeable(nn.Module):
+    """Depends on everything that a module can depend on."""
 
-
-def _default(scale: float = 1.0) -> float:
-    return scale
-
-
-def _closure() -> Callable:
-    scale = 1.0
-
-    def read(m: Net, new: float | None = None) -> float:
-        nonlocal scale
-        scale = scale if new is None else new
-        return scale
-
-    return read
-
-
-def _set_scale(m: Net) -> None:
-    m.state.scale = 2.0
-
-
-#: Functions and decorators by which a model reads a global.
-READERS: dict[str, Callable[[Net], object]] = {
-    "function": lambda m: _global(),
-    "property": lambda m: m.by_property,
-    "static method": lambda m: m.by_static(),
-    "class method": lambda m: m.by_class(),
-    "partial": lambda m: functools.partial(_global)(),
-    "torch.no_grad": torch.no_grad()(lambda m: SCALE),
-    "torch.compiler.disable": torch.compiler.disable(lambda m: SCALE),
-    "functools.wraps": functools.wraps(F.relu)(lambda m: SCALE),
-}
-#: A model's own state; how it is read, and changed.
-STATES: dict[str, tuple[Callable[[], object], Callable, Callable[[Net], object]]] = {
-    "module": (
-        lambda: _with_scale(types.ModuleType("settings")),
-        lambda m: m.state.scale,
-        _set_scale,
-    ),
-    "class": (lambda: Inner, lambda m: m.state.scale, _set_scale),
-    "slots": (Slotted, lambda m: m.state.scale, _set_scale),
-    "dictionary of one's own": (
-        lambda: UserDict(scale=1.0),
-        lambda m: m.state["scale"],
-        lambda m: m.state.update(scale=2.0),
-    ),
-    "cached function": (
-        lambda: functools.cache(lambda: 1.0),
-        lambda m: m.state(),
-        lambda m: setattr(m, "state", functools.cache(lambda: 2.0)),
-    ),
-    "default": (
-        lambda: None,
-        lambda m: _default(),
-        lambda m: setattr(_default, "__defaults__", (2.0,)),
-    ),
-    "closure": (_closure, lambda m: m.state(m), lambda m: m.state(m, 2.0)),
-}
-STATES |= {name: (lambda: None, read, lambda m: _set(2.0)) for name, read in READERS.items()}
-
-
-@pytest.fixture(autouse=True)
-def _restore():
-    yield
-    Inner.scale, _default.__defaults__ = 1.0, (1.0,)
-    _set(1.0)
-
-
-def _agree(operator, kind: type, arguments: tuple) -> bool:
-    V = torch.ones(operator.shape[1], 2, dtype=torch.float64)
-    fresh = kind(*arguments, cache="none")
-    return torch.allclose(operator @ V, fresh @ V, rtol=1e-8, atol=1e-10)
-
-
-def _data() -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(0)
-    return [(torch.randn(n, 3).double(), torch.randn(n, 2).double()) for n in (4, 3)]
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_state_of_the_model(name: str):
-    make, get, change = STATES[name]
-    data, model = _data(), Net(get, make()).double()
-    arguments = (model, nn.MSELoss(), list(model.parameters()), data)
-    operator = GGNLinearOperator(*arguments)
-    v = torch.ones(operator.shape[1], dtype=torch.float64)
-    before = [operator @ v for _ in range(3)][-1]
-    assert num_kept(operator) == 2
-    change(model)
-    assert _agree(operator, GGNLinearOperator, arguments)
-    assert not torch.allclose(operator @ v, before, rtol=1e-6)
-
-
-def test_global_hooks():
-    data, model = _data(), nn.Linear(3, 2).double()
-    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, cache="graph")
-    V = torch.ones(G.shape[1], 2, dtype=torch.float64)
-    before = G @ V
-    handle = nn.modules.module.register_module_forward_hook(lambda m, i, out: 2 * out)
-    try:
-        torch.testing.assert_close(G @ V, 4 * before)
-    finally:
-        handle.remove()
-    torch.testing.assert_close(G @ V, before)
-
-
-class Switch(nn.Module):
-    """A loss that can add a penalty on the parameters."""
-
-    reduction = "mean"
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.decay, self.find = 0.0, [model].__getitem__
-
-    def forward(self, output: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(output, y)
-        if self.decay:
-            loss = loss + self.decay * sum(p.pow(4).sum() for p in self.find(0).parameters())
-        return loss
-
-
-@pytest.mark.parametrize("cache", ["none", "graph"])
-def test_kind_of_loss(cache: str):
-    """Conclusions about a loss are drawn again after it has changed."""
-    data, model = _data(), nn.Linear(3, 2).double()
-    loss = Switch(model)
-    arguments = (model, loss, list(model.parameters()), data)
-    H, G = (kind(*arguments, cache=cache) for kind in (HessianLinearOperator, GGNLinearOperator))
-    V = torch.ones(H.shape[1], 2, dtype=torch.float64)
-    H @ V, G @ V
-    loss.decay = 0.5
-    assert _agree(H, HessianLinearOperator, arguments)
-    with pytest.raises(ValueError, match="is not a function of the model's output"):
-        G @ V
-    loss.decay = 0.0
-    assert _agree(H, HessianLinearOperator, arguments)
-    assert _agree(G, GGNLinearOperator, arguments)
-
-
-@pytest.mark.parametrize("cache", ["none", "graph"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda loss: setattr(loss, "reduction", "sum"),
-        lambda loss: loss.register_forward_hook(lambda m, i, out: 3 * out),
-        lambda loss: setattr(loss, "forward", lambda o, y: (o - y).pow(4).sum() / y.numel()),
-    ],
-)
-def test_options_of_a_loss(change: Callable, cache: str):
-    data, model, loss = _data(), nn.Linear(3, 2).double(), nn.MSELoss()
-    arguments = (model, loss, list(model.parameters()), data)
-    H = HessianLinearOperator(*arguments, cache=cache)
-    V = torch.ones(H.shape[1], 2, dtype=torch.float64)
-    before = H @ V
-    H.gradient_and_loss()
-    change(loss)
-    fresh = HessianLinearOperator(*arguments)
-    torch.testing.assert_close(H.gradient_and_loss(), fresh.gradient_and_loss())
-    assert _agree(H, HessianLinearOperator, arguments)
-    assert not torch.allclose(H @ V, before)
-
-
-class Hides(nn.Module):
-    """Uses its weight by a plain list, when told to."""
+    factor = 1.0
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.hidden, self.flag = [self.linear.weight], False
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.rand(5) + 0.5, requires_grad=False)
+        self.act, self.gain, self.plain, self.array = nn.Tanh(), 1.0, torch.ones(5), np.ones(1)
+        self.config, self.read = {"nested": [0.0]}, _scale
+        nn.init.uniform_(self.norm.running_mean)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.hidden[0].T if self.flag else self.linear(x)
+        x = self.act(self.norm(self.first(x))) * self.frozen * self.plain
+        x = self.gain * self.factor * x * float(self.array[0]) + self.config["nested"][0]
+        return self.last(self.read() * x)
 
 
-@pytest.mark.parametrize("cache", ["none", "graph"])
-def test_hidden_parameters_are_noticed_later(cache: str):
-    data, model = _data(), Hides().double()
-    arguments = model, nn.MSELoss(), list(model.parameters()), data
-    H = HessianLinearOperator(*arguments, cache=cache)
-    v = torch.ones(H.shape[1]).double()
-    H @ v
-    model.flag = True
-    with pytest.raises(ValueError, match="by a reference that is not registered"):
-        H @ v
+class World:
+    """A problem that can be changed in every way."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = Changeable().double().eval()
+        self.data = [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in (4, 2)]
+        self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double())
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def problem(self) -> Problem:
+        """The problem as it is now."""
+        return Problem(self.model, self.loss, self.params, self.data, mc=True)
+
+    def build(self, case: str) -> TorchLinearOperator:
+        """Return an operator, without warnings of BatchNorm in train mode."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return ALL[case].build(self.problem)
+
+    def follows(self, case: str, change: Callable[[], object]) -> float:
+        """Check that an operator is what a new one is, after a change; return the difference."""
+        A = self.build(case)
+        V = vectors(A, 2)
+        with A.linearized():
+            before = A @ V
+        change()
+        fresh = self.build(case)
+        for columns in (V[:, 0], V):
+            assert error(A @ columns, fresh @ columns) <= 1e-10
+        torch.testing.assert_close(A.gradient_and_loss(), fresh.gradient_and_loss())
+        return error(A @ V, before)
 
 
-def _residual(u: Tensor, y: Tensor | tuple) -> Tensor:
-    """Measured values, or points where an equation holds."""
-    if y.requires_grad:
-        (du,) = torch.autograd.grad(u.sum(), y, create_graph=True)
-        return (du.sum(1) - u[:, 0]).square().mean()
-    return F.mse_loss(u, y)
+def _fused_adam(w: World) -> None:
+    w.loss(w.model(w.data[0][0]), w.data[0][1]).backward()
+    torch.optim.Adam(w.params, lr=1e-2, fused=True).step()
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_batches_of_two_kinds(order: tuple[int, int]):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    points = torch.randn(3, 2).double().requires_grad_()
-    measured = (torch.randn(3, 2).double(), torch.randn(3, 1).double())
-    data = [[measured, (points, points)][i] for i in order]
-    params = list(model.parameters())
-    H = HessianLinearOperator(model, _residual, params, data, reduction="mean")
-    loss = sum(_residual(model(x), y) for x, y in data) / 2
-    grads = torch.autograd.grad(loss, params, create_graph=True)
-    flat = torch.cat([g.flatten() for g in grads])
-    v = torch.randn(len(flat)).double()
-    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
-    torch.testing.assert_close(H @ v, truth)
-    with pytest.raises(ValueError, match="is not a function of the model's output"):
-        GGNLinearOperator(model, _residual, params, data, reduction="mean") @ v
+def _own_forward(w: World) -> None:
+    w.model.forward = MethodType(lambda self, x: 1.1 * Changeable.forward(self, x), w.model)
 
 
-class Differentiating(nn.Module):
-    """Returns the body's output and its slope."""
-
-    def __init__(self, body: nn.Module):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            u = self.body(x)
-            (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        return torch.cat([u, du], 1)
+def _hook_on_loss(w: World) -> None:
+    w.loss.weight = None
+    w.loss.register_forward_hook(lambda m, i, out: 3 * out)
 
 
-@pytest.mark.parametrize("layer", [nn.GELU(), nn.SiLU()], ids=str)
-def test_third_derivatives(layer: nn.Module):
-    """A model that differentiates, differentiated twice."""
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(4, 1))
-    model = Differentiating(body).double()
-    params, X, y = list(model.parameters()), torch.randn(5, 3).double(), torch.randn(5, 4).double()
-    H = HessianLinearOperator(model, nn.MSELoss(), params, [(X, y)])
-    V = torch.randn(H.shape[1], 2, dtype=torch.float64)
-    theta, eps, slope = nn.utils.parameters_to_vector(params).detach(), 1e-5, 0.0
-    for step in (eps, -eps):
-        nn.utils.vector_to_parameters(theta + step * V[:, 0], params)
-        grads = torch.autograd.grad(
-            F.mse_loss(model(X), y), params, allow_unused=True, materialize_grads=True
-        )
-        slope = slope + torch.cat([g.flatten() for g in grads]) / (2 * step)
-    nn.utils.vector_to_parameters(theta, params)
-    for found in (H @ V[:, 0], (H @ V)[:, 0]):
-        assert (found - slope).norm() <= 1e-6 * slope.norm()
+def _own_loss(w: World) -> None:
+    w.loss.forward = lambda output, y: (output.pow(4).sum(1) * (y + 1)).mean()
 
 
-def test_cached_parametrizations():
-    data, model = _data(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
-    G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
-    v = torch.ones(G.shape[1], dtype=torch.float64)
-    expected = G @ v
-    with nn.utils.parametrize.cached():
-        model(data[0][0])
-        torch.testing.assert_close(G @ v, expected)
+CHANGES: dict[str, Callable[[World], object]] = {
+    "in place": torch.no_grad()(lambda w: w.params[0].mul_(1.1)),
+    "data": lambda w: w.params[0].data.add_(0.1),
+    "data, assigned": lambda w: setattr(w.params[0], "data", w.params[0].data.flip(0)),
+    "foreach": lambda w: torch._foreach_mul_([p.data for p in w.params], 1.1),
+    "fused Adam": _fused_adam,
+    "state": lambda w: w.model.load_state_dict({n: 2 * x for n, x in w.model.state_dict().items()}),
+    "frozen": lambda w: w.model.frozen.data.mul_(1.1),
+    "frozen, assigned": lambda w: w.model.load_state_dict(
+        {"frozen": w.model.frozen * 1.1}, strict=False, assign=True
+    ),
+    "buffer": lambda w: w.model.norm.running_mean.data.add_(0.2),
+    "buffer, replaced": lambda w: setattr(w.model.norm, "running_var", torch.rand(5).double()),
+    "plain tensor": lambda w: w.model.plain.data.mul_(1.1),
+    "array": lambda w: w.model.array.__imul__(1.1),
+    "train": lambda w: w.model.norm.train(),
+    "attribute": lambda w: setattr(w.model, "gain", 1.1),
+    "nested": lambda w: w.model.config["nested"].__setitem__(0, 0.1),
+    "submodule": lambda w: setattr(w.model, "act", nn.Sigmoid()),
+    "hook": lambda w: w.model.act.register_forward_hook(lambda m, i, out: 0.9 * out),
+    "forward": _own_forward,
+    "X": lambda w: w.data[0][0].data.mul_(1.1),
+    "X, numpy": lambda w: w.data[1][0].numpy().__imul__(1.1),
+    "y": lambda w: w.data[0][1].data.copy_((w.data[0][1] + 1) % 3),
+    "batch replaced": lambda w: w.data.__setitem__(0, (w.data[0][0] + 1, w.data[0][1])),
+    "batch added": lambda w: w.data.append((w.data[0][0] + 1, w.data[0][1])),
+    "batch removed": lambda w: w.data.pop(0),
+    "class weight": lambda w: w.loss.weight.data.mul_(torch.tensor([1.0, 1.5, 1.0])),
+    "smoothing": lambda w: setattr(w.loss, "label_smoothing", 0.3),
+    "ignore_index": lambda w: setattr(w.loss, "ignore_index", 1),
+    "reduction": lambda w: setattr(w.loss, "reduction", "sum"),
+    "loss, with a hook": _hook_on_loss,
+    "loss, with a forward": _own_loss,
+}
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        *(HessianLinearOperator, GGNLinearOperator, JacobianLinearOperator, EFLinearOperator),
-        *(PerSampleGradientLinearOperator, GGNDiagonalLinearOperator),
-        *(KFACLinearOperator, EKFACLinearOperator),
-    ],
-    ids=lambda cls: cls.__name__,
-)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("case", ["hessian", "fisher"])
+@pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
+def test_changes(case: str, change: str):
+    w = World()
+    if (case, change) != ("fisher", "train"):  # which is refused, see below
+        assert w.follows(case, lambda: CHANGES[change](w)) > 1e-6
+
+
+# --- numbers that code reads
+
+
+Access = tuple[Callable[[], float], Callable[[], object]]
+
+
+def _attribute(owner: object, name: str = "scale") -> Access:
+    setattr(owner, name, 1.0)
+    return lambda: getattr(owner, name), lambda: setattr(owner, name, 2.0)
+
+
+def _item(container: object, key: object, read: Callable | None = None) -> Access:
+    container[key] = 1
+    return read or (lambda: container[key]), lambda: container.__setitem__(key, 2)
+
+
+def _weak(owner: nn.Module) -> Access:
+    reference = weakref.ref(owner)
+    return lambda: reference().scale, _attribute(owner)[1]
+
+
+def _variable() -> Access:
+    variable = ContextVar("scale", default=1.0)
+    return variable.get, lambda: variable.set(2.0)
+
+
+class OwnPartial(functools.partial):
+    """A user's subclass."""
+
+
+#: How a number is read, and how it is changed.
+STATES: dict[str, Callable[[], Access]] = {
+    "global": lambda: (_scale, _attribute(sys.modules[__name__], "SCALE")[1]),
+    "module": lambda: _attribute(types.ModuleType("settings")),
+    "class": lambda: _attribute(Changeable, "other"),
+    "weak reference": lambda: _weak(nn.Module()),
+    "bytearray": lambda: _item(bytearray(1), 0),
+    "array": lambda: _item(array.array("d", [1.0]), 0),
+    "ChainMap": lambda: _item(maps := {}, "scale", lambda: ChainMap({}, maps)["scale"]),
+    "subclass of partial": lambda: _item(box := [0], 0, OwnPartial(list.__getitem__, box, 0)),
+    "ContextVar": _variable,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_numbers_that_code_reads(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 1.0)
+    w = World()
+    w.model.read, change = STATES[name]()
+    assert w.follows("ggn", change) > 1e-3
+
+
+# --- train mode
+
+
 @pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d(5)], ids=["dropout", "norm"])
-def test_train_mode_after_construction(cls: type, middle: nn.Module):
+@pytest.mark.parametrize("case", ALL)
+def test_train_mode_after_construction(case: str, middle: nn.Module):
     """A model that construction would refuse is refused by each later product, too."""
-    torch.manual_seed(0)
-    middle.eval()
-    model = nn.Sequential(nn.Linear(4, 5), middle, nn.Linear(5, 3)).double().eval()
-    loss = () if cls is JacobianLinearOperator else (nn.CrossEntropyLoss(),)
-    data = [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in (7, 5)]
-    options = {"fallback": "diagonal"} if cls in (KFACLinearOperator, EKFACLinearOperator) else {}
-    A = cls(model, *loss, list(model.parameters()), data, **options)
-    v = torch.ones(A.shape[1]).double()
+    w = World()
+    w.model = nn.Sequential(nn.Linear(4, 5), middle, nn.Linear(5, 3)).double().eval()
+    w.params = list(w.model.parameters())
+    A = w.build(case)
+    v = vectors(A)
     before = A @ v
 
     def again() -> Tensor:
-        if options:
-            A.compute_kronecker_factors()
+        getattr(A, "compute_kronecker_factors", lambda: None)()
         return A @ v
 
-    model.train()
+    w.model.train()
     for attempt in range(2):
         if isinstance(middle, nn.Dropout):
             with pytest.raises(RuntimeError, match="'1' .Dropout.*train mode"):
                 again()
-        elif cls in (HessianLinearOperator, GGNLinearOperator, JacobianLinearOperator):
+        elif case in ("hessian", "ggn", "mc", "ggn-mc", "jacobian", "transposed"):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 again()
@@ -377,20 +231,110 @@ def test_train_mode_after_construction(cls: type, middle: nn.Module):
         else:
             with pytest.raises(ValueError, match="BatchNorm in train mode"):
                 again()
-    model.eval()
+    w.model.eval()
     torch.testing.assert_close(again(), before)
 
 
-@pytest.mark.parametrize("folder", ["site-packages", "source"])
-def test_packages_are_constant_if_they_are_installed(folder: str, tmp_path, monkeypatch):
-    """All modules of a package count alike; one in editable mode is the user's."""
-    package = tmp_path / folder / f"neighbor_{folder[:4]}"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "part.py").write_text("SCALE = 1.0\ndef f():\n    return SCALE\n")
-    monkeypatch.syspath_prepend(package.parent)
-    module = importlib.import_module(f"{package.name}.part")
-    assert is_installed(module.__name__) == (folder == "site-packages")
-    fingerprint = Fingerprint([module.f])
-    module.SCALE = 2.0
-    assert fingerprint.has_structure([module.f]) == (folder == "site-packages")
+# --- dictionaries of parameters
+
+
+def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A nonlinear function of its parameters."""
+    return torch.tanh(functional_call(MODULE, params, x)) ** 2
+
+
+MODULE = nn.Linear(4, 3).double()
+
+
+def named(model: Callable | None = None) -> World:
+    """Return a problem in a dictionary of parameters."""
+    w = World()
+    w.model = model or function
+    w.params = {name: param.detach().clone() for name, param in MODULE.named_parameters()}
+    return w
+
+
+@pytest.mark.parametrize("container", [dict, nn.ParameterDict])
+@pytest.mark.parametrize("model", [function, MODULE])
+def test_entries_of_a_dictionary(model: Callable, container: type):
+    w = named(model)
+    w.params = container(w.params)
+    for names in (["weight", "bias"], ["bias"]):
+        new = {n: nn.Parameter(1.1 * w.params[n].detach()) for n in names}
+        assert w.follows("hessian", functools.partial(w.params.update, new)) > 1e-6
+    A = w.build("hessian")
+    expected = A @ vectors(A)
+    del w.params["weight"]  # the last one counts
+    assert torch.equal(A @ vectors(A), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_follow_copies(duplicate: Callable):
+    w = named()
+    A = w.build("ggn")
+    v, (twin, own), alone = vectors(A), duplicate((A, w.params)), duplicate(A)
+    before = A @ v
+    w.params["weight"] = 2 * w.params["weight"]
+    assert error(A @ v, w.build("ggn") @ v) <= 1e-12
+    assert torch.equal(twin @ v, before) and torch.equal(alone @ v, before)
+    own["weight"] = w.params["weight"]
+    assert torch.equal(twin @ v, A @ v) and not torch.equal(A @ v, before)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "dtype": (Tensor.float, r"'weight' is now of shape \[3, 4\], torch.float32 on cpu; it was"),
+    "device": (lambda p: p.to("meta"), "'weight' is now .* on meta; it was .* on cpu"),
+    "kind": (Tensor.tolist, "'weight' in params is now a list"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_entries_of_another_kind(change: Callable, message: str):
+    w = named()
+    A, weight = w.build("ggn"), w.params["weight"]
+    expected = A @ vectors(A)
+    w.params["weight"] = change(weight)
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError), match=message):
+            A @ vectors(A)
+    w.params["weight"] = weight
+    assert torch.equal(A @ vectors(A), expected)
+
+
+def test_tied_entries_stay_equal():
+    layers = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    model[2].weight = model[0].weight
+    w = named(model)
+    w.params = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    one = w.params["0.weight"] + 0.1
+    assert w.follows("ggn", lambda: w.params.update({"0.weight": one, "2.weight": one})) > 1e-6
+    with pytest.raises(ValueError, match="one tied parameter"):
+        w.follows("ggn", lambda: w.params.update({"2.weight": one + 1.0}))
+
+
+# --- modules that functions use
+
+
+settings = types.ModuleType("settings")
+settings.net, settings.average = MODULE, nn.Linear(1, 1)
+
+
+def _by_default(x: Tensor, net: nn.Module = MODULE) -> Tensor:
+    return net(x)
+
+
+#: Functions of a module, and of no other one.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "global": lambda x: MODULE(x),
+    "function of a function": lambda x: _by_default(x),
+    "attribute of a module": lambda x: sum(settings.net(x) for _ in range(2)),
+    "containers": (lambda nets: lambda x: nets["all"][0](x))({"all": (MODULE,)}),
+    "decorated": torch.no_grad()(lambda x: MODULE(x)),
+    "wrapped": functools.cache(lambda x: MODULE(x)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_modules_that_a_function_uses(function: Callable):
+    assert find_modules(function) == [MODULE]

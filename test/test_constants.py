@@ -89,7 +89,7 @@ def problem(name: str, dtype: torch.dtype = torch.float64) -> Problem:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", MODELS)
 def test_first_products(name: str, dtype: torch.dtype, tolerance: float):
-    """In float32, a dot-test would notice large errors only."""
+    """Forward mode would differentiate what is under ``no_grad``."""
     p = problem(name, dtype)
     # along the first weight, on whose size constants depend most
     first, *others = (param.detach() for param in p.params)
@@ -97,13 +97,6 @@ def test_first_products(name: str, dtype: torch.dtype, tolerance: float):
     for case in ("jacobian", "gradients", "ggn", "fisher-samples"):
         product = CASES[case].build(p, check_deterministic=False) @ v
         assert error(product, CASES[case].dense(p) @ v.double()) <= tolerance, case
-
-
-@pytest.mark.parametrize("name", ["weight by_context", "activation by_gradient"])
-def test_forward_mode_is_refused(name: str):
-    J = CASES["jacobian"].build(problem(name), autodiff="forward")
-    with pytest.raises(RuntimeError, match="forward mode: .* under no_grad"):
-        J @ torch.ones(J.shape[1])
 
 
 @pytest.mark.parametrize("name", ["weight by_context", "layer by_context"])

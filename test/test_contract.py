@@ -35,7 +35,6 @@ CORE = [
 #: Problems whose parameters are a list, a dictionary, and tensors of a closure.
 PARAMETERS = ["mlp-ce-all-mean", "functional", "closure"]
 MC = [name for name in problems.NAMES if problems.make(name).mc]
-MODES = ["forward", "reverse"]
 
 
 def is_defined(case: str, name: str) -> bool:
@@ -62,7 +61,7 @@ def test_equals_dense_reference(case: str, problem: str):
     operator = CASES[case].build(p)
     expected = dense(case, problem)
     assert operator.shape == tuple(expected.shape)
-    # many columns and a single one, the first and the next, may be computed in different modes
+    # many columns and a single one, the first and the next, may be computed in different ways
     v, u = vectors(operator), vectors(operator, rows=True)
     assert error(operator @ v, expected @ v.double()) <= p.tolerance
     assert error(operator.T @ u, expected.T @ u.double()) <= p.tolerance
@@ -74,26 +73,25 @@ def test_equals_dense_reference(case: str, problem: str):
 @pytest.mark.extensive
 @pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
 def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
-    """Large graphs, and graphs that are not kept, take a separate pass for the tangents."""
+    """The tangents of large graphs are computed in a pass of their own."""
     monkeypatch.setitem(backward._BUDGETS, "cpu", 1)
     p = problems.make(problem)
-    operator = CASES[case].build(p, cache="none", check_deterministic=False)
+    operator = CASES[case].build(p, check_deterministic=False)
     v, u = vectors(operator), vectors(operator, rows=True)
     assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
     assert error(operator.T @ u, dense(case, problem).T @ u.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case, problem", pairs(MOST, CORE))
-def test_modes_agree(case: str, problem: str, mode: str):
+@pytest.mark.parametrize("case, problem", pairs(EXACT, [*CORE, "pinn", "checkpoint"]))
+def test_linearized(case: str, problem: str):
     p = problems.make(problem)
-    if problem == "closure" and mode == "forward":
-        with pytest.raises(ValueError, match="a closure"):
-            CASES[case].build(p, autodiff=mode)
-        return
-    operator = CASES[case].build(p, autodiff=mode, check_deterministic=False)
-    v = vectors(operator, 2)
-    assert error(operator @ v, dense(case, problem) @ v.double()) <= p.tolerance
+    operator, expected = CASES[case].build(p, check_deterministic=False), dense(case, problem)
+    v, V, u = vectors(operator), vectors(operator, 3), vectors(operator, rows=True)
+    with operator.linearized():
+        for _ in range(2):  # what is kept then is of the same numbers
+            assert error(operator @ v, expected @ v.double()) <= p.tolerance
+            assert error(operator @ V, expected @ V.double()) <= p.tolerance
+            assert error(operator.T @ u, expected.T @ u.double()) <= p.tolerance
 
 
 @pytest.mark.parametrize("case, problem", pairs(ALL, [*PARAMETERS, "cnn"]))
@@ -142,10 +140,11 @@ def test_representation():
         K.inverse(0.1): f"KFACInverse(4 blocks, {size}, damping=0.1)",
         CGInverseLinearOperator(H, damping=0.1): f"CGInverse(Hessian, {size}, damping=0.1)",
     }
+    assert repr(H) == f"HessianLinearOperator(MSELoss, reduction='mean', 2 batches, {size})"
+    for operator in (H, K, sampled):
+        operator @ vectors(operator)
     for operator, text in expected.items():
         assert repr(operator) == text.replace("(", "LinearOperator(", 1)
-    unread = ALL["hessian"].build(p, check_deterministic=False)
-    assert "data not read yet" in repr(unread)
 
 
 @pytest.mark.parametrize("case, problem", pairs([c for c in EXACT if CASES[c].square], CORE))
@@ -234,16 +233,17 @@ def test_gradient_and_loss(case: str, problem: str):
 @pytest.mark.parametrize("case, problem", pairs(RANDOM, MC))
 def test_samples_repeat(case: str, problem: str):
     p = problems.make(problem)
-    fresh, kept = (CASES[case].build(p, cache=cache) for cache in ("none", "graph"))
-    v = vectors(fresh)
-    first = fresh @ v
+    operator = CASES[case].build(p)
+    v = vectors(operator)
+    first = operator @ v
     torch.manual_seed(1)
-    assert torch.equal(fresh @ v, first)
-    # further columns, and kept graphs, are computed in another mode, at the same samples
-    assert error((fresh @ torch.stack([v, v], 1))[:, 1], first) <= p.tolerance
-    assert error(kept @ v, first) <= p.tolerance
-    assert torch.equal(kept @ v, kept @ v)
+    assert torch.equal(operator @ v, first)
     assert torch.equal(CASES[case].build(p) @ v, first)
+    # further columns are computed in another way, at the same samples
+    assert error((operator @ torch.stack([v, v], 1))[:, 1], first) <= p.tolerance
+    with operator.linearized():
+        assert error(operator @ v, first) <= p.tolerance
+        assert error(operator @ v, first) <= p.tolerance
     other = CASES[case].build(p, seed=0, check_deterministic=False)
     assert error(other @ v, first) > 1e-3
 
@@ -329,8 +329,13 @@ def test_pickle(case: str, problem: str):
     assert torch.equal(copy @ v, before)
 
 
-#: Names in the progress bar of the first product, of operators that keep a result.
-FIRST = {"ggn-diagonal": ["diagonal"], "kfac": ["factors"], "ekfac": ["factors", "eigenvalues"]}
+#: Names in the progress bar of the first product, where that is not ``matmat``.
+FIRST = {
+    "ggn-diagonal": ["diagonal"],
+    "transposed": ["rmatmat"],
+    "kfac": ["factors"],
+    "ekfac": ["factors", "eigenvalues"],
+}
 #: Methods that pass over the data for something else, and what that is.
 METHODS = {
     ("ggn-diagonal", "trace"): "trace",
@@ -349,7 +354,8 @@ def passes(operator: TorchLinearOperator, capsys: pytest.CaptureFixture) -> list
     """Return for what progress bars were shown, each name of an operator and a device checked."""
     labels = re.findall(r"\r([^\r]*?): +\d+%", capsys.readouterr().err)
     parts = [re.fullmatch(r"(\w+)\.(\w+) on cpu", label) for label in labels]
-    assert {part[1] for part in parts} == {type(operator).__name__}
+    (own,) = operator._operands() or (operator,)
+    assert {part[1] for part in parts} == {type(own).__name__}
     return list(dict.fromkeys(part[2] for part in parts))
 
 
@@ -372,13 +378,13 @@ def test_progress_names_what_is_computed(case: str, method: str, capsys):
 @pytest.mark.parametrize("case", ALL)
 def test_called_without_grad(case: str):
     p = problems.make("cnn")
-    operator = ALL[case].build(p, cache="graph")
+    operator = ALL[case].build(p)
     v = vectors(operator)
     expected = operator @ v
     with torch.no_grad():
         assert torch.equal(operator @ v, expected)
     with torch.inference_mode():
-        assert torch.equal(ALL[case].build(p, cache="graph") @ v.clone(), expected)
+        assert torch.equal(ALL[case].build(p) @ v.clone(), expected)
     assert not expected.requires_grad
 
 

@@ -1,13 +1,14 @@
-"""Later operators use facts about a model that earlier ones found, unless something has changed."""
+"""What is known of a model: learned of the first batch, and not used where it is wrong."""
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import problems
 import pytest
+import reference
 import torch
 from contract import ALL, error, matrix, vectors
 from problems import Problem
@@ -16,17 +17,17 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EKFACLinearOperator,
-    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
+    TorchLinearOperator,
 )
 
 pytestmark = pytest.mark.extensive
 
-N = 32
+N = 8
 
 
 class Net(nn.Module):
@@ -36,7 +37,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        self.sizes = SimpleNamespace(seen=[])  # lists would be as before after each product
+        self.sizes = SimpleNamespace(seen=())  # lists would be as before after each product
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.seen = (*self.sizes.seen, len(x))
@@ -60,37 +61,62 @@ def product(operator) -> Tensor:
     return operator @ vectors(operator)
 
 
-#: Quantities, and how often a known net is evaluated for them.
-QUANTITIES: dict[str, tuple[type, Callable, int]] = {
-    "hessian": (HessianLinearOperator, product, 2),
-    "ggn": (GGNLinearOperator, product, 2),
-    "kfac": (KFACLinearOperator, lambda op: op.compute_kronecker_factors(), 1),
-    "diagonal": (GGNDiagonalLinearOperator, lambda op: op.diagonal(), 1),
-    "norms": (PerSampleGradientLinearOperator, lambda op: op.norms(), 2),
-    "kernel": (JacobianLinearOperator, lambda op: op.gram(), 2),
+# --- what construction costs
+
+
+class Loader:
+    """Counts the batches that it yields."""
+
+    def __init__(self, num_batches: int):
+        self.num_batches, self.yielded = num_batches, []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.num_batches):
+            self.yielded.append(index)
+            yield batch(index)
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("case", ALL)
+def test_construction_looks_at_the_first_batch(case: str, num_batches: int):
+    """It is drawn twice and evaluated twice; only operators with rows count these once more."""
+    net, data = Net(), Loader(num_batches)
+    ALL[case].build(Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), data, mc=True))
+    counted = [] if ALL[case].square else list(range(num_batches))
+    assert data.yielded == [0, 0, *counted]
+    assert net.sizes.seen.count(N) == len(data.yielded)
+
+
+#: Batches cut from a tensor with 12 rows and 5 columns.
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda base: base[:6, 1:],
+    "one column": lambda base: base[:, 2:3].expand(12, 4),
+    "transposed": lambda base: base.view(4, 15).T[:6],
+    "repeated": lambda base: base[1, :4].expand(6, 4),
+    "odd address": lambda base: base.view(-1)[1:25].view(6, 4),
 }
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_new_operators_evaluate_no_more_than_known_ones(name: str, normalized: bool):
-    cls, compute, passes = QUANTITIES[name]
-    net = Net()
-    if normalized:  # which counts batches in an integer
-        net.layers.append(nn.BatchNorm1d(2).double().eval())
-    net.sizes = SimpleNamespace(seen=())
-    counts = []
-    for seed in range(3):
-        with torch.no_grad():  # as an optimizer does
-            net.layers[0].weight.mul_(0.9)
-        compute(build(net, cls, [batch(seed)]))
-        counts.append(len(net.sizes.seen))
-        net.sizes.seen = ()
-    assert counts[0] > passes, "The first one has to find out."
-    assert counts[1:] == [passes, passes]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", CUTS)
+def test_batches_in_any_layout(name: str, dtype: torch.dtype):
+    """Two draws of the first batch are compared bit by bit."""
+    torch.manual_seed(0)
+    X, linear = CUTS[name]((3 * torch.rand(12, 5)).to(dtype)), nn.Linear(4, 2).double()
+    y = torch.randint(2, (len(X), 2))[:, 0]
+
+    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+        return torch.func.functional_call(linear, params, X.double())
+
+    arguments = model, nn.CrossEntropyLoss(), dict(linear.named_parameters())
+    found, expected = (
+        GGNLinearOperator(*arguments, data)
+        for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
+    )
+    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
 
 
-# --- nothing of it is used where anything differs
+# --- nothing that is known is used where it is wrong
 
 
 class Wrong(torch.autograd.Function):
@@ -114,53 +140,64 @@ class Wrong(torch.autograd.Function):
 
 
 class Varying(Net):
-    """A net that may contain a function that forward mode gets wrong."""
+    """Doubles its output, perhaps by a function that forward mode gets wrong."""
 
     attribute = False
 
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("on", torch.tensor(0.0))
+
     def forward(self, X: dict) -> Tensor:
         z = self.layers(X["x"])
-        wrong = self.attribute or X.get("wrong") or len(z) > N
+        wrong = self.attribute or X.get("wrong") or len(z) > N or self.on > 0
         return Wrong.apply(z) if wrong else 2 * z
 
 
-def _change(net: Varying, data: list, what: str) -> list:
+class Doubled(Net):
+    def forward(self, X: dict) -> Tensor:
+        return 2 * self.layers(X["x"])
+
+
+Data = list[tuple[dict, Tensor]]
+
+
+def _add_wrong_hook(net: Varying, data: Data) -> None:
+    net.register_forward_hook(lambda module, args, output: Wrong.apply(output) / 2)
+
+
+def _double_samples(net: Varying, data: Data) -> None:
     X, y = data[0]
-    if what == "attribute":
-        net.attribute = True
-    elif what == "hook":
-        net.register_forward_hook(lambda module, args, output: Wrong.apply(output) / 2)
-    elif what == "value in X":
-        return [({**X, "wrong": True}, y)]
-    elif what == "more samples":
-        return [({"x": torch.cat([X["x"], X["x"]])}, torch.cat([y, y]))]
-    return data
+    data[0] = {"x": torch.cat([X["x"], X["x"]])}, torch.cat([y, y])
 
 
-CHANGES = ["attribute", "hook", "value in X", "more samples"]
+#: What makes forward mode wrong.
+CHANGES: dict[str, Callable[[Varying, Data], object]] = {
+    "attribute": lambda net, data: setattr(net, "attribute", True),
+    "buffer": lambda net, data: net.on.fill_(1),
+    "hook": _add_wrong_hook,
+    "value in X": lambda net, data: data[0][0].update(wrong=True),
+    "more samples": _double_samples,
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_modes_are_tested_again_after_a_change(what: str):
-    net, (x, y) = Varying().eval(), batch()
+def test_functions_that_forward_mode_gets_wrong(what: str):
+    (x, y), net, loss = batch(), Varying(), nn.CrossEntropyLoss()
     data = [({"x": x}, y)]
 
-    def off(data: list) -> float:
-        operator = build(net, JacobianLinearOperator, data)
+    def check(operator: TorchLinearOperator) -> None:
+        plain = Doubled()
+        problem = Problem(plain, loss, list(plain.parameters()), data, mc=True)
         v = vectors(operator)
-        expected = torch.cat([_jacobian(net, X["x"], X) for X, _ in data]) @ v
-        return error(operator @ v, expected)
+        assert error(operator @ v, reference.ggn(problem) @ v) <= 1e-10
 
-    assert off(data) < 1e-10 and off(data) < 1e-10
-    assert off(_change(net, data, what)) < 1e-10
-
-
-def _jacobian(net: nn.Module, x: Tensor, X: dict) -> Tensor:
-    rows = []
-    for entry in net(X).flatten():
-        grads = torch.autograd.grad(entry, list(net.parameters()), retain_graph=True)
-        rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
+    operators = [build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"]))]
+    check(operators[0])
+    CHANGES[what](net, data)
+    operators.append(build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"])))
+    for operator in operators:
+        check(operator)
 
 
 class Penalized(nn.Module):
@@ -178,17 +215,84 @@ class Penalized(nn.Module):
 
 
 def test_losses_are_looked_at_again():
-    net = Net()
-    X, y = batch()
-    weight, found = torch.zeros(()).double(), []  # a number that the loss reads
-    for penalty in (0.0, 0.5, 0.5, weight, weight):
-        loss = Penalized(net, penalty)
-        found.append(matrix(build(net, HessianLinearOperator, [(X, y)], loss, reduction="mean")))
-        if penalty is weight:
-            weight.fill_(0.5)
-    penalized = found[0] + 0.5 * torch.eye(len(found[0])).double()
-    expected = [found[0], penalized, penalized, found[0], penalized]
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    """By the operator itself, and by later ones."""
+    net, data = Net(), [batch()]
+    loss, number = Penalized(net, 0.0), torch.zeros(()).double()  # a number that the loss reads
+    build_all = [HessianLinearOperator, GGNLinearOperator]
+    H, G = (build(net, cls, data, loss, reduction="mean") for cls in build_all)
+    plain = matrix(H), matrix(G)
+    penalized = plain[0] + 0.5 * torch.eye(len(plain[0])).double()
+    for penalty in (0.0, 0.5, 0.5, number, number):
+        loss.weight = penalty
+        for operator in (H, build(net, HessianLinearOperator, data, loss, reduction="mean")):
+            expected = penalized if penalty > 0 else plain[0]
+            torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
+        for operator in (G, build(net, GGNLinearOperator, data, loss, reduction="mean")):
+            if penalty > 0:
+                with pytest.raises(ValueError, match="is not a function of the model's output"):
+                    matrix(operator)
+            else:
+                torch.testing.assert_close(matrix(operator), plain[1], rtol=1e-10, atol=1e-12)
+        if penalty is number:
+            number.fill_(0.5)
+
+
+def _residual(u: Tensor, y: Tensor) -> Tensor:
+    """Measured values, or points where an equation holds."""
+    if y.requires_grad:
+        (du,) = torch.autograd.grad(u.sum(), y, create_graph=True)
+        return (du.sum(1) - u[:, 0]).square().mean()
+    return nn.functional.mse_loss(u, y)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_losses_that_need_the_graph_on_some_batches(order: tuple[int, int], double: None):
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    points, measured = torch.randn(3, 2).requires_grad_(), (torch.randn(3, 2), torch.randn(3, 1))
+    data = [[measured, (points, points)][i] for i in order]
+    H = build(model, HessianLinearOperator, data, _residual, reduction="mean")
+    loss, params = sum(_residual(model(x), y) for x, y in data) / 2, list(model.parameters())
+    flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, params, create_graph=True)])
+    v = vectors(H)
+    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
+    torch.testing.assert_close(H @ v, truth)
+    with pytest.raises(ValueError, match="is not a function of the model's output"):
+        product(build(model, GGNLinearOperator, data, _residual, reduction="mean"))
+
+
+class Hides(nn.Module):
+    """Uses its weight by a plain list, when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.hidden, self.flag = [self.linear.weight], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.hidden[0].T if self.flag else self.linear(x)
+
+
+def test_hidden_parameters_are_noticed_later():
+    net = Hides().double()
+    H = build(net, HessianLinearOperator, [batch()])
+    product(H)
+    net.flag = True
+    with pytest.raises(ValueError, match="by a reference that is not registered"):
+        product(H)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_tensors_that_only_some_batches_use(number: int, double: None):
+    """Experts: what one batch does not use, another one may. With ``number=1``, one is constant."""
+    experts = [torch.randn(2, 3, requires_grad=True) for _ in range(3)]
+    function = lambda x: x @ experts[int(x[0, 0] > 0)].T + x @ experts[2].T  # noqa: E731
+    X, y = torch.rand(6, 3), torch.rand(6, 2)
+    data, arguments = [(X, y)], (nn.MSELoss(), experts[number:])
+    H = HessianLinearOperator(function, *arguments, data, check_deterministic=False)
+    for sign in (1.0, -1.0, 1.0):
+        data[:] = [(sign * X, y)]
+        fresh = HessianLinearOperator(function, *arguments, data)
+        torch.testing.assert_close(matrix(H), matrix(fresh))
 
 
 # --- the numbers are those of an operator that is the first one
@@ -231,7 +335,7 @@ def test_later_operators_agree_with_first_ones(name: str):
             assert error(later, first) < 1e-2 * max(known.tolerance, 1e-8)
 
 
-# --- what it costs
+# --- what it keeps
 
 
 def _described(net: nn.Module, kind: str) -> tuple[Callable, list[Tensor] | dict[str, Tensor]]:
@@ -254,27 +358,15 @@ def test_nothing_is_kept_alive(kind: str):
     assert [part() for part in gone] == [None] * 4
 
 
-def test_checks_of_repeatability_evaluate_each_batch_twice():
-    net = Net()
-    build(net, HessianLinearOperator, [batch(0), batch(1)], check_deterministic=True)
-    assert net.sizes.seen.count(N) == 4
-
-
-def test_jacobians_evaluate_each_batch_once_for_all_columns():
-    net, data = Net(), [batch(0), batch(1)]
-    J = build(net, JacobianLinearOperator, data)
-    net.sizes = SimpleNamespace(seen=())
-    J @ torch.eye(J.shape[1]).double()
-    assert net.sizes.seen.count(N) <= len(data) + 1
-
-
 def test_batches_get_random_numbers_of_their_own():
-    net, masks = Net(), []
+    net = Net()
     net.layers[1] = nn.Dropout(0.5)
-    net.layers[1].register_forward_hook(lambda _, x, y: masks.append((y == 0).detach()))
-    product(build(net, HessianLinearOperator, [batch()] * 2))
-    masks = [mask for mask in masks if len(mask) == N]
-    assert len(masks) == 4 and not torch.equal(masks[1], masks[3])
+    loss, products = nn.CrossEntropyLoss(reduction="sum"), []
+    for number in (1, 2):
+        H = build(net, HessianLinearOperator, [batch()] * number, loss)
+        torch.manual_seed(0)
+        products.append(H @ vectors(H))
+    assert error(products[1], 2 * products[0]) > 1e-3
 
 
 # --- numbers that models and losses read
@@ -291,15 +383,6 @@ class Switched(Net):
     def forward(self, x: Tensor) -> Tensor:
         z = super().forward(x)
         return self.function(z) if self.on > 0 else 2 * z
-
-
-def test_modes_do_not_outlive_numbers_that_choose_functions():
-    net, data = Switched(Wrong.apply), [batch()]
-    product(build(net, JacobianLinearOperator, data))
-    net.on.fill_(1)
-    later = build(net, JacobianLinearOperator, data)
-    expected = _jacobian(net, data[0][0], data[0][0]) @ vectors(later)
-    assert error(later @ vectors(later), expected) < 1e-10
 
 
 @pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])

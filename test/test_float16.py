@@ -61,9 +61,8 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> tuple[nn.Module, list[T
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_a_frozen_base(kind: str, mode: str):
+def test_adapters_of_a_frozen_base(kind: str):
     X, y = torch.randn(12, 6).half(), torch.arange(12) % 3
     model, params = adapted(torch.float16, torch.float32)
     exact, exact_params = adapted(torch.float64, torch.float64)
@@ -71,10 +70,11 @@ def test_adapters_of_a_frozen_base(kind: str, mode: str):
         for p, q in zip(params, exact_params, strict=True):
             q.copy_(p)
     loss = nn.CrossEntropyLoss()
-    A = KINDS[kind](model, loss, params, [(X, y)], autodiff=mode)
-    expected = KINDS[kind](exact, loss, exact_params, [(X.double(), y)], autodiff=mode)
-    v = torch.randn(A.shape[1])
-    assert relative(A @ v, expected @ v.double()) < 1e-2
+    A = KINDS[kind](model, loss, params, [(X, y)])
+    expected = KINDS[kind](exact, loss, exact_params, [(X.double(), y)])
+    V = torch.randn(A.shape[1], 2)
+    assert relative(A @ V, expected @ V.double()) < 1e-2
+    assert relative(A @ V[:, 0], (expected @ V.double())[:, 0]) < 1e-2
 
 
 def test_kronecker_factors_of_adapters():

@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
+from curvlinops import (
+    EFLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 from curvlinops.kfac_utils import loss_hessian_matrix_sqrt
 from curvlinops.losses import KNOWN_LOSSES, wrap_loss
 
@@ -225,6 +230,50 @@ def test_half_precision_is_treated_in_float32():
     loss = wrap_loss(nn.CrossEntropyLoss())
     assert loss.sum(z, indices(z)).dtype == torch.float32
     assert loss.gradient(z, indices(z)).dtype == torch.bfloat16
+
+
+# --- cotangents that losses make, whose strides kernels of PyTorch read
+
+LAST = {
+    "BatchNorm": (nn.BatchNorm2d(3), nn.Linear(2, 2), nn.BatchNorm2d(3)),
+    "InstanceNorm": (nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, affine=True)),
+    "GroupNorm": (nn.Conv2d(3, 3, 1), nn.GroupNorm(3, 3)),
+}
+
+
+def derivatives(model: nn.Module, X: Tensor, y: Tensor) -> dict[type, Tensor]:
+    """Return dense matrices by autograd, whose own cotangents are contiguous."""
+    params, loss, z = list(model.parameters()), nn.CrossEntropyLoss(reduction="sum"), model(X)
+
+    def rows(x: Tensor, leaves: list[Tensor]) -> Tensor:
+        grads = [torch.autograd.grad(entry, leaves, retain_graph=True) for entry in x.flatten()]
+        return torch.stack([torch.cat([g.flatten() for g in grad]) for grad in grads])
+
+    gradient = torch.autograd.grad(loss(z, y), params, create_graph=True)
+    output = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(output, y), output, create_graph=True)
+    jacobian = rows(z, params)
+    return {
+        HessianLinearOperator: rows(torch.cat([g.flatten() for g in gradient]), params),
+        GGNLinearOperator: jacobian.T @ rows(slope, [output]) @ jacobian,
+        PerSampleGradientLinearOperator: rows(loss(z, y), params),
+    }
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_one_sample_with_several_positions_behind_a_normalization(name: str):
+    """``native_batch_norm_backward`` is wrong for some strides of an axis of length one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*LAST[name]).double().eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            nn.init.uniform_(tensor, 0.5, 1.5)
+    X, y = torch.randn(1, 3, 4, 2).double(), torch.randint(3, (1, 4, 2))
+    loss, params = nn.CrossEntropyLoss(reduction="sum"), list(model.parameters())
+    for kind, expected in derivatives(model, X, y).items():
+        A, eye = kind(model, loss, params, [(X, y)]), torch.eye(expected.shape[1]).double()
+        for found in (A @ eye, torch.stack([A @ e for e in eye], 1)):
+            assert (found - expected).norm() <= 1e-10 * expected.norm()
 
 
 # --- losses of users, which are refused, or need care

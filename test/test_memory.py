@@ -57,19 +57,16 @@ def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(batch, 64), torch.randn(batch, 64)
 
 
-@pytest.mark.parametrize("case, most", [("ggn", 1.5), ("jacobian", 0.5), ("fisher", 1.5)])
-def test_tangents_are_not_kept_alive(case: str, most: float):
+@pytest.mark.parametrize("case", ["ggn", "fisher"])
+def test_single_products_need_little_more_than_a_gradient(case: str):
     model, X, y = deep(10000)
     params = list(model.parameters())
     gradient = LiveBytes().peaks(
         lambda: torch.autograd.grad(nn.functional.mse_loss(model(X), y), params)
     )[0]
-    loss = (nn.MSELoss(),) if CASES[case].takes_loss else ()
-    operator = CASES[case].operator(model, *loss, params, [(X, y)], cache="none")
+    operator = CASES[case].operator(model, nn.MSELoss(), params, [(X, y)])
     v = vectors(operator)
-    first, second = LiveBytes().peaks(lambda: operator @ v)
-    assert first <= 1.5 * gradient  # with the dot-test
-    assert second <= most * gradient
+    assert max(LiveBytes().peaks(lambda: operator @ v)) <= 1.5 * gradient
 
 
 def images() -> tuple[nn.Module, Tensor]:
@@ -89,9 +86,8 @@ def sequences() -> tuple[nn.Module, Tensor]:
 def test_no_memory_for_rows(make, quantity: str):
     model, X = make()
     params, y = list(model.parameters()), torch.randint(5, (len(X),))
-    options = {"check_deterministic": False, "cache": "none"}
     rows = curvlinops.PerSampleGradientLinearOperator(
-        model, nn.CrossEntropyLoss(), params, [(X, y)], **options
+        model, nn.CrossEntropyLoss(), params, [(X, y)], check_deterministic=False
     )
     _, peak = LiveBytes().peaks(getattr(rows, quantity))
     # temporary tensors are bounded, whatever N is; pairs of batches of rows need several
@@ -117,9 +113,7 @@ def test_activations_do_not_wait_for_the_garbage_collector(case: str):
     model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     loss = (nn.MSELoss(),) if ALL[case].takes_loss else ()
     data = [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(2)]
-    make = ALL[case].operator
-    cache = {} if hasattr(make, "compute_kronecker_factors") else {"cache": "none"}
-    operator = make(model, *loss, list(model.parameters()), data, **cache)
+    operator = ALL[case].operator(model, *loss, list(model.parameters()), data)
     run = getattr(operator, "compute_kronecker_factors", lambda: operator @ vectors(operator))
     run()
     gc.collect()
@@ -202,18 +196,15 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
-    H = curvlinops.HessianLinearOperator(
-        model, nn.MSELoss(), list(model.parameters()), data, cache="graph"
+    H, single = (
+        curvlinops.HessianLinearOperator(
+            model, nn.MSELoss(), list(model.parameters()), data, chunk_size=chunk_size
+        )
+        for chunk_size in (None, 1)
     )
     V = torch.randn(H.shape[1], 16).double()
-    expected = (
-        curvlinops.HessianLinearOperator(
-            model, nn.MSELoss(), list(model.parameters()), data, chunk_size=1
-        )
-        @ V
-    )
-    H @ V[:, 0]
-    with Scarce(5000) as memory:
+    expected = single @ V
+    with H.linearized(), Scarce(5000) as memory:
         torch.testing.assert_close(H @ V, expected)
         assert memory.failures and memory.largest > 3000
         memory.failures = 0

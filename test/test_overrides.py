@@ -26,7 +26,7 @@ def tensor(*shape: int, positive: bool = False) -> Tensor:
 CALLS = {
     "gelu": (F.gelu, (tensor(*X),), {}),
     "gelu-tanh": (F.gelu, (tensor(*X),), {"approximate": "tanh"}),
-    "silu": (F.silu, (tensor(*X),), {}),
+    "std": (torch.std, (tensor(*X),), {"dim": (0, 2), "correction": 0}),
     "weight-norm": (torch._weight_norm, (tensor(4, 3), tensor(1, 3), 1), {}),
     "weight-norm-of-all": (torch._weight_norm, (tensor(4, 3), tensor(), -1), {}),
     "embedding-bag": (F.embedding_bag, (BAGS, tensor(7, 2)), {"padding_idx": 1}),
@@ -62,25 +62,24 @@ def test_derivatives(name: str):
     assert gradgradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("function", [F.gelu, F.silu])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_left_alone(function, dtype: torch.dtype):
+def test_half_precision_is_left_alone(dtype: torch.dtype):
     x = torch.randn(2, 3, 4).to(dtype)
-    assert torch.equal(TWICE[function](x), function(x))
+    assert torch.equal(TWICE[F.gelu](x, "tanh"), F.gelu(x, approximate="tanh"))
 
 
 def test_in_place():
     x = torch.randn(2, 4)
     with overrides.active("twice"):
-        expected = F.silu(x)
-        assert F.silu(x, inplace=True) is x
+        expected = F.hardsigmoid(x)
+        assert F.hardsigmoid(x, inplace=True) is x
         assert torch.equal(x, expected)
 
 
 def test_extreme_inputs_stay_finite():
     x = torch.tensor([-1e4, -40.0, 0.0, 40.0, 1e4], requires_grad=True)
-    for function, options in [(F.gelu, {}), (F.gelu, {"approximate": "tanh"}), (F.silu, {})]:
-        out = TWICE[function](x, **options)
+    for approximate in ("none", "tanh"):
+        out = TWICE[F.gelu](x, approximate)
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(gradient.sum(), x)
         assert bool(gradient.isfinite().all() & second.isfinite().all())

@@ -44,8 +44,9 @@ def test_products(case: str, problem: str):
         p = problems.make(problem)
         put(p.data, CPU)
         operator = ALL[case].build(p).to_device("cuda")
-        for _ in range(3):  # kept graphs
-            _agree(matrix(operator), expected)
+        with operator.linearized():
+            for _ in range(2):
+                _agree(matrix(operator), expected)
         assert (operator @ v.numpy()).shape == expected.shape[:1]
 
 

@@ -1,8 +1,8 @@
 """Products in several threads, and global random number generators."""
 
 import random
-import threading
-from collections.abc import Callable, Iterator
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from curvlinops import (
     HessianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
+    TorchLinearOperator,
 )
 
 LOSS = nn.MSELoss()
@@ -26,51 +27,48 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3), torch.randn(4, 2)
 
 
-class Joining:
-    """Data that is there when another thread has multiplied, as with loaders that prefetch."""
+class Slow(nn.Module):
+    """A model in whose forward pass other threads have their turn."""
 
-    def __init__(self, multiply: Callable[[], object]):
-        self.batch, self.multiply, self.found = batch(), multiply, []
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
 
-    def __iter__(self) -> Iterator:
-        thread = threading.Thread(target=lambda: self.found.append(self.multiply()), daemon=True)
-        thread.start()
-        thread.join(20)
-        assert not thread.is_alive()
-        yield self.batch
-
-
-@pytest.mark.parametrize("kind", [GGNLinearOperator, KFACLinearOperator])
-def test_loaders_that_wait_for_another_thread(kind: type):
-    inner, outer, v = nn.Linear(3, 2), nn.Linear(3, 2), torch.ones(8)
-    other = kind(inner, LOSS, list(inner.parameters()), [batch()])
-    data = Joining(lambda: other @ v)
-    arguments = outer, LOSS, list(outer.parameters())
-    found, expected = kind(*arguments, data) @ v, kind(*arguments, [data.batch]) @ v
-    torch.testing.assert_close(found, expected)
-    assert data.found
-    torch.testing.assert_close(data.found, len(data.found) * [other @ v])
+    def forward(self, X: Tensor) -> Tensor:
+        X = torch.tanh(self.first(X))
+        time.sleep(1e-3)
+        return self.second(X)
 
 
-def test_interleaved_passes_of_one_operator():
-    """A second product with an operator begins and ends while the first one fetches a batch."""
-    model, meanwhile = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), []
-    pairs, v = [batch(), batch()], torch.ones(8)
+@pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])
+def test_several_threads_use_one_model(kind: type):
+    model, pairs = Slow(), [batch(), batch()]
+    named = dict(model.named_parameters())
+    operators = [
+        kind(model, LOSS, {name: scale * p.detach() for name, p in named.items()}, pairs)
+        for scale in (1.0, 2.0)
+    ]
+    v = torch.randn(operators[0].shape[1])
 
-    class Data:
-        def __iter__(self) -> Iterator:
-            for pair in pairs:
-                yield pair
-                if threading.current_thread() is threading.main_thread():
-                    other = threading.Thread(target=lambda: meanwhile.append(operator @ v))
-                    other.start()
-                    other.join(20)
+    def multiply(operator: TorchLinearOperator) -> Tensor:
+        return operator @ v
 
-    arguments = model, LOSS, list(model.parameters())
-    operator = HessianLinearOperator(*arguments, Data(), check_deterministic=False)
-    expected = HessianLinearOperator(*arguments, pairs) @ v
-    torch.testing.assert_close(operator @ v, expected)
-    torch.testing.assert_close(meanwhile, len(pairs) * [expected])
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(multiply, 5 * operators))
+    torch.testing.assert_close(found, 5 * [multiply(operator) for operator in operators])
+
+
+def test_the_lock_is_released_after_an_error():
+    model, data = nn.Linear(3, 2), [batch()]
+    operator = GGNLinearOperator(model, LOSS, list(model.parameters()), data)
+    v = torch.ones(8)
+    expected, pair = operator @ v, data[0]
+    data[0] = (torch.full((4, 3), torch.nan), pair[1])
+    with pytest.raises(ValueError, match="NaN"):
+        operator @ v
+    data[0] = pair
+    with ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(lambda: operator @ v).result(20), expected)
 
 
 def drawn() -> tuple[float, float, float]:
@@ -95,7 +93,7 @@ def seed() -> None:
 def test_generators_are_restored_after_models_that_draw(kind: type):
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).eval()
     arguments = model, LOSS, list(model.parameters()), [batch()]
-    operator = kind(*arguments, check_deterministic=False, cache="none")
+    operator = kind(*arguments, check_deterministic=False)
     operator @ torch.ones(8)
     model.train()
     seed()

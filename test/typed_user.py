@@ -122,7 +122,6 @@ c.CGInverseLinearOperator(H, max_itr=3)  # type: ignore[call-arg]
 c.NeumannInverseLinearOperator(H, terms=5)  # type: ignore[call-arg]
 c.MINRESInverseLinearOperator(H, dampng=1.0)  # type: ignore[call-arg]
 c.LSMRInverseLinearOperator(H, damping=1.0)  # type: ignore[call-arg]
-cg.set_cg_hyperparameters(max_itr=3)  # type: ignore[call-arg]
 
 # --- algorithms
 

@@ -1,7 +1,5 @@
 """The inverse of a positive definite matrix by conjugate gradients."""
 
-from typing import Unpack
-
 import torch
 from torch import Tensor
 
@@ -9,13 +7,11 @@ from curvlinops.algorithms.convergence import NegativeCurvatureError
 from curvlinops.algorithms.iterative import (
     DampedMatrix,
     KrylovInverseLinearOperator,
-    SolverOptions,
     Systems,
     add_scaled,
     check_positive,
     scaled,
 )
-from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.progress import show_residuals
 
@@ -41,18 +37,6 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
         TypeError: If an option is unknown, or given under two names.
     """
-
-    def set_cg_hyperparameters(
-        self,
-        x0: Vectors | None = None,
-        maxiter: int | None = None,
-        /,
-        **options: Unpack[SolverOptions],
-    ) -> None:
-        """Set the given options of the constructor, and all others to their defaults."""
-        positional = {"x0": x0, "maxiter": maxiter}
-        given = {name: value for name, value in positional.items() if value is not None}
-        self._set_options(given | options)
 
     def _improve(
         self, A: DampedMatrix, X: Tensor, iterations: Tensor, systems: Systems, budget: int

@@ -10,12 +10,12 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.iterative import ASYMMETRY
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import show_residuals, solves
+from curvlinops.support.progress import show_residuals
 from curvlinops.support.rng import read_generator
-from curvlinops.support.torch_modes import in_default_modes
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
@@ -50,7 +50,6 @@ class Eigenpairs:
         return (self.eigenvalues, self.eigenvectors)[index]
 
 
-@in_default_modes
 @solves("eigsh")
 def eigsh(
     A: AnyMatrix,

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
+from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.progress import solver
-from curvlinops.support.torch_modes import default_modes
+from curvlinops.support.torch_modes import in_default_modes
 
 #: A larger asymmetry, relative to the matrix's norm, cannot be rounding in single precision.
 ASYMMETRY = 1e-3
@@ -161,6 +161,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def solve(
         self, B: Mapping[str, Tensor], x0: Vectors | None = None
     ) -> Solution[dict[str, Tensor]]: ...
+    @in_default_modes
     def solve(self, B: Vectors, x0: Vectors | None = None) -> Solution:
         """Solve linear systems.
 
@@ -175,14 +176,17 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients; only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        with default_modes():
-            columns, write = to_columns(B, self.domain)
-            start = self._x0 if x0 is None else self._matrix.read_rows(x0)
-            X, *info = self._solve(self.domain.join(columns), start)
-            return Solution(write(self.codomain.split(X), self.codomain), *info)
+        columns, write = to_columns(B, self.domain)
+        start = self._x0 if x0 is None else self._matrix.read_rows(x0)
+        X, *info = self._solve(self.domain.join(columns), start)
+        return Solution(write(self.codomain.split(X), self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        given = self._matrix.operator, self._preconditioner
+        return tuple(operator for operator in given if operator is not None)
 
     def _apply(self, columns: Columns) -> Columns:
         X, *_ = self._solve(self.domain.join(columns), self._x0)

@@ -11,13 +11,13 @@ from torch import Tensor
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.iterative import Kind
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
+from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import solver
-from curvlinops.support.torch_modes import default_modes
+from curvlinops.support.torch_modes import in_default_modes
 
 #: Values of ``istop`` that mean failure.
 _FAILURES = {3: "conlim is exceeded", 6: "the matrix is singular", 7: "maxiter is reached"}
@@ -90,17 +90,6 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         super().__init__(operator.codomain, operator.domain, operator.self_adjoint)
         check_on_failure(on_failure)
         self.on_failure = on_failure
-        self.set_lsmr_hyperparameters(damp, atol, btol, conlim, maxiter)
-
-    def set_lsmr_hyperparameters(
-        self,
-        damp: float = 0.0,
-        atol: float = 1e-6,
-        btol: float = 1e-6,
-        conlim: float = 1e8,
-        maxiter: int | None = None,
-    ) -> None:
-        """Set the options of the constructor again."""
         atol, btol = check_number("atol", atol, 0), check_number("btol", btol, 0)
         damp, conlim = check_number("damp", damp), check_number("conlim", conlim, 0)
         maxiter = 10 * min(self.shape) if maxiter is None else maxiter
@@ -113,16 +102,19 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def matvec_with_info(self, x: Sequence[Tensor]) -> LSMRSolution[list[Tensor]]: ...
     @overload
     def matvec_with_info(self, x: Mapping[str, Tensor]) -> LSMRSolution[dict[str, Tensor]]: ...
+    @in_default_modes
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
-        with default_modes():
-            columns, write = to_columns(x, self.domain)
-            X, *info = self._solve(self.domain.join(columns), adjoint=False)
-            return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
+        columns, write = to_columns(x, self.domain)
+        X, *info = self._solve(self.domain.join(columns), adjoint=False)
+        return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self._matrix.operator,)
 
     def _apply(self, columns: Columns) -> Columns:
         X, *_ = self._solve(self.domain.join(columns), adjoint=False)

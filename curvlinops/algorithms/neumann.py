@@ -12,11 +12,12 @@ from curvlinops.algorithms.matrix import (
     Product,
     read_preconditioner,
 )
+from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.arguments import check_count, check_number
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import show_residuals, solver
+from curvlinops.support.progress import show_residuals
 
 
 class NeumannInverseLinearOperator(TorchLinearOperator):
@@ -67,12 +68,6 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         if self._preconditioner is not None:
             symmetric = symmetric and self._preconditioner.self_adjoint
         super().__init__(operator.codomain, operator.domain, symmetric)
-        self.set_neumann_hyperparameters(num_terms, scale, check_nan)
-
-    def set_neumann_hyperparameters(
-        self, num_terms: int = 100, scale: float = 1.0, check_nan: bool = True
-    ) -> None:
-        """Set the options of the constructor again."""
         self.num_terms = check_count("num_terms", num_terms, at_least=0)
         self.scale, self.check_nan = check_number("scale", scale), check_nan
         if not isfinite(self.scale) or self.scale == 0:
@@ -80,6 +75,10 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        given = self._matrix.operator, self._preconditioner
+        return tuple(operator for operator in given if operator is not None)
 
     def _apply(self, columns: Columns) -> Columns:
         def step(rows: Tensor) -> Tensor:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.solver import solves
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import solves
 from curvlinops.support.rng import read_generator
-from curvlinops.support.torch_modes import in_default_modes
 from curvlinops.support.warnings import warn
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -78,8 +77,8 @@ class Estimator(Protocol[P, Plain, WithError]):
 def estimator(
     function: Callable[Concatenate[AnyMatrix, P], Tensor | Estimate],
 ) -> Estimator[P, Tensor, Estimate]:
-    """Decorate an estimator: it runs in PyTorch's default modes, with one progress bar."""
-    return in_default_modes(solves(function.__name__)(function))
+    """Decorate an estimator: it runs as a solver."""
+    return solves(function.__name__)(function)
 
 
 class Sampler:

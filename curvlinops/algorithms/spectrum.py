@@ -12,9 +12,9 @@ from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.probes import Estimator, P, RandomOptions, RunningMean, Sampler
+from curvlinops.algorithms.solver import solver
 from curvlinops.support.arguments import check_count
-from curvlinops.support.progress import solves
-from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.support.warnings import warn
 
 #: Smallest and largest eigenvalue; those that are ``None`` are estimated.
@@ -60,6 +60,7 @@ class _LanczosRuns:
     #: Whether the axis is logarithmic; boundaries are then those of absolute eigenvalues.
     _is_log: bool
 
+    @uncompiled
     def __init__(
         self,
         A: AnyMatrix,
@@ -100,9 +101,11 @@ class _LanczosRuns:
             raise ValueError(f"kappa must be larger than one, and finite, got {kappa!r}.")
         if not 0 <= margin < inf:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
-        rules = self._runs(num_repeats)
+        name = "approximate_log_spectrum" if self._is_log else "approximate_spectrum"
+        with solver(name, self._matrix.operator):
+            rules = self._runs(num_repeats)
+            low, high = self._ends(rules)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0
-        low, high = self._ends(rules)
         if self._is_log:
             nodes = (nodes.abs() + epsilon).log()
             low, high = log(low + epsilon), log(high + epsilon)
@@ -200,7 +203,6 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
     _is_log = False
 
     @in_default_modes
-    @solves("approximate_spectrum")
     def approximate_spectrum(
         self,
         num_repeats: int = 1,
@@ -223,7 +225,6 @@ class LanczosApproximateLogSpectrumCached(_LanczosRuns):
     _is_log = True
 
     @in_default_modes
-    @solves("approximate_log_spectrum")
     def approximate_log_spectrum(
         self,
         num_repeats: int = 1,

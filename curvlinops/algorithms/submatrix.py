@@ -36,17 +36,7 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     """
 
     def __init__(self, A: AnyMatrix, row_idxs: Selection, col_idxs: Selection):
-        self.operator = as_operator(A)
-        self.set_submatrix(row_idxs, col_idxs)
-
-    def set_submatrix(self, row_idxs: Selection, col_idxs: Selection) -> None:
-        """Choose other rows and columns of ``A``.
-
-        Args:
-            row_idxs: The rows, see the constructor.
-            col_idxs: The columns.
-        """
-        A = self.operator
+        self.operator = A = as_operator(A)
         rows = _read(A.codomain, row_idxs, "row_idxs")
         columns = _read(A.domain, col_idxs, "col_idxs")
         self._rows, self._columns = _Selection(A.codomain, rows), _Selection(A.domain, columns)
@@ -55,6 +45,9 @@ class SubmatrixLinearOperator(TorchLinearOperator):
 
     def _description(self) -> list[str]:
         return [self.operator._formula()]
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
 
     def _apply(self, columns: Columns) -> Columns:
         inner = self._columns.embed(columns)

@@ -1,20 +1,19 @@
-"""Backward passes through a model on one batch, with several columns at once."""
+"""Backward passes through graphs, with several columns at once."""
 
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from math import ceil
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvlinops.autodiff.evaluation import Evaluation
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
-from curvlinops.support.memory import lacks_memory
+from curvlinops.support.refusals import is_refusal, lacks_memory
 from curvlinops.support.torch_internals import run_backward, without_torch_function
 from curvlinops.support.warnings import first_line
 
@@ -24,101 +23,10 @@ _LOGGER = logging.getLogger("curvlinops")
 #: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
 _BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
-#: ``apply(V, out) -> terms``: adds the product with the columns ``V`` (some or all parameters; the
-#: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
-#: are wanted), in place. Returns the batch's share of the normalization.
-Apply = Callable[[Columns, Columns], Tensor]
-
-#: A function of the model's output that also returns the batch's share of the normalization.
-Head = Callable[[Tensor], tuple[Any, Tensor]]
-
-#: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
-Seed = tuple[Tensor, Tensor | None]
-
 Tensors = Mapping[str, Tensor]
 
 #: The key of an input of a graph.
 Name = TypeVar("Name")
-
-
-class Recording(NamedTuple):
-    """A forward pass that was recorded.
-
-    Attributes:
-        evaluation: The evaluation of forward and backward passes.
-        leaves: The tensors that replaced the parameters. They require gradients.
-        output: The output, with its graph.
-    """
-
-    evaluation: Evaluation
-    leaves: dict[str, Tensor]
-    output: Tensor
-
-
-class Problem(Protocol):
-    """A model on one batch, as a function of its parameters (see ``BatchProblem``)."""
-
-    space: ParameterSpace
-    batch: Any
-    num_samples: int
-    can_substitute: bool
-    is_first: bool
-    facts: Any
-
-    def on(self, batch: Any) -> "Problem": ...
-    def leaves(self) -> dict[str, Tensor]: ...
-    def constants(self) -> dict[str, Tensor]: ...
-    def evaluation(self, values: Tensors, differentiation: str) -> Evaluation: ...
-    def output(self, evaluation: Evaluation) -> Tensor: ...
-    def check_memory(self, output: Tensor, leaves: Tensors) -> None: ...
-    def recording(self, differentiation: str) -> AbstractContextManager[Recording]: ...
-
-
-def evaluate(problem: Problem) -> Tensor:
-    """Return the output, without its graph."""
-    if problem.is_first:
-        with problem.recording("once") as recording:
-            return recording.output.detach()
-    evaluation = problem.evaluation(problem.constants(), "once")
-    with evaluation.active():
-        return problem.output(evaluation).detach()
-
-
-def gradient(problem: Problem, head: Head) -> tuple[Tensor, Columns, Tensor]:
-    """Return a scalar function of the output, its gradient (one column), and the terms."""
-    with problem.recording("once") as (_, leaves, output):
-        loss, terms = head(output)
-        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
-    out = problem.space.zeros(1)
-    add(out, 0, grads)
-    return loss.detach(), out, terms
-
-
-def transposed_jacobian(problem: Problem, chunk_size: int | None = None) -> tuple[Callable, Tensor]:
-    """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
-
-    U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
-
-    Args:
-        problem: The model on a batch.
-        chunk_size: The number of columns in one backward pass.
-    """
-    with problem.recording("once") as recording:
-        evaluation, leaves, output = recording
-
-    def product(u: Columns, inputs: Tensors) -> Columns:
-        return vjp_columns({"": output}, u, inputs)
-
-    chunks = in_chunks(product, chunk_size)
-
-    def apply(U: Tensor, out: Columns) -> None:
-        inputs = {name: leaves[name] for name in out}
-        cotangents = {"": U.reshape(U.shape[0], *output.shape)}
-        with evaluation.active():
-            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
-                add(out, rows, part)
-
-    return apply, output.detach()
 
 
 def vjp(
@@ -138,15 +46,16 @@ def vjp(
         ]
         if not names or not inputs:
             return dict.fromkeys(inputs)
-        weights = {
-            name: torch.ones_like(outputs[name]) if cotangents[name] is None else cotangents[name]
+        weights = [
+            outputs[name].new_ones(outputs[name].shape)
+            if cotangents[name] is None
+            else canonical(cotangents[name].to(outputs[name].dtype))
             for name in names
-        }
-        weights = {name: weight.to(outputs[name].dtype) for name, weight in weights.items()}
+        ]
     # torch.autograd.grad would suspend the evaluation's rewriting, in which checkpoints recompute
     grads = run_backward(
         tuple(outputs[name] for name in names),
-        tuple(weights.values()),
+        tuple(weights),
         retain or create_graph,
         create_graph,
         tuple(inputs.values()),
@@ -154,6 +63,14 @@ def vjp(
         accumulate_grad=False,
     )
     return dict(zip(inputs, grads, strict=True))
+
+
+def canonical(cotangent: Tensor) -> Tensor:
+    """Return a cotangent in contiguous memory, with the strides that its shape has there.
+
+    The stride of an axis of length one is arbitrary, but ``native_batch_norm_backward`` reads it.
+    """
+    return cotangent.reshape(-1).reshape(cotangent.shape)
 
 
 def batched_vjp(
@@ -208,6 +125,47 @@ def vjp_columns(
     return grads | zeros
 
 
+# --- missing derivatives
+
+#: Parts of PyTorch's complaints about a missing derivative.
+_MISSING = ("is not implemented", "once_differentiable", "not yet implemented", "double backward")
+
+
+class NoDerivativeError(NotImplementedError):
+    """PyTorch lacks a derivative of the model, or the loss, that a product needs."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Explain PyTorch's errors about missing derivatives.
+
+    Raises:
+        NoDerivativeError: In place of such an error, with what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error)
+        if isinstance(error, NoDerivativeError) or lacks_memory(error):
+            raise
+        if not any(words in message for words in _MISSING):
+            raise
+        hints = []
+        if "attention" in message:
+            hints.append(
+                "call torch.nn.functional.scaled_dot_product_attention (whose math kernel is then "
+                "used) instead of a fused attention kernel; in transformers, load the model with "
+                "attn_implementation='eager' or 'sdpa'"
+            )
+        if "once_differentiable" in message:
+            hints.append("make the backward of each custom autograd.Function differentiable")
+        hints.append("replace the operation by one composed of differentiable operations")
+        raise NoDerivativeError(
+            "PyTorch lacks a derivative of this model that the product needs: "
+            f"{first_line(error)}. What helps: {', or '.join(hints)}."
+        ) from error
+
+
 # --- several columns at once
 
 
@@ -251,11 +209,13 @@ def in_chunks(
             except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
-                if lacks_memory(error):
+                if is_refusal(error):
+                    failure = first_line(error)
+                elif lacks_memory(error):
                     size = (rows.stop - start) // 2
                     _LOGGER.warning("No memory for so many columns at once, now %d.", size)
                 else:
-                    failure = first_line(error)
+                    raise
                 continue
             if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)

@@ -2,8 +2,8 @@
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import filterfalse
 from operator import is_not
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.parameters import with_attributes
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables
+from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
@@ -76,6 +76,15 @@ class Evaluation:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(overrides.active(self._differentiation))
             yield
+
+    def of_graph(self, outputs: Iterable[Tensor | None]) -> Callable[[], AbstractContextManager]:
+        """Return the context for backward passes through the graphs of some outputs.
+
+        It is ``active``, or nothing if they run none of the user's code.
+        """
+        nodes = graph_nodes(*(x for x in outputs if x is not None))
+        runs_code = not self._model.substitutable or any(map(runs_python, nodes))
+        return self.active if runs_code else nullcontext
 
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only."""
@@ -172,13 +181,9 @@ def _differ(container: Collection, contents: Collection) -> bool:
 # --- what an output depends on
 
 
-class GraphError(ValueError):
-    """A graph cannot be differentiated with respect to the parameters, whatever the mode."""
-
-
-def not_registered(name: str) -> GraphError:
+def not_registered(name: str) -> ValueError:
     """Return the error that a parameter is used where it cannot be replaced."""
-    return GraphError(
+    return ValueError(
         f"The model, or its loss, uses parameter '{name}' by a reference that is not registered (a "
         "plain list, attribute or closure), where it cannot be replaced. Access it as an attribute "
         "of its module, or pass the model as a function X -> output with a list of params."
@@ -186,29 +191,29 @@ def not_registered(name: str) -> GraphError:
 
 
 def check_graph(
-    value: Tensor, model: Model, leaves: Mapping[str, Tensor], must_depend: bool = True
+    nodes: Iterable[Any], model: Model, leaves: Mapping[str, Tensor], must_depend: bool = True
 ) -> None:
     """Check that a graph is one that can be differentiated with respect to the parameters.
 
     Args:
-        value: Output or loss, evaluated with the parameters replaced by aliases, all others by
-            constants.
+        nodes: All nodes of the graph of output or loss, evaluated with the parameters replaced by
+            aliases, all others by constants.
         model: The user's model.
         leaves: The aliases of the parameters.
-        must_depend: Whether the value must depend on one of them.
+        must_depend: Whether the graph must reach one of them.
 
     Raises:
-        GraphError: If the value does not depend on the parameters, or uses a parameter by a
+        ValueError: If the graph does not reach the parameters, or uses a parameter by a
             reference that is not registered, or something that an earlier evaluation computed.
     """
     current, own, reached = {id(leaf) for leaf in leaves.values()}, model.replaced, False
-    for variable in leaf_variables(graph_nodes(value)):
+    for variable in leaf_variables(nodes):
         if id(variable) in current:
             reached = True
         elif id(variable) in own:
             raise not_registered(own[id(variable)])
         elif hasattr(variable, "replaces"):
-            raise GraphError(
+            raise ValueError(
                 "The model, or its loss, keeps what it computed of parameter "
                 f"'{variable.replaces}' in an earlier evaluation (by functools.lru_cache, in an "
                 "input X that it changes, such as a cache of keys and values, or in a list inside "
@@ -216,7 +221,7 @@ def check_graph(
                 "itself. Compute it in each evaluation."
             )
     if must_depend and not reached:
-        raise GraphError(
+        raise ValueError(
             "The model's output does not depend on any of the parameters. A closure must use the "
             "very tensors in params, and no part may run under torch.no_grad() or reentrant "
             "checkpointing."

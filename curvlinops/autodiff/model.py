@@ -58,8 +58,7 @@ class Model(ABC):
     ):
         check_params(params)
         self.source, self.params, self.as_list = source, params, given is None
-        self._given, self._ties = ({}, {}) if given is None else (given, ties or {})
-        self._seen = dict(self._given)
+        self._given, self._ties = given, ties or {}
         self._kinds = {name: Kind.of(param) for name, param in params.items()}
         self.roots = find_modules(source)
 
@@ -88,40 +87,52 @@ class Model(ABC):
             leaf.replaces = name  # to know it if it turns up in a later evaluation
         return leaves
 
-    def follow(self, check_device: bool = True) -> None:
-        """Use the tensors that the user's dictionary has now.
+    def refresh(self) -> None:
+        """Use the modules, and the tensors of the user's dictionary, as they are now.
 
         Raises:
-            TypeError: If one is no tensor.
+            TypeError: If an entry of the dictionary is no tensor.
             ValueError: If a parameter has another shape, dtype or device than before.
         """
-        given = {name: self._given.get(name, param) for name, param in self._seen.items()}
-        changed = {name: param for name, param in given.items() if param is not self._seen[name]}
-        for name, param in changed.items():
+        params = self._read()
+        for name, before in self._kinds.items():
+            if (now := Kind.of(params[name])) != before:
+                raise ValueError(
+                    f"Parameter '{name}' is now {now}; it was {before} when the operator was "
+                    "built. Build a new operator."
+                )
+        self.params = params
+        self.roots = find_modules(self.source)
+
+    def _read(self) -> dict[str, Tensor]:
+        """Return the parameters that the user's dictionary has now."""
+        if self._given is None:
+            return self.params
+        given = {n: self._given[n] for n in (*self.params, *self._ties) if n in self._given}
+        for name, param in given.items():
             if not isinstance(param, Tensor):
                 raise TypeError(f"'{name}' in params is now a {type(param).__name__}, no tensor.")
-        for name, before in self._kinds.items():
-            param = changed.get(name, self.params[name])
-            now = param.shape, param.dtype, param.device if check_device else before.device
-            if now != before:
-                raise ValueError(
-                    f"Parameter '{name}' is now {Kind(*now)}; it was {before} when the operator "
-                    "was built. Build a new operator."
-                )
-        if changed:
-            check_ties(given, self._ties)
-            self.params.update({n: param for n, param in changed.items() if n in self.params})
-            self._seen = given
+        params = {name: given.get(name, param) for name, param in self.params.items()}
+        check_ties(params | given, {n: other for n, other in self._ties.items() if n in given})
+        return params
 
     def to(self, device: torch.device | str) -> None:
         """Move the parameters, and the user's module, to another device."""
-        self.follow(check_device=False)
+        self.params = self._read()
         self._move(device)
+        if self._given and any(self._given[name] is not x for name, x in self.params.items()):
+            self._given = None  # the user's tensors stay where they are
         self._kinds = {name: Kind.of(param) for name, param in self.params.items()}
 
-    def dependencies(self) -> list:
-        """Return everything that the output depends on, apart from the input."""
-        return [self.params, self.source]
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and all tensors of modules by name, also those in no ``params``."""
+        found, seen = dict(self.params), {id(x) for x in self.params.values()}
+        for root in self.roots:
+            for name, x in (*root.named_parameters(), *root.named_buffers()):
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    found[name if name not in found else f"{name} of {type(root).__name__}"] = x
+        return found
 
     @abstractmethod
     def _move(self, device: torch.device | str) -> None:

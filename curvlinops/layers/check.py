@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, vjp
+from curvlinops.autodiff.backward import vjp
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.norms import double_norm
 
 Tensors = Mapping[str, Tensor]
@@ -50,7 +51,7 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
 
-def autograd_sums(problem: Problem, num_samples: int | None = None) -> dict[str, Tensor]:
+def autograd_sums(problem: BatchProblem, num_samples: int | None = None) -> dict[str, Tensor]:
     """Return autograd's gradients of a weighted sum of the output; runs the model once.
 
     Args:
@@ -101,7 +102,7 @@ def disagreeing(
     return wrong
 
 
-def reason_of(wrong: list[str], truth: Tensors, problem: Problem, num_samples: int) -> str:
+def reason_of(wrong: list[str], truth: Tensors, problem: BatchProblem, num_samples: int) -> str:
     """Return why rules and autograd differ for some parameters, given autograd's sums."""
     again = autograd_sums(problem, num_samples) if wrong else truth
     # random gradients differ by more than rounding

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff import backward
-from curvlinops.autodiff.backward import Problem, vjp_columns
+from curvlinops.autodiff.backward import vjp_columns
 from curvlinops.layers.check import TOLERANCES, disagreeing, sample_weights
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.derivatives import evaluate, gradient
 from curvlinops.risk.sample_coupling import differs
-from curvlinops.support.memory import lacks_memory
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
+from curvlinops.support.refusals import is_refusal
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -38,7 +38,7 @@ class _Task(NamedTuple):
         apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
     """
 
-    problem: Problem
+    problem: BatchProblem
     space: ParameterSpace
     output: Tensor
     u: Tensor
@@ -64,7 +64,7 @@ class OneByOne:
 
     def gradients(
         self,
-        problem: Problem,
+        problem: BatchProblem,
         apply: Callable[[Tensor, Columns], None],
         output: Tensor,
         u: Tensor,
@@ -94,7 +94,7 @@ class OneByOne:
                     _check_gradients(found, task)
                     self._ways[way] = True
             except Exception as error:  # a user's model may raise anything on a part of a batch
-                if lacks_memory(error):
+                if not is_refusal(error):
                     raise
                 _LOGGER.info("Samples are not backpropagated by way of %s: %s", way, error)
                 del self._ways[way]
@@ -182,7 +182,7 @@ def _check_gradients(found: Columns, task: _Task) -> None:
         raise ValueError("samples alone have other gradients.")
 
 
-def _alone(problem: Problem, n: int, num_samples: int) -> Problem:
+def _alone(problem: BatchProblem, n: int, num_samples: int) -> BatchProblem:
     """Return the problem on a batch that consists of one sample.
 
     Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
@@ -214,11 +214,13 @@ class LossesOneByOne:
         self._name = name
         self._checked = False
         self.fallbacks: dict[str, str] = {}
+        #: What is checked of one operator's data does not hold for another's.
+        self.is_complete = False
 
     def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece]]:
         """Return the number of a batch's samples, and the gradients of some at a time."""
         self._say(problem)
-        num_samples = len(backward.evaluate(problem))
+        num_samples = len(evaluate(problem))
         if num_samples > 1 and not self._checked:
             _check_sum(problem, num_samples)
             self._checked = True
@@ -258,15 +260,15 @@ def _loss_gradient(problem: BatchProblem, n: int, num_samples: int) -> tuple[Ten
         return alone.loss_sum(output)
 
     try:
-        value, gradient, _ = backward.gradient(alone, loss)
+        value, columns, _ = gradient(alone, loss)
     except Exception as error:  # a user's model or loss may raise anything
-        if lacks_memory(error):
+        if not is_refusal(error):
             raise
         raise ValueError(
             f"{_reason(problem)}: its gradients are computed one sample at a time, which fails for "
             f"sample {n} of batch {problem.batch.index}: {error}"
         ) from error
-    return value, gradient
+    return value, columns
 
 
 def _check_sum(problem: BatchProblem, num_samples: int) -> None:
@@ -276,8 +278,8 @@ def _check_sum(problem: BatchProblem, num_samples: int) -> None:
         ValueError: If they do not add up.
     """
     space = problem.space
-    total, gradient, _ = backward.gradient(problem, problem.loss_sum)
-    rest, size = space.join(gradient).clone(), 0.0
+    total, columns, _ = gradient(problem, problem.loss_sum)
+    rest, size = space.join(columns).clone(), 0.0
     value, largest = total.double(), 0.0
     for n in range(num_samples):
         loss, columns = _loss_gradient(problem, n, num_samples)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, batched_vjp, in_chunks, vjp_columns
+from curvlinops.autodiff.backward import batched_vjp, in_chunks, vjp_columns
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
     ROW_ARGUMENTS,
@@ -30,6 +30,7 @@ from curvlinops.layers.gradients import (
 )
 from curvlinops.layers.outer import OuterProducts, sum_of
 from curvlinops.layers.rules import Sort, Use
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise, signature
 from curvlinops.support.pytree import leaves
 
@@ -95,7 +96,7 @@ class RecordedBatch:
         unconnected: Uses on which the output does not depend.
     """
 
-    def __init__(self, problem: Problem, names: list[str]):
+    def __init__(self, problem: BatchProblem, names: list[str]):
         self.names = names
         self._problem = problem
         self._leaves = problem.leaves()
@@ -322,7 +323,7 @@ class RecordedBatch:
                 yield UseGradient(key.call, use, name, own, found.ambiguous, not is_sorted)
 
 
-def evident_samples(problem: Problem) -> int | None:
+def evident_samples(problem: BatchProblem) -> int | None:
     """Return the number of samples in a batch, ``None`` if its tensors do not show it."""
     try:
         return problem.num_samples

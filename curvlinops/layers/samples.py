@@ -7,14 +7,15 @@ from itertools import chain
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Problem, transposed_jacobian
 from curvlinops.layers.batch_axis import BatchAxis, UseKey
 from curvlinops.layers.check import autograd_sums, reason_of
 from curvlinops.layers.fallback import OneByOne
 from curvlinops.layers.gradients import BYTES, Piece
 from curvlinops.layers.recorded import RecordedBatch, UseGradient, evident_samples
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import transposed_jacobian
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
-from curvlinops.support.memory import lacks_memory
+from curvlinops.support.refusals import is_refusal, lacks_memory
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.warnings import first_line
 
@@ -38,7 +39,7 @@ class SampleGradients:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: BatchProblem,
         batch: RecordedBatch | None,
         fallbacks: dict[str, str],
         fallback: OneByOne,
@@ -136,7 +137,7 @@ class SampleBackward:
         """Whether rules are known for all parameters."""
         return not self.fallbacks
 
-    def capture(self, problem: Problem, by_sample: bool = True) -> SampleGradients:
+    def capture(self, problem: BatchProblem, by_sample: bool = True) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed.
 
         Args:
@@ -155,7 +156,7 @@ class SampleBackward:
             states.restore()
         return SampleGradients(problem, batch, self.fallbacks, self._fallback)
 
-    def _record(self, problem: Problem, by_sample: bool) -> RecordedBatch | None:
+    def _record(self, problem: BatchProblem, by_sample: bool) -> RecordedBatch | None:
         """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
         if not names:
@@ -179,12 +180,12 @@ class SampleBackward:
         batch.drop(self.fallbacks)
         return batch
 
-    def _run(self, problem: Problem, names: list[str]) -> RecordedBatch | None:
+    def _run(self, problem: BatchProblem, names: list[str]) -> RecordedBatch | None:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
             return RecordedBatch(problem, names)
         except Exception as error:  # a model that looks at its own graph may raise anything
-            if lacks_memory(error):
+            if not is_refusal(error):
                 raise
             autograd_sums(problem)  # raises what the model raises without being recorded
             self._use_fallback(names, f"the model cannot be recorded: {first_line(error)}")
@@ -192,7 +193,7 @@ class SampleBackward:
 
     def _examine(
         self,
-        problem: Problem,
+        problem: BatchProblem,
         batch: RecordedBatch,
         lacks_axes: bool,
         is_new: bool,
@@ -219,7 +220,7 @@ class SampleBackward:
         if lacks_axes:
             self._take_axes(problem, batch)
 
-    def _take_axes(self, problem: Problem, batch: RecordedBatch) -> None:
+    def _take_axes(self, problem: BatchProblem, batch: RecordedBatch) -> None:
         """Remember the axes of samples; refuse the parameters for which there are none."""
         batch.drop(self.fallbacks)
         if batch.unsorted() and self._sums_rows and not self._rows_are_tokens:
@@ -255,7 +256,7 @@ class SampleBackward:
             )
 
 
-def _group_tokens(problem: Problem, batch: RecordedBatch) -> None:
+def _group_tokens(problem: BatchProblem, batch: RecordedBatch) -> None:
     """Count neighboring rows of the output as the tokens of one sample.
 
     Raises:

@@ -1,6 +1,7 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
@@ -23,8 +24,7 @@ from curvlinops.support.arguments import (
     check_number,
     without_graph,
 )
-from curvlinops.support.frozen import frozen
-from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
+from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
 if TYPE_CHECKING:
 
@@ -129,7 +129,8 @@ class TorchLinearOperator(LinearOperator):
     Products with tensors that require gradients can be differentiated with respect to these, not
     with respect to what the operator is made of. That takes an adjoint.
 
-    A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint.
+    A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint; and
+    ``_operands`` if it multiplies with other operators.
 
     Args:
         domain: The space of the vectors that the operator takes.
@@ -154,6 +155,12 @@ class TorchLinearOperator(LinearOperator):
         inverse = _NeedsStructure(
             "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
         )
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # construction is not compiled, either; dataclasses generate __init__ only later
+        for name in {"__init__", "__post_init__"} & vars(cls).keys():
+            setattr(cls, name, uncompiled(vars(cls)[name]))
 
     def __init__(
         self,
@@ -194,6 +201,10 @@ class TorchLinearOperator(LinearOperator):
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
+    def _operands(self) -> "tuple[TorchLinearOperator, ...]":
+        """Return the operators that this one multiplies with, see ``linearized``."""
+        return ()
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
         out = self._apply(self.domain.fill(columns))
@@ -212,13 +223,12 @@ class TorchLinearOperator(LinearOperator):
         """Return domain and codomain of the operator, or of its adjoint."""
         return (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
 
-    @uncompiled
+    @in_default_modes
     def _product(self, x: Any, adjoint: bool = False) -> Any:
         """Multiply vectors of any kind by the operator, or by its adjoint."""
         domain, codomain = self._spaces_of(adjoint)
-        with default_modes():
-            columns, from_columns = to_columns(x, domain)
-            return from_columns(self._multiply_columns(columns, adjoint), codomain)
+        columns, from_columns = to_columns(x, domain)
+        return from_columns(self._multiply_columns(columns, adjoint), codomain)
 
     def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
         """Multiply columns; return columns in memory of their own."""
@@ -278,8 +288,8 @@ class TorchLinearOperator(LinearOperator):
 
     __mul__: Multiple["TorchLinearOperator"] = dot
     __rmul__: Multiple["TorchLinearOperator"] = _rdot
-    __matmul__: Product[dict[str, Tensor]] = LinearOperator.__matmul__
-    __rmatmul__: Product[dict[str, Tensor]] = LinearOperator.__rmatmul__
+    __matmul__: Product[dict[str, Tensor]] = uncompiled(LinearOperator.__matmul__)
+    __rmatmul__: Product[dict[str, Tensor]] = uncompiled(LinearOperator.__rmatmul__)
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry
@@ -296,6 +306,21 @@ class TorchLinearOperator(LinearOperator):
         """
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         return self if dtype == self.dtype else _with_dtype(self, dtype)
+
+    @contextmanager
+    def linearized(self) -> Iterator[None]:
+        """Take model, loss and data as constant inside the context.
+
+        Products share what does not depend on the vectors. The solvers and estimators of this
+        package enter it themselves; around SciPy's, write::
+
+            with A.linearized():
+                eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)
+        """
+        with ExitStack() as stack:
+            for operand in self._operands():
+                stack.enter_context(operand.linearized())
+            yield
 
     @in_default_modes
     def to_dense(self) -> Tensor:
@@ -319,7 +344,7 @@ class TorchLinearOperator(LinearOperator):
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        with frozen(self):
+        with self.linearized() if num > chunk else nullcontext():
             for start in range(0, num, chunk):
                 part = out[start : start + chunk]
                 units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
@@ -471,6 +496,9 @@ class SumLinearOperator(_Composite):
         symmetric = first.self_adjoint and second.self_adjoint
         super().__init__(domain.to(dtype=dtype), codomain.to(dtype=dtype), symmetric)
 
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return self.terms
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         first, second = (self._apply_term(term, columns, names) for term in self.terms)
         return {name: first[name] + second[name] for name in names}
@@ -494,6 +522,9 @@ class ScaledLinearOperator(_Composite):
     def __init__(self, operator: TorchLinearOperator, scalar: float):
         self.operator, self.scalar = operator, scalar
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         out = self.operator._apply_restricted(columns, names)
@@ -520,6 +551,9 @@ class ProductLinearOperator(_Composite):
         self.left, self.right = left._widened(dtype), right._widened(dtype)
         super().__init__(right.domain.to(dtype=dtype), left.codomain.to(dtype=dtype))
 
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return self.left, self.right
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         columns = self.right.domain.convert(columns, self.domain)
         columns = self.right._apply_restricted(columns, self.right.codomain.names)
@@ -545,6 +579,9 @@ class PowerLinearOperator(_Composite):
         self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,) if self.exponent else ()
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         columns = self.codomain.convert(columns, self.domain)
         for power in range(1, self.exponent + 1):
@@ -568,6 +605,9 @@ class AdjointLinearOperator(TorchLinearOperator):
     def __init__(self, operator: TorchLinearOperator):
         self.operator = operator
         super().__init__(operator.codomain, operator.domain)
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
 
     def _apply(self, columns: Columns) -> Columns:
         return self.operator._apply_adjoint(columns)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.support.fingerprint import PLAIN
+from curvlinops.autodiff.backward import canonical
+from curvlinops.support.arguments import PLAIN
 from curvlinops.support.torch_internals import without_torch_function
 
 #: Multiplies columns ``[K, *output]`` by a matrix that is block-diagonal in the terms.
@@ -251,9 +252,4 @@ class _WithDerivative(torch.autograd.Function):
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None, None]:
         """Multiply by the derivative."""
         with without_torch_function():  # evaluations record the function calls of the model
-            return ctx.multiply(v.unsqueeze(0)).squeeze(0), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
-        """Multiply by the derivative."""
-        return ctx.multiply(v.unsqueeze(0)).squeeze(0)
+            return canonical(ctx.multiply(v.unsqueeze(0)).squeeze(0)), None, None

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import vjp
+from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.evaluation import IsolatedModules
+from curvlinops.autodiff.finite_differences import can_compare, check_derivative
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import Loss
-from curvlinops.support.memory import lacks_memory
+from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import copy_containers, select_samples
+from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.warnings import first_line, warn
 
 #: Largest difference of a loss and the sum of its samples' losses, relative to their absolute
@@ -120,13 +122,18 @@ class AdditiveLoss(Loss):
 
     def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum``, by PyTorch."""
+        return self._differentiated(output, target)[0]
+
+    def _differentiated(self, output: Tensor, target: Any) -> tuple[Tensor, set[str]]:
+        """Return ``differentiable_gradient``, and the user's autograd functions in the loss."""
         with torch.enable_grad():
             total = self.sum(output, target)
             if not total.requires_grad:
-                return torch.zeros_like(output)
-            return torch.autograd.grad(
+                return torch.zeros_like(output), set()
+            gradient = torch.autograd.grad(
                 total, output, create_graph=True, allow_unused=True, materialize_grads=True
             )[0]
+            return gradient, custom_functions(graph_nodes(total))
 
     def _target_rows(self, output: Tensor, target: Any) -> tuple[Tensor, Any]:
         """Return output and target as the user's loss takes them."""
@@ -137,18 +144,43 @@ class AdditiveLoss(Loss):
         return self.to_terms(self.differentiable_gradient(*y).detach().unsqueeze(0))[0]
 
     def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Callable[[Tensor], Tensor]:
-        output, _ = y
-        gradient = self.differentiable_gradient(*y)
+        output, target = y
+        gradient, functions = self._differentiated(output, target)
+
+        def product(column: Tensor) -> Tensor:
+            if not gradient.requires_grad:  # a linear loss
+                return torch.zeros_like(column)
+            return self._vjp(gradient, column, output)
+
+        if functions and len(output):
+            self._compare(product, output.detach(), target, functions)
 
         def multiply(v: Tensor) -> Tensor:
-            if not gradient.requires_grad:  # a linear loss
-                return torch.zeros_like(v)
             columns = self.from_terms(v, output)
-            return self.to_terms(
-                torch.stack([self._vjp(gradient, column, output) for column in columns])
-            )
+            return self.to_terms(torch.stack([product(column) for column in columns]))
 
         return multiply
+
+    def _compare(self, product: Callable, output: Tensor, target: Any, functions: set[str]) -> None:
+        """Compare a Hessian product of a loss with custom functions with central differences."""
+        generator = torch.Generator(output.device).manual_seed(0)
+        options = {"dtype": output.dtype, "device": output.device, "generator": generator}
+        v = torch.randn(output.shape, **options)
+        remedy = (
+            "The backward of a custom autograd.Function in the loss (one of "
+            f"{', '.join(sorted(functions))}) may not be differentiable, as in fused losses that "
+            "compute their gradient in the forward pass. Use the loss of PyTorch, such as "
+            "torch.nn.CrossEntropyLoss."
+        )
+        what = f"The product with the Hessian of {self.name}"
+        if not can_compare([output.dtype]):
+            warn(f"{what} cannot be compared with differences in {output.dtype}. {remedy}")
+            return
+
+        def function(z: Tensor) -> Tensor:
+            return self.differentiable_gradient(z.requires_grad_(), target).detach()
+
+        check_derivative(product(v), function, output, v, [output.dtype], what, remedy)
 
     def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
         """Return ``column^T d gradient / d leaf``, differentiable with respect to the column."""
@@ -158,7 +190,7 @@ class AdditiveLoss(Loss):
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
-            raise NotImplementedError(
+            raise NoDerivativeError(
                 f"PyTorch cannot differentiate {self.name} twice: {first_line(error)}. "
                 "Write the loss as a function of differentiable operations."
             ) from error

@@ -3,33 +3,33 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops.autodiff.backward import Apply
-from curvlinops.autodiff.mode_selection import (
-    Mode,
-    adjoint_of_jacobian,
-    allowed_modes,
-    choose,
-)
 from curvlinops.autodiff.model import train_flags, wrap_model
-from curvlinops.autodiff.modes import Reverse
 from curvlinops.autodiff.parameters import split_blocks
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
+from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
+from curvlinops.risk.derivatives import Apply
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks
-from curvlinops.risk.empirical_risk import OVERFLOW, BatchProblem, EmpiricalRisk
-from curvlinops.risk.graph_cache import GraphCache, check_cache
+from curvlinops.risk.empirical_risk import EmpiricalRisk
+from curvlinops.risk.linearization import (
+    Build,
+    Linearization,
+    budget_of,
+    check_cache,
+    linearization_of,
+    linearizing,
+)
 from curvlinops.risk.sample_coupling import report_batch_statistics
-from curvlinops.support.arguments import as_device, check_choice, check_count
-from curvlinops.support.rng import preserved_rng
+from curvlinops.support.arguments import as_device, check_count
 from curvlinops.support.torch_modes import exclusive, in_default_modes
 
 
@@ -52,24 +52,20 @@ class DataLinearOperator(TorchLinearOperator):
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
-        check_deterministic: Whether to check at construction, by two passes over the data, that
-            data, loss and gradient repeat, and on each batch that a loss of no known kind adds up
-            over samples. Operators of single samples also check that the samples of a batch do not
-            interact.
+        check_deterministic: Whether to check at construction, on the first batch, that data, loss
+            and gradient repeat, and that a loss of no known kind adds up over samples. Operators
+            of single samples also check that the samples of a batch do not interact. In products,
+            custom autograd functions of the model are compared, see ``docs/conventions.md``.
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
         batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis.
         reduction: For a plain function as loss: ``"sum"`` or ``"mean"`` over samples. Default: the
             reduction of the loss module.
-        cache: The graphs that are kept between products, until model, parameters, loss or data
-            change: ``"none"``, all (``"graph"``), or as many as fit into a number of bytes.
-            ``"auto"`` keeps up to a quarter of the free memory (on the CPU at most 4 GiB), from the
-            second product in a row. Kept graphs change the time, not the numbers.
+        cache: The memory for what products share inside of ``linearized()``: a number of bytes,
+            ``"none"``, or ``"auto"``: 2 GiB on the CPU, a quarter of the free memory of a GPU.
         chunk_size: Number of columns in one backward pass. Default: as many as need 64 MiB
             (512 MiB on a GPU).
-        autodiff: ``"forward"``, ``"reverse"``, or ``"auto"``: the faster one that passes a dot-test
-            on the first batch. Later operators on the same model take the same mode.
         process_group: A ``torch.distributed.ProcessGroup``. Each process has a part of the data,
             and all multiply together. Default: one process with all data.
 
@@ -85,9 +81,6 @@ class DataLinearOperator(TorchLinearOperator):
     #: Whether the quantity is defined sample by sample, so that samples must not be coupled.
     _per_sample = False
 
-    #: Whether graphs are kept between products, so that changes of the model have to be noticed.
-    _keeps_graphs = True
-
     model_func: nn.Module | Callable
     loss_func: nn.Module | Callable | None
     params: Iterable[Tensor] | Mapping[str, Tensor]
@@ -101,36 +94,39 @@ class DataLinearOperator(TorchLinearOperator):
     reduction: str | None = None
     cache: str | int = "auto"
     chunk_size: int | None = None
-    autodiff: str = "auto"
     process_group: "torch.distributed.ProcessGroup | None" = None
 
     def __post_init__(self) -> None:
-        """Check the arguments, and the first batches."""
-        self.cache = check_cache(self.cache, self.autodiff)
-        name = type(self).__name__
-        check_choice("autodiff", self.autodiff, ("auto", "forward", "reverse"))
+        """Check the arguments, and the first batch."""
+        self.cache = check_cache(self.cache)
         if self.chunk_size is not None:
             self.chunk_size = check_count("chunk_size", self.chunk_size)
         if isinstance(self.params, Iterator):  # it yields its tensors only once
             self.params = list(self.params)
         with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
-            model = wrap_model(self.model_func, self.params)
-            loss = self._wrap_loss(self.loss_func, self.reduction)
-            batches = Batches(self.data, self.batch_size_fn, self.num_data)
-            self.risk = EmpiricalRisk(model, loss, batches, self.progressbar, name, ranks)
+            self.risk = EmpiricalRisk(
+                wrap_model(self.model_func, self.params),
+                self._wrap_loss(self.loss_func, self.reduction),
+                Batches(self.data, self.batch_size_fn, self.num_data),
+                self.progressbar,
+                type(self).__name__,
+                ranks,
+                self.check_deterministic,
+            )
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
-        del self.process_group  # the ranks have it, and can be copied
-        self._modes = allowed_modes(model, self.autodiff, Reverse(self.chunk_size))
-        self._cache = GraphCache(self.cache if self._keeps_graphs else "none", name)
-        self._checked = set[tuple[bool, ...]]()
         with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 
     # --- what a subclass says
 
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
-        """Do all on a batch that does not depend on the vectors; return what does."""
+    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
+        """Do all on a batch that does not depend on the vectors; return what does.
+
+        Args:
+            problem: Model and loss on the batch.
+            once: Whether there is one product with one column, so that it may free its graph.
+        """
         raise NotImplementedError
 
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> Loss | None:
@@ -139,18 +135,6 @@ class DataLinearOperator(TorchLinearOperator):
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         """Return domain, codomain, and whether the operator is self-adjoint."""
         return self.risk.space, self.risk.space, True
-
-    def _choose(self, problem: BatchProblem, many: bool) -> tuple[Mode, bool]:
-        """Choose the mode for one or for many products with the same graph, see ``choose``.
-
-        A single Jacobian product is cheaper in forward mode, further ones are in reverse mode.
-        """
-        modes = self._modes if many else self._modes[::-1]
-
-        def only_terms(output: Tensor) -> tuple[None, Tensor]:
-            return None, problem.terms(output)
-
-        return choose(modes, adjoint_of_jacobian, problem, only_terms)
 
     # --- products
 
@@ -169,97 +153,87 @@ class DataLinearOperator(TorchLinearOperator):
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         if num_columns == 0 or not both:
             return out
-        total, ranks = 0.0, self.risk.ranks
+        weight, ranks = 0.0, self.risk.ranks
         with (
             self._together("matmat", columns, wanted=names) as columns,
-            self._batches("matmat") as batches,
+            self._linearizations(num_columns * len(both)) as applies,
         ):
-            for problem in batches:
-                apply = self._prepare(problem, num_columns * len(both))
+            for apply in applies:
                 for inputs, outputs in both:
-                    V, product = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                    terms = apply(V, product)
-                total = total + terms
+                    V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
+                    share = apply(V, products)
+                weight = weight + share
         flat = ranks.add(flat)
-        flat *= self.risk.scale(ranks.total(total))
+        flat *= self.risk.scale(ranks.total(weight))
         self._check_finite(out, flat)
         return out
 
-    def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
-        """Linearize on a batch for a number of products, unless that is kept from before."""
-        key = ("", problem.batch.index)
-        if (kept := self._cache.get(key, problem.batch)) is not None:
-            return kept
-        keeps = self._cache.wants(key)
-        mode = self._mode_for(problem, many=self._are_many(num_products) or keeps)
-        if not isinstance(mode, Reverse):  # forward mode has no graph
-            return self._linearize(problem, mode)
-        mode = replace(mode, once=num_products == 1 and not keeps and problem.can_substitute)
-        return self._keep(problem, lambda own: self._linearize(own, mode))
+    def _linearizations(self, num_products: int) -> Any:
+        """Return a context that yields ``_linearize`` of each batch, for a number of products."""
 
-    def _are_many(self, num_products: int) -> bool:
-        """Return whether the graph of a backward pass pays for a number of products."""
-        return num_products > 1
+        def build(problem: BatchProblem, is_kept: bool) -> Any:
+            once = num_products == 1 and not is_kept and problem.can_substitute
+            return self._linearize(problem, once)
 
-    def _keep(
-        self, problem: BatchProblem, build: Callable[[BatchProblem], Any], kind: str = ""
-    ) -> Any:
-        """Return the result of ``build`` for a batch, kept from an earlier product if possible."""
-        key = (kind, problem.batch.index)
-        return self._cache.get_or_build(key, problem.batch, lambda own: build(problem.on(own)))
+        return self._built(build)
+
+    @contextmanager
+    def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Any]]:
+        """Yield what is built of each batch; inside of ``linearized()`` what was kept of it.
+
+        Args:
+            build: Builds it.
+            task: The purpose, which identifies what is kept.
+        """
+        with exclusive():
+            shared = linearization_of(self)
+            if shared is None:
+                with self._batches(task) as batches:
+                    yield (build(problem, False) for problem in batches)
+                return
+            shared.check()
+            if (kept := shared.all(task)) is not None:
+                yield iter(kept)
+                return
+            with self._batches(task) as batches:
+                yield shared.each(task, batches, build)
+
+    @contextmanager
+    def linearized(self) -> Iterator[None]:
+        """Take model, loss and data as constant, so that products share graphs; see ``cache``.
+
+        The first product keeps what does not depend on its vectors, batch by batch. Once that of
+        all batches is kept, no data is read, moved or compared. All is freed at the end. The
+        context may be entered again inside, and belongs to the thread that enters it.
+
+        Raises:
+            RuntimeError: In products inside, if a parameter or buffer was written to. Other changes
+                of model, loss and data are not noticed.
+        """
+        if linearization_of(self) is not None:
+            yield
+            return
+        with linearizing(self, self._linearization()):
+            yield
+
+    @in_default_modes
+    def _linearization(self) -> Linearization:
+        with exclusive():
+            self.risk.model.refresh()
+            tensors = self.risk.tensors()
+        return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)
 
     @contextmanager
     def _batches(
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
-        """Pass over the data with what is kept, see ``EmpiricalRisk.batches``."""
+        """Pass over the data with model and loss as they are now, see ``EmpiricalRisk``."""
         with exclusive():
-            self._follow_changes()
+            self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
+            if self.risk.facts.train_flags != train_flags(self.risk.model.roots):
+                self._check_model()
             with self.risk.batches(description, data) as batches:
                 yield batches
-
-    def _follow_changes(self) -> None:
-        self.risk.model.follow()
-        try:
-            changed = self._cache.check(self._dependencies(), self.device)
-            if changed is None:
-                changed = self._flags != train_flags(self.risk.model.roots)
-            if changed:
-                self._reconsider()
-        except Exception:  # the next product shall meet it, too
-            self._forget_changes()
-            raise
-
-    def _forget_changes(self) -> None:
-        """Look at model and loss again at the next product; free what is kept."""
-        self._cache.clear()
-        self._flags = None
-
-    def _reconsider(self) -> None:
-        """Draw conclusions about model and loss again, after something in them has changed."""
-        self.risk.reconsider(self._wrap_loss(self.loss_func, self.reduction))
-        self._check_model()
-
-    def _mode_for(self, problem: BatchProblem, many: bool) -> Mode:
-        """Return the mode for one or for many products with one batch's graph."""
-        key = ("mode", type(self), self.autodiff, self.chunk_size, many)
-        known = self.risk.shared(problem)
-        signature, mode = known.get(key, (None, None))
-        if signature == problem.facts.signature:
-            return mode
-        with preserved_rng():  # the product draws as if there was no test
-            mode, was_tested = self._choose(problem, many)
-        if was_tested:  # else another batch may tell
-            known[key] = problem.facts.signature, mode
-        return mode
-
-    def _dependencies(self) -> list:
-        """Return everything that products depend on, except for the data."""
-        loss, model = [self.loss_func, self.reduction], self.risk.model
-        if not self._cache.keeps:  # then it matters only how model and loss are understood
-            return [*loss, *train_flags(model.roots)]
-        options = self._settings().values()
-        return [*loss, *model.dependencies(), self.chunk_size, self.autodiff, *options]
 
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options that are numbers or strings, by name."""
@@ -271,12 +245,19 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.ranks.size == 1:
             return nullcontext(columns)
         options = self._settings() | {"seed": None}  # ranks never draw the same numbers
-        return self.risk.ranks.synchronized(self.risk, task, columns, options=options, **details)
-
-    def clear_cache(self) -> None:
-        """Free the memory of the graphs that are kept, and look at model and loss again."""
-        with exclusive():
-            self._forget_changes()
+        shared = linearization_of(self)
+        has_compared = shared is not None and shared.is_synchronized
+        if shared is not None:
+            shared.is_synchronized = True
+        return self.risk.ranks.synchronized(
+            self.risk,
+            task,
+            columns,
+            not has_compared,
+            options=options,
+            is_linearized=shared is not None,
+            **details,
+        )
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -287,6 +268,14 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"cache": self.cache}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the process group, which the ranks have, and can copy."""
+        return vars(self) | {"process_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.process_group = self.risk.ranks.group
 
     # --- beyond products
 
@@ -300,7 +289,7 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
         with exclusive():
-            self._follow_changes()
+            self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
             columns, loss = self.risk.gradient_and_loss()
         return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
 
@@ -309,23 +298,21 @@ class DataLinearOperator(TorchLinearOperator):
 
         Operators made of it before, such as sums, do not follow: make them again.
         """
-        self.clear_cache()
-        self.risk.to(device := as_device(device))
+        with exclusive():
+            self.risk.to(device := as_device(device))
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
         return self
 
     # --- checks
 
     def _check_model(self) -> None:
-        """Check the model once for each combination of train flags."""
-        flags = train_flags(self.risk.model.roots)
-        if flags not in self._checked:
-            singles_of = type(self).__name__ if self._per_sample else None
-            report_batch_statistics(self.risk.model.roots, singles_of)
-            if self.check_deterministic:
-                check_repeatable(self.risk, self._per_sample)
-            self._checked.add(flags)
-        self._flags = flags
+        """Check the model with its present train flags."""
+        self.risk.invalidate()
+        singles_of = type(self).__name__ if self._per_sample else None
+        report_batch_statistics(self.risk.model.roots, singles_of)
+        if self.check_deterministic:
+            check_repeatable(self.risk, self._per_sample)
+        self.risk.learn(train_flags=train_flags(self.risk.model.roots))
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
         """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""
@@ -335,8 +322,8 @@ class DataLinearOperator(TorchLinearOperator):
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(
-            f"The product with {type(self).__name__} is not finite{where}, though the vector is: a "
-            f"derivative does not exist (norm or sqrt at zero?), or {OVERFLOW}."
+            f"The product with {type(self).__name__} is not finite{where}, though the vector is: "
+            f"{NO_DERIVATIVE}, or {OVERFLOW}."
         )
 
 

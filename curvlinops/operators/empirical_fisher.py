@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Apply, evaluate
-from curvlinops.autodiff.mode_selection import Mode, NoDerivativeError
+from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.layers.fallback import LossesOneByOne
 from curvlinops.layers.gradients import Piece, write_rows
 from curvlinops.layers.outer import OuterProducts
@@ -15,7 +14,9 @@ from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.losses.base import OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import Apply, gauss_newton
+from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
 from curvlinops.support.rng import preserved_rng
@@ -49,42 +50,24 @@ class EFLinearOperator(DataLinearOperator):
         """Check the option, too."""
         check_choice("terms", self.terms, ("term", "sample"))
         super().__post_init__()
-        self._forget()
 
-    def _reconsider(self) -> None:
-        super()._reconsider()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._alone = LossesOneByOne(type(self).__name__)
-        self._lacks_derivative = False  # which products by the graph need
-
-    def _prepare(self, problem: BatchProblem, num_products: int) -> Apply:
+    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
         if problem.loss_needs_graph:
-            return self._keep(problem, self._from_samples_alone, "alone")
-        key = ("rows", problem.batch.index)
-        size = problem.num_samples * self.space.dim * self.space.dtype.itemsize
-        kept = self._cache.wants(key) and self._cache.has_room(key, size)
-        if self._lacks_derivative or (kept and self._prefers_rows(problem)):
-            return self._keep(problem, self._from_rows, "rows")
-        try:
-            return super()._prepare(problem, num_products)
-        except NoDerivativeError:
-            if self.autodiff != "auto" or self._is_finer(problem, evaluate(problem)):
-                raise
-        self._lacks_derivative = True
-        return self._keep(problem, self._from_rows, "rows")
+            return self._from_samples_alone(problem)
+        if problem.facts.lacks_derivative or (not once and self._prefers_rows(problem)):
+            return self._from_rows(problem)
+        return self._from_graph(problem, once)
 
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
-        known, key = self.risk.shared(problem), ("rows", type(self), self.terms)
-        signature, prefers_rows = known.get(key, (None, False))
-        if signature == problem.facts.signature:
-            return prefers_rows
-        with preserved_rng():  # the product draws as if there was no choice
-            prefers_rows = self._compare_costs(problem)
-        known[key] = problem.facts.signature, prefers_rows
-        return prefers_rows
+        size = problem.num_samples * self.space.dim * self.space.dtype.itemsize
+        shared = linearization_of(self)
+        if shared is None or not shared.has_room(size):
+            return False
+        if problem.facts.prefers_rows is None:
+            with preserved_rng():  # the product draws as if there was no choice
+                problem.learn(prefers_rows=self._compare_costs(problem))
+        return problem.facts.prefers_rows
 
     def _compare_costs(self, problem: BatchProblem) -> bool:
         """Compare the operations of both for one sample.
@@ -108,7 +91,7 @@ class EFLinearOperator(DataLinearOperator):
         return self.terms == "term" and num_terms != len(output)
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__, False)
+        found = problem.rules(SampleBackward, type(self).__name__, False)
         return found.capture(problem)
 
     def _gradient(self, problem: BatchProblem, output: Tensor) -> Tensor:
@@ -117,20 +100,53 @@ class EFLinearOperator(DataLinearOperator):
     def _from_rows(self, problem: BatchProblem) -> Apply:
         """Prepare products with the samples' gradients."""
         gradients = self._capture(problem)
-        if self._is_finer(problem, gradients.output):  # unlike on the first batch
-            return self._linearize(problem, self._mode_for(problem, many=True))
-        terms = problem.terms(gradients.output)
+        if self._is_finer(problem, gradients.output):
+            return self._from_graph(problem, once=False)
+        weight = problem.weight(gradients.output)
         pieces = gradients.backward(self._gradient(problem, gradients.output), last=True)
-        return self._sum_of_outer_products(pieces, gradients.num_samples, terms)
+        return self._sum_of_outer_products(pieces, gradients.num_samples, weight)
+
+    def _from_graph(self, problem: BatchProblem, once: bool) -> Apply:
+        """Prepare products with the graph; without second derivatives, with the gradients."""
+
+        def use_rows() -> Apply:
+            if problem.facts.lacks_derivative:  # and there are several terms for each sample
+                raise
+            problem.learn(lacks_derivative=True)
+            return self._from_rows(problem)
+
+        try:
+            multiply = self._gauss_newton(problem, once)
+        except NoDerivativeError:
+            return use_rows()
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            nonlocal multiply
+            try:
+                return multiply(V, out)
+            except NoDerivativeError:
+                multiply = use_rows()
+            return multiply(V, out)
+
+        return apply
+
+    def _gauss_newton(self, problem: BatchProblem, once: bool) -> Apply:
+        def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
+            weight = problem.weight(output)
+            by = _outer_by_sample if self.terms == "sample" else problem.loss.outer
+            return by(self._gradient(problem, output), output), weight
+
+        return gauss_newton(problem, curvature, self.chunk_size, once)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
         """Prepare products for a loss that is no function of the output; each sample is a term."""
-        num_samples, pieces = self._alone.gradients(problem)
-        terms = torch.tensor(num_samples, device=self.device)
-        return self._sum_of_outer_products(pieces, num_samples, terms)
+        alone = problem.rules(LossesOneByOne, type(self).__name__)
+        num_samples, pieces = alone.gradients(problem)
+        weight = torch.tensor(num_samples, device=self.device)
+        return self._sum_of_outer_products(pieces, num_samples, weight)
 
     def _sum_of_outer_products(
-        self, pieces: Iterable[Piece], num_samples: int, terms: Tensor
+        self, pieces: Iterable[Piece], num_samples: int, weight: Tensor
     ) -> Apply:
         """Return products with the sum of the outer products of samples' gradients."""
         written = self.space.lazy_empty(num_samples)
@@ -141,17 +157,9 @@ class EFLinearOperator(DataLinearOperator):
             inner = sum(flat(v) @ rows[name].T for name, v in V.items())
             for name, product in out.items():
                 product += (inner @ rows[name]).reshape(product.shape)
-            return terms
+            return weight
 
         return apply
-
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
-        def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-            terms = problem.terms(output)
-            by = _outer_by_sample if self.terms == "sample" else problem.loss.outer
-            return by(self._gradient(problem, output), output), terms
-
-        return mode.gauss_newton(problem, curvature)
 
 
 def _outer_by_sample(gradient: Tensor, output: Tensor) -> OutputMatrix:

@@ -1,16 +1,14 @@
 """The generalized Gauss-Newton matrix, exact or with sampled loss Hessians."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from curvlinops.autodiff.backward import Apply
-from curvlinops.autodiff.mode_selection import Mode
 from curvlinops.losses.base import OutputMatrix
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, sampled_gradients
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import Apply, gauss_newton
 from curvlinops.support.warnings import warn
 
 
@@ -36,11 +34,14 @@ class GGNLinearOperator(DataLinearOperator):
     mc_samples: int = 0
     seed: int = 2147483647
 
+    #: The smallest number of samples.
+    _fewest_samples = 0
+
     def __post_init__(self) -> None:
         """Check the options, too."""
         super().__post_init__()
         self.mc_samples, self.seed = check_sampling(
-            self.risk.loss, self.mc_samples, self.seed, at_least=0
+            self.risk.loss, self.mc_samples, self.seed, at_least=self._fewest_samples
         )
         if self.risk.loss.is_linear:
             warn(
@@ -48,28 +49,26 @@ class GGNLinearOperator(DataLinearOperator):
                 "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
             )
 
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
-        if self.mc_samples:
-            return mode.gauss_newton(
-                problem, sampled_curvature(problem, self.mc_samples, self.seed)
-            )
-
+    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-            terms = problem.terms(output)
-            return problem.loss.hessian(output, problem.batch.y), terms
+            weight = problem.weight(output)
+            if not self.mc_samples:
+                return problem.loss.hessian(output, problem.batch.y), weight
+            vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
+            return problem.loss.outer(vectors, output), weight
 
-        return mode.gauss_newton(problem, curvature)
+        return gauss_newton(problem, curvature, self.chunk_size, once)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class FisherMCLinearOperator(DataLinearOperator):
+class FisherMCLinearOperator(GGNLinearOperator):
     """The Fisher information matrix, approximated by sampling labels from the model.
 
-    ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``. The would-be gradients ``g_tm``
-    belong to labels that are drawn from the likelihood of the loss. They are scaled so that the
-    expectation of F is the GGN, for all options of the loss. Products repeat exactly for the same
-    batches in the same order. The losses are MSELoss, CrossEntropyLoss, BCEWithLogitsLoss and
-    PoissonNLLLoss (with ``log_input=True``).
+    ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``: ``GGNLinearOperator`` with
+    ``mc_samples=M``. The would-be gradients ``g_tm`` belong to labels that are drawn from the
+    likelihood of the loss. They are scaled so that the expectation of F is the GGN, for all options
+    of the loss. Products repeat exactly for the same batches in the same order. The losses are
+    MSELoss, CrossEntropyLoss, BCEWithLogitsLoss and PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.
@@ -81,25 +80,5 @@ class FisherMCLinearOperator(DataLinearOperator):
     """
 
     mc_samples: int = 1
-    seed: int = 2147483647
 
-    def __post_init__(self) -> None:
-        """Check the options, too."""
-        super().__post_init__()
-        self.mc_samples, self.seed = check_sampling(
-            self.risk.loss, self.mc_samples, self.seed, at_least=1
-        )
-
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> Apply:
-        return mode.gauss_newton(problem, sampled_curvature(problem, self.mc_samples, self.seed))
-
-
-def sampled_curvature(problem: BatchProblem, num_samples: int, seed: int) -> Any:
-    """Return the head that multiplies with outer products of would-be gradients."""
-
-    def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-        terms = problem.terms(output)
-        vectors = sampled_gradients(problem, output, num_samples, seed)
-        return problem.loss.outer(vectors, output), terms
-
-    return curvature
+    _fewest_samples = 1

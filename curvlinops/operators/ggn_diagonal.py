@@ -16,7 +16,7 @@ from curvlinops.operators.vectors import (
     mark_last,
     sampled_gradients,
 )
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -31,7 +31,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     The losses are those of ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and
     SmoothL1Loss.
 
-    The diagonal is kept between products, see ``cache``. For inverses, powers and a determinant
+    Inside of ``linearized()``, products share the diagonal. For inverses, powers and a determinant
     build ``DiagonalLinearOperator(G.diagonal(), G.space)``, which does not follow the model.
 
     Args:
@@ -57,7 +57,7 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         )
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.known(SampleBackward, type(self).__name__)
+        found = problem.rules(SampleBackward, type(self).__name__)
         return found.capture(problem)
 
     def _apply(self, columns: Columns) -> Columns:
@@ -76,17 +76,17 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
         trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)
-        total: Tensor | float = 0.0
+        weight: Tensor | float = 0.0
 
         ranks = self.risk.ranks
         with self._together("trace"), self._batches("trace") as batches:
             for problem in batches:
                 gradients = self._capture(problem)
-                total = total + problem.terms(gradients.output)
+                weight = weight + problem.weight(gradients.output)
                 for u, last in mark_last(self._vectors(problem, gradients)):
                     for _, own in gradients.backward(u, last):
                         trace = trace + sum(x.squared_norms().sum() for x in own.values())
-        scale = self.risk.scale(ranks.total(total))
+        scale = self.risk.scale(ranks.total(weight))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         self._check_finite({"": trace.reshape(1, 1)})
         return trace
@@ -94,26 +94,25 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
     def _columns(self) -> Columns:
         """Return the diagonal as one column."""
         out = self.space.zeros(1)
-        total: Tensor | float = 0.0
+        weight: Tensor | float = 0.0
 
         ranks = self.risk.ranks
-        with self._together("diagonal"), self._batches("diagonal") as batches:
-            for problem in batches:
-                squares, terms = self._keep(problem, self._squares)
+        with self._together("diagonal"), self._built(self._squares, "diagonal") as batches:
+            for squares, share in batches:
                 add(out, slice(None), squares)
-                total = total + terms
-        scale = self.risk.scale(ranks.total(total))
+                weight = weight + share
+        scale = self.risk.scale(ranks.total(weight))
         ranks.add(self.space.join(out)).mul_(scale)
         self._check_finite(out)
         return out
 
-    def _squares(self, problem: BatchProblem) -> tuple[Columns, Tensor]:
-        """Return the sum of a batch's squared gradients, and its share of the normalization."""
+    def _squares(self, problem: BatchProblem, is_kept: bool) -> tuple[Columns, Tensor]:
+        """Return the sum of a batch's squared gradients, and the batch's weight."""
         gradients, out = self._capture(problem), self.space.zeros(1)
-        terms = problem.terms(gradients.output)
+        weight = problem.weight(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
             add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
-        return out, terms
+        return out, weight
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""

@@ -8,14 +8,24 @@ from torch import Tensor, nn
 
 from curvlinops.layers.gradients import PerSampleGradient, merged
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.operator import AdjointLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
 
-class OutputsLinearOperator(RowsLinearOperator):
-    """Base of the Jacobian and its transpose, which have a row for each output and no loss."""
+class JacobianLinearOperator(RowsLinearOperator):
+    """The Jacobian of the model's outputs with respect to the parameters.
+
+    Of shape ``[N*C, D]``: rows are the entries of the outputs, flattened row-major, batch by batch
+    in the order of the data. Targets are not used. A list of tensors, one for each parameter, gives
+    a list of one tensor of the outputs' shape, ``[N, ..., C]`` (``[N*C]`` where batches' outputs
+    have unequal shapes); a dictionary gives the flat vector.
+
+    For arguments, attributes and errors see ``DataLinearOperator``; there is no ``loss_func``, and
+    there are no blocks.
+    """
 
     def __init__(
         self,
@@ -29,7 +39,6 @@ class OutputsLinearOperator(RowsLinearOperator):
         *,
         cache: str | int = "auto",
         chunk_size: int | None = None,
-        autodiff: str = "auto",
     ):
         super().__init__(
             model_func,
@@ -43,7 +52,6 @@ class OutputsLinearOperator(RowsLinearOperator):
             batch_size_fn,
             cache=cache,
             chunk_size=chunk_size,
-            autodiff=autodiff,
         )
 
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
@@ -69,7 +77,7 @@ class OutputsLinearOperator(RowsLinearOperator):
         with self._batches("gram") as passed:
             places = RowPlaces(sum(self._lengths))
             for problem in places.of(passed):
-                found = problem.known(SampleBackward, type(self).__name__, False)
+                found = problem.rules(SampleBackward, type(self).__name__, False)
                 gradients = found.capture(problem)
                 output = gradients.output
                 size = output.shape[1:].numel()
@@ -80,19 +88,6 @@ class OutputsLinearOperator(RowsLinearOperator):
                 own = merged(gradients.backward(u, last=True))
                 batches.append((own, rows.reshape(-1, size).T))
         return self._gram(batches)
-
-
-class JacobianLinearOperator(OutputsLinearOperator):
-    """The Jacobian of the model's outputs with respect to the parameters.
-
-    Of shape ``[N*C, D]``: rows are the entries of the outputs, flattened row-major, batch by batch
-    in the order of the data. Targets are not used. A list of tensors, one for each parameter, gives
-    a list of one tensor of the outputs' shape, ``[N, ..., C]`` (``[N*C]`` where batches' outputs
-    have unequal shapes); a dictionary gives the flat vector.
-
-    For arguments, attributes and errors see ``DataLinearOperator``; there is no ``loss_func``, and
-    there are no blocks.
-    """
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         return self.risk.space, self._rows(), False
@@ -110,25 +105,32 @@ class JacobianLinearOperator(OutputsLinearOperator):
         return self._vjp(columns, self.codomain, names)
 
 
-class TransposedJacobianLinearOperator(OutputsLinearOperator):
-    """The transpose of ``JacobianLinearOperator``, of shape ``[D, N*C]``."""
+class TransposedJacobianLinearOperator(AdjointLinearOperator):
+    """The transpose of the Jacobian, ``JacobianLinearOperator(...).T``, of shape ``[D, N*C]``.
 
-    def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
-        return self._rows(), self.risk.space, False
+    For arguments and errors see ``JacobianLinearOperator``.
+    """
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._vjp(columns, self.domain, self.codomain.names)
+    def __init__(
+        self,
+        model_func: nn.Module | Callable,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        data: Iterable[tuple[Any, Any]],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        cache: str | int = "auto",
+        chunk_size: int | None = None,
+    ):
+        problem = model_func, params, data
+        options = progressbar, check_deterministic, num_data, batch_size_fn
+        super().__init__(
+            JacobianLinearOperator(*problem, *options, cache=cache, chunk_size=chunk_size)
+        )
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._push(columns, self.domain)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._vjp(columns, self.domain, names)
-
-    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._push(columns, self.domain)
-
-    @property
-    def space(self) -> ParameterSpace:
-        """The space of the parameters."""
-        return self.codomain
+    def to_device(self, device: torch.device | str) -> "TransposedJacobianLinearOperator":
+        """Move the operator itself, see ``DataLinearOperator``."""
+        AdjointLinearOperator.__init__(self, self.operator.to_device(device))
+        return self

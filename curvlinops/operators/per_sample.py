@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import evaluate
-from curvlinops.autodiff.mode_selection import NoDerivativeError
-from curvlinops.autodiff.modes import JVP
+from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.layers.fallback import LossesOneByOne
 from curvlinops.layers.gradients import PerSampleGradient, Piece, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
@@ -24,13 +22,14 @@ from curvlinops.operators.rows import (
     check_indices,
     row_indices,
 )
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.derivatives import JVP, evaluate
 from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.arguments import check_choice
-from curvlinops.support.memory import suppressed
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves, select_samples
+from curvlinops.support.refusals import is_refusal
 from curvlinops.support.torch_modes import in_default_modes
 
 #: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that belongs to V vectors and N samples.
@@ -93,15 +92,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         super().__post_init__()
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
-        self._forget()
-
-    def _reconsider(self) -> None:
-        super()._reconsider()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._alone = LossesOneByOne(type(self).__name__)
-        self._lacking: list[int] = []  # batches whose products lack a derivative
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -149,18 +139,27 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _samples_of(self, problem: BatchProblem, output: Tensor, wanted: Tensor) -> Tensor | None:
         """Return the samples with wanted rows, ``None`` if the batch cannot be cut to them."""
-        with suppressed():  # the model may refuse, or the number of samples not be evident
+        try:
             num_samples = problem.num_samples
-            have = wanted.reshape(num_samples, -1).any(1)
-            if int(have.sum()) == 1:  # models may treat a single sample in another way
-                have[1 if bool(have[0]) else 0] = True
-            samples = have.nonzero().flatten()
-            sizes = {len(output), *(len(y) for y in leaves(problem.batch.y))}
-            if len(samples) < num_samples and sizes == {num_samples}:
-                few, expected = evaluate(_cut(problem, samples.tolist())), output[samples]
-                if few.shape == expected.shape and not differs(few, expected, output):
-                    return samples
-        return None
+        except ValueError:  # it is not evident
+            return None
+        sizes = {len(output), *(len(y) for y in leaves(problem.batch.y) if y.ndim)}
+        if sizes != {num_samples}:
+            return None
+        have = wanted.reshape(num_samples, -1).any(1)
+        if int(have.sum()) == 1:  # models may treat a single sample in another way
+            have[1 if bool(have[0]) else 0] = True
+        samples = have.nonzero().flatten()
+        if len(samples) == num_samples:
+            return None
+        try:
+            few, expected = evaluate(_cut(problem, samples.tolist())), output[samples]
+        except Exception as error:  # a user's model may raise anything on a part of a batch
+            if not is_refusal(error):
+                raise
+            return None
+        is_same = few.shape == expected.shape and not differs(few, expected, output)
+        return samples if is_same else None
 
     @contextmanager
     def _batches(
@@ -220,18 +219,31 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     @staticmethod
     def _loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
-        problem.terms(output)  # checks that output and target fit
+        problem.weight(output)  # checks that output and target fit
         return wide(problem.loss.gradient(output, problem.batch.y))
 
-    def _prepare(self, problem: BatchProblem, num_products: int) -> JVP:
-        if not problem.loss_needs_graph and not self._lacking:
+    def _linearize(self, problem: BatchProblem, once: bool) -> JVP:
+        if problem.loss_needs_graph or problem.facts.lacks_derivative:
+            return self._from_rows(problem)
+        try:
+            multiply = super()._linearize(problem, once)
+        except NoDerivativeError:
+            return self._from_rows(problem)
+
+        def apply(V: Columns) -> Tensor:
+            nonlocal multiply
             try:
-                return super()._prepare(problem, num_products)
-            except NoDerivativeError:  # of second order, and in forward mode
-                if self.autodiff != "auto":
-                    raise
-                self._lacking.append(problem.batch.index)
-        rows = self._keep(problem, self._written, "rows")
+                return multiply(V)
+            except NoDerivativeError:
+                problem.learn(lacks_derivative=True)
+                multiply = self._from_rows(problem)
+            return multiply(V)
+
+        return apply
+
+    def _from_rows(self, problem: BatchProblem) -> JVP:
+        """Prepare products with the matrix itself."""
+        rows = self._written(problem)
         return lambda V: sum(flat(v) @ rows[name].T for name, v in V.items())
 
     def _written(self, problem: BatchProblem) -> Columns:
@@ -365,10 +377,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[Placed]]:
         """Return the number of a batch's rows, their gradients, and the places of these."""
         if problem.loss_needs_graph:
-            num_samples, pieces = self._alone.gradients(problem)
-            self._fallbacks = self._alone.fallbacks
+            alone = problem.rules(LossesOneByOne, type(self).__name__)
+            num_samples, pieces = alone.gradients(problem)
+            self._fallbacks = alone.fallbacks
             return num_samples, iter([(pieces, lambda x: x.unsqueeze(0))])
-        found = problem.known(SampleBackward, type(self).__name__)
+        found = problem.rules(SampleBackward, type(self).__name__)
         samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(problem, output).unsqueeze(0)

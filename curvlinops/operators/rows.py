@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff import backward
-from curvlinops.autodiff.mode_selection import Mode
-from curvlinops.autodiff.modes import JVP
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
 from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import JVP, evaluate, jacobian, transposed_jacobian
 from curvlinops.support.torch_modes import exclusive
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
@@ -24,6 +22,8 @@ RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 #: Adds rows with weights ``[K, M]`` to columns of the parameters, in place.
 AddRows = Callable[[Tensor, Columns], None]
+
+Item = TypeVar("Item")
 
 
 class RowsLinearOperator(DataLinearOperator):
@@ -57,12 +57,15 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(output),)
 
-    def _linearize(self, problem: BatchProblem, mode: Mode) -> JVP:
-        return mode.jacobian(problem, lambda output: self._row_maps(problem, output)[0])
+    def _linearize(self, problem: BatchProblem, once: bool) -> JVP:
+        def head(output: Tensor) -> Callable[[Tensor], Tensor]:
+            return self._row_maps(problem, output)[0]
+
+        return jacobian(problem, head, self.chunk_size)
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         """Prepare transposed products on a batch; nothing here depends on the vectors."""
-        apply, output = backward.transposed_jacobian(problem, self.chunk_size)
+        apply, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(output)
 
@@ -71,9 +74,8 @@ class RowsLinearOperator(DataLinearOperator):
         shapes: list[tuple[int, ...]] = []
         with self.risk.batches("count_rows") as batches:
             for problem in batches:
-                with problem.recording("once") as recording:
-                    output = recording.output.detach()
-                del recording
+                output = evaluate(problem)
+                problem.check_numbers(output)
                 shapes.append(self._rows_shape(problem, output))
         self._lengths = [prod(shape) for shape in shapes]
         alike = len({shape[1:] for shape in shapes}) == 1
@@ -91,10 +93,10 @@ class RowsLinearOperator(DataLinearOperator):
             return out
         flat_out = rows.join(out)
 
-        with self._batches("matmat") as batches:
+        with self._linearizations(num_columns) as batches:
             places = RowPlaces(rows.dim)
-            for problem in places.of(batches):
-                part = self._prepare(problem, num_columns)(columns)
+            for apply in places.of(batches):
+                part = apply(columns)
                 flat_out[:, places.next(part.shape[1])] = part
         self._check_finite(out)
         return out
@@ -106,10 +108,12 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        with self._batches("matmat") as batches:
+        def build(problem: BatchProblem, is_kept: bool) -> tuple[AddRows, int]:
+            return self._linearize_adjoint(problem)
+
+        with self._built(build, "rmatmat") as batches:
             places = RowPlaces(rows.dim)
-            for problem in places.of(batches):
-                apply, length = self._keep(problem, self._linearize_adjoint, "transposed")
+            for apply, length in places.of(batches):
                 apply(U[:, places.next(length)], out)
         self._check_finite(out)
         return out
@@ -145,8 +149,8 @@ class RowPlaces:
     def __init__(self, dim: int):
         self._dim, self._start = dim, 0
 
-    def of(self, batches: Iterable[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield the batches; ``next`` is called for each.
+    def of(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield what there is of each batch; ``next`` is called for each.
 
         Raises:
             RuntimeError: If all batches together have another number of rows.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.losses import Loss
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import check_count
 from curvlinops.support.rng import seeded
 

@@ -103,8 +103,8 @@ class Batches:
                 if must_count:
                     raise
                 num_data = nan
-            yield batch
             self._had_batches = True
+            yield batch
         if index == -1:
             kind = type(self.data).__name__
             raise ValueError(
@@ -120,6 +120,8 @@ class Batches:
     def describe(self) -> str:
         """Return the numbers of samples and batches in the last pass, for ``repr``."""
         if self._counts is None:
+            with suppress(TypeError):  # it has no length
+                return f"{len(self.data)} batches"
             return "data not read yet"
         batches, samples = self._counts
         number = f"{samples:.0f}" if isfinite(samples) else "unknown number of"

@@ -1,13 +1,12 @@
 """Sums over the data of several processes.
 
 All ranks call the methods of ``Ranks`` that communicate, in the same order. Between two such calls
-each rank is free in how it computes: its derivative mode, its kept graphs, its recomputations.
+each rank is free in how it computes: what it keeps, what it computes again.
 A rank with an error still takes part in the next communication, so that no other rank hangs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from math import fsum
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
+from curvlinops.support.digest import checksum
 
 
 class Ranks:
@@ -61,7 +61,12 @@ class Ranks:
 
     @contextmanager
     def synchronized(
-        self, risk: Any, task: str, columns: Columns | None = None, **details: Any
+        self,
+        risk: Any,
+        task: str,
+        columns: Columns | None = None,
+        with_values: bool = True,
+        **details: Any,
     ) -> Iterator[Columns | None]:
         """Check that all ranks compute the same thing, then pass over the data of each rank.
 
@@ -69,6 +74,7 @@ class Ranks:
             risk: The ``EmpiricalRisk``. Its parameters must be the same on all ranks.
             task: The name of the computation.
             columns: The vectors that are multiplied.
+            with_values: Whether the values of parameters and buffers are compared, too.
             **details: Further values whose ``repr`` must be the same on all ranks.
 
         Yields:
@@ -81,7 +87,8 @@ class Ranks:
         if self.size == 1:
             yield columns
             return
-        self._compare(_description(risk, task, columns) | details, _checksums(risk))
+        checksums = _checksums(risk) if with_values else {}
+        self._compare(_description(risk, task, columns) | details, checksums)
         shared, agrees = (None, True) if columns is None else self._first_columns(columns)
         with self.raise_on_all_ranks(risk):
             if not agrees:
@@ -96,7 +103,7 @@ class Ranks:
         """Raise an error on all ranks if there is one on any.
 
         Args:
-            risk: If given, the lengths of its terms must agree.
+            risk: If given, the sizes of its terms must agree.
 
         Raises:
             ValueError: If they do not.
@@ -237,22 +244,3 @@ def _checksums(risk: Any) -> dict[str, int]:
                 tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
     sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a weighted sum of a tensor's bits, modulo 2^64: the same on all devices, exactly."""
-    words = tensor.detach().reshape(-1)
-    words = words.view({1: torch.uint8, 2: torch.int16}.get(words.itemsize, torch.int32))
-    weights = _weights(2**15 if words.is_cpu else 2**21, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part in words.split(len(weights)):
-        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
-    return total
-
-
-@cache
-def _weights(num: int, device: torch.device) -> Tensor:
-    """Return random odd numbers of 64 bits, the same in all processes."""
-    generator = torch.Generator().manual_seed(0)
-    kind = {"dtype": torch.int64, "device": "cpu", "generator": generator}
-    return (torch.randint(-(2**63), 2**63 - 1, (num,), **kind) | 1).to(device)

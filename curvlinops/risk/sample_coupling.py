@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from curvlinops.autodiff.backward import evaluate
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
-from curvlinops.risk.empirical_risk import BatchProblem
-from curvlinops.support.memory import lacks_memory
-from curvlinops.support.pytree import has_length, leaves, select_samples, tile_samples
+from curvlinops.risk.derivatives import evaluate
+from curvlinops.support.pytree import has_length, leaves, select_samples
+from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import warn
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -72,28 +72,21 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bo
     tensors = [x for x in leaves(problem.batch.X) if x.ndim]
     is_cut = all(has_length(x, len(output)) for x in tensors)
     num_taken = num_first if is_cut else min(num_first + 1, len(output) - 1)
+    X, index = problem.batch.X, problem.batch.index
     try:
-        rows = _first_rows(problem, output, num_taken)
-    except Exception as error:  # users' code may raise anything
-        if lacks_memory(error):
+        first = select_samples(X, slice(num_taken), len(output))
+        rows = evaluate(problem.on(Batch(index, first, None)))
+    except Exception as error:  # a user's model may raise anything on a part of a batch
+        if not is_refusal(error):
             raise
         _LOGGER.info("Whether samples interact could not be checked: %s", error)
         return False
+    if list(rows.shape[1:]) != list(output.shape[1:]):  # a number for each pair of samples?
+        axes = [num_taken if size == len(output) else size for size in output.shape[1:]]
+        return len(rows) == num_taken and list(rows.shape[1:]) == axes
     # with as many outputs as before, something else than samples was cut
     rows, is_part = rows[:num_first], len(rows) < len(output)
     return is_part and differs(rows, output[: len(rows)], output)
-
-
-def _first_rows(problem: BatchProblem, output: Tensor, num_taken: int) -> Tensor:
-    """Return the outputs for the first samples of a batch, evaluated without the others."""
-    X, index, num_samples = problem.batch.X, problem.batch.index, len(output)
-    first = select_samples(X, slice(num_taken), num_samples)
-    rows = evaluate(problem.on(Batch(index, first, None)))
-    if len(rows) >= num_samples or rows.shape[1:] == output.shape[1:]:
-        return rows
-    # perhaps it has a number for each pair of samples: there are as many with copies instead
-    copies = tile_samples(X, len(rows), num_samples)
-    return evaluate(problem.on(Batch(index, copies, None)))[: len(rows)]
 
 
 def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:

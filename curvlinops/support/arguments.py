@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 Choice = TypeVar("Choice", bound=str)
 
+#: Values that are equal if they look equal.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.Size)
 #: Containers with one tensor for each parameter, in their order or by name.
 LISTS = list | tuple | nn.ParameterList
 MAPPINGS = Mapping | nn.ParameterDict

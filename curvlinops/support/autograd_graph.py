@@ -77,13 +77,21 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
 
 def custom_functions(nodes: Iterable[Any]) -> set[str]:
     """Return the names of the user's own autograd functions in a graph."""
-    package = __name__.partition(".")[0]
-    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
-    return {
-        node.name().removesuffix("Backward")
-        for node in custom
-        if function_of(node).__module__.partition(".")[0] != package
-    }
+    return {node.name().removesuffix("Backward") for node in nodes if _is_custom(node)}
+
+
+def _is_custom(node: Any) -> bool:
+    if not isinstance(node, BackwardCFunction):
+        return False
+    return function_of(node).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def runs_python(node: Any) -> bool:
+    """Return whether a node runs the user's code: its backward, or hooks on what it has saved."""
+    if _is_custom(node):
+        return True
+    saved = (getattr(value, "data", None) for value in saved_values(node))
+    return not all(value is None or isinstance(value, Tensor) for value in saved)
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:

@@ -1,19 +1,12 @@
 """Progress bars: one for each call of a solver, and one for each pass over data."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-
-from curvlinops.support.frozen import frozen
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: Inside of a solver, a pass over data has its own bar after so many seconds.
 _LONG = 2.0
@@ -32,41 +25,25 @@ _SOLVER = _Solver()
 
 
 @contextmanager
-def solver(name: str, *operators: Any) -> Iterator[None]:
-    """Take operators as constant, and show one bar for all products of a solver.
+def solver_bar(name: str) -> Iterator[None]:
+    """Show one bar for all products of a solver.
 
     The bar begins with the first pass over data that shows one. Solvers inside of solvers have
     none.
 
     Args:
         name: The name of the solver.
-        *operators: The operators that it multiplies with.
     """
     if _SOLVER.depth == 0:
         _SOLVER.name, _SOLVER.bar = name, None
     _SOLVER.depth += 1
     try:
-        with frozen(*operators):
-            yield
+        yield
     finally:
         _SOLVER.depth -= 1
         if _SOLVER.depth == 0 and _SOLVER.bar is not None:
             _SOLVER.bar.close()
             _SOLVER.bar = None
-
-
-def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that runs a function as a solver with the operators that it takes."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with solver(name, *args, *kwargs.values()):
-                return function(*args, **kwargs)
-
-        return run
-
-    return decorate
 
 
 def shown(data: Iterable, name: str) -> Iterable:

@@ -168,12 +168,6 @@ def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> A
     return _map_samples(tree, select, num_samples)
 
 
-def tile_samples(tree: Any, few: int, num_samples: int) -> Any:
-    """Return as many samples, which are copies of the first few, see ``select_samples``."""
-    indices = [i % few for i in range(num_samples)]
-    return _map_samples(tree, lambda part: _at(part, indices), num_samples)
-
-
 def _at(part: Any, indices: list[int]) -> Any:
     is_list = isinstance(part, list | tuple)
     return type(part)(part[i] for i in indices) if is_list else part[indices]

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -15,60 +15,35 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Held while a model is evaluated: all threads share its modules and the random number generators.
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
-class _Thread(threading.local):
-    """Whether the current thread holds the lock."""
+class _Held:
+    """Whether the lock is held; read and written only by the thread that holds it."""
 
-    holds_lock = False
-
-
-_THREAD = _Thread()
-
-#: The types of devices that have an autocast of their own.
-_KINDS = ("cpu", "cuda", "mps", "xpu")
+    is_held = False
 
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the package's lock, in PyTorch's default modes; nothing changes if that is held.
+    """Hold the package's lock, in PyTorch's default modes with gradients.
 
-    The lock is released while ``fetched`` waits for data.
+    Nothing changes if the thread holds it already.
     """
-    if _THREAD.holds_lock:
-        yield
-        return
-    with _LOCK, default_modes(), torch.enable_grad():
-        _THREAD.holds_lock = True
-        try:
+    with _LOCK:
+        if _Held.is_held:
             yield
-        finally:
-            _THREAD.holds_lock = False
-
-
-@contextmanager
-def _unlocked() -> Iterator[None]:
-    _THREAD.holds_lock = False
-    _LOCK.release()
-    try:
-        yield
-    finally:
-        _LOCK.acquire()
-        _THREAD.holds_lock = True
-
-
-def fetched(data: Iterable) -> Iterator:
-    """Yield the items of a user's iterable; other threads may multiply while it fetches them."""
-    with _unlocked():
-        items = iter(data)
-    while True:
-        with _unlocked():
+            return
+        with default_modes(), torch.enable_grad():
+            _Held.is_held = True
             try:
-                item = next(items)
-            except StopIteration:
-                return
-        yield item
+                yield
+            finally:
+                _Held.is_held = False
+
+
+#: The types of devices that have an autocast of their own.
+_KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 @contextmanager
@@ -99,10 +74,6 @@ def default_modes() -> Iterator[None]:
         yield
 
 
-#: Decorates functions that compute: they run in PyTorch's default modes.
-in_default_modes = default_modes()
-
-
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that is not compiled, also inside of compiled functions."""
     disabled = disable_compiler(function)
@@ -112,3 +83,14 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return run
+
+
+def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that computes: it runs uncompiled, in PyTorch's default modes."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with default_modes():
+            return function(*args, **kwargs)
+
+    return uncompiled(run)

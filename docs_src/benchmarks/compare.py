@@ -1,9 +1,10 @@
 """Compares two versions of the package: numbers, times, peaks of memory, and forward passes.
 
-`make compare` compares the working tree with a commit, by default the last one before the package
-was made smaller; `make compare BASE=HEAD~1 COMPARE_ARGS="--problems mlp --rows KFAC"` with another
-one, in part. Problems are the benchmark's, and those of the test suite as `test/NAME`. Each version
-has a process of its own; they take turns, and times are those of the CPU in these processes, so
+`make compare` compares the working tree with a commit, by default the last one before graphs were
+kept inside of `linearized()` only; `make compare BASE=HEAD~1 COMPARE_ARGS="--problems mlp --rows
+KFAC"` with another one, in part. Problems are the benchmark's, and those of the test suite as
+`test/NAME`. Rows named "kept product" run inside of `linearized()`. Each version has a process
+of its own; they take turns, and times are those of the CPU in these processes, so
 that ratios hold on a noisy machine. The exit status is 1 if numbers differ by more than rounding,
 whatever the times are.
 """
@@ -25,7 +26,7 @@ from products import PATIENCE, Process
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-BASE = "7151846"
+BASE = "4def691"
 #: The problems of the benchmark, and one of the test suite for each kind of model and loss.
 PROBLEMS = [
     *("mlp", "cnn", "transformer", "resnet", "gpt2"),

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, reduce
 from itertools import islice
 from pathlib import Path
@@ -35,6 +36,8 @@ TEST = Path(__file__).parents[2] / "test"
 DAMPING = 1e-2
 #: The largest number of entries that are compared.
 MOST = 10**6
+#: The context in which an operator keeps graphs.
+SCOPE = ExitStack()
 
 
 def suite() -> ModuleType:
@@ -68,13 +71,15 @@ def rows(p: Any) -> dict[str, Row]:
     found = {}
     dtype = reduce(torch.promote_types, precisions(p))
 
-    def operator(kind: str, **options: Any) -> Callable[[], Any]:
+    def operator(kind: str, **options: Any) -> Callable[..., Any]:
         options["batch_size_fn"] = p.batch_size_fn
         with_loss = "Jacobian" not in kind
         arguments = (p.model, p.loss) if with_loss else (p.model,)
         options |= {"reduction": p.reduction} if with_loss else {}
         # a version that lacks the name refuses the row
-        return lambda: getattr(curvlinops, kind)(*arguments, p.params, p.data, **options)
+        return lambda **more: getattr(curvlinops, kind)(
+            *arguments, p.params, p.data, **options, **more
+        )
 
     def product(A: Any, *columns: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -91,8 +96,9 @@ def rows(p: Any) -> dict[str, Row]:
         "gradients": operator("PerSampleGradientLinearOperator"),
     }
     for name, build in operators.items():
-        found[f"{name}: product"] = Row(build, product)
-        found[f"{name}: 4 columns"] = Row(build, lambda A: product(A, 4))
+        found[f"{name}: product"] = Row(lambda b=build: b(cache="none"), product)
+        found[f"{name}: 4 columns"] = Row(lambda b=build: b(cache="none"), lambda A: product(A, 4))
+        found[f"{name}: kept product"] = Row(lambda b=build: _linearized(b(), product), product)
     found |= _algorithms(operators["GGN"])
     found["gradients: transposed product"] = Row(build, lambda A: product(A.T))
     for method in ("dense", "norms", "gram", "second_moment"):
@@ -114,6 +120,16 @@ def rows(p: Any) -> dict[str, Row]:
                 few = (kind, approx) == ("EKFAC", "reduce")
                 found |= islice(quantities.items(), 1 if few else None)
     return found
+
+
+def _linearized(A: Any, product: Callable) -> Any:
+    """Return an operator that keeps graphs, after the products that build them."""
+    SCOPE.close()  # of the operator before
+    if hasattr(A, "linearized"):
+        SCOPE.enter_context(A.linearized())
+    product(A)
+    product(A)
+    return A
 
 
 def _algorithms(build: Callable[[], Any]) -> dict[str, Row]:

@@ -6,6 +6,7 @@ import name `curvlinops`.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from types import ModuleType
 
@@ -50,12 +51,16 @@ def _vectors(problem: Problem, columns: int) -> tuple[Tensor, Tensor]:
     return torch.randn(dim, device=device), torch.randn(dim, columns, device=device)
 
 
-def ours(problem: Problem, columns: int, cache: str) -> Quantities:
-    """Return this package's products, with kept or with fresh graphs."""
+#: The context in which operators keep graphs.
+_SCOPE = ExitStack()
+
+
+def ours(problem: Problem, columns: int, keeps: bool) -> Quantities:
+    """Return this package's products, inside or outside of `linearized()`."""
     import curvlinops
 
     model, X, y = problem
-    options = {"check_deterministic": False, "cache": cache}
+    options = {"check_deterministic": False, "cache": 64 * 2**30 if keeps else "none"}
     arguments = (list(model.parameters()), [(X, y)])
     with_loss = (model, nn.CrossEntropyLoss(), *arguments)
     H = curvlinops.HessianLinearOperator(*with_loss, **options)
@@ -72,8 +77,9 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
         HESSIAN_COLUMNS: lambda: H @ V,
         GGN_COLUMNS: lambda: G @ V,
     }
-    if cache == "none":  # these keep no graphs
+    if not keeps:
         quantities |= {
+            EIGENPAIRS_SCIPY.format("GGN"): eigenpairs_by_scipy(G),
             ROWS: rows.gradients,
             MATRIX: rows.dense,
             NORMS: rows.norms,
@@ -87,9 +93,17 @@ def ours(problem: Problem, columns: int, cache: str) -> Quantities:
             J = curvlinops.JacobianLinearOperator(model, arguments[0], few, **options)
             quantities |= {DIAGONAL: D.diagonal, TRACE: D.trace, NTK: J.gram}
         return quantities | _factored(curvlinops, with_loss, options, v)
-    for name, A in {"GGN": G, "Hessian": H}.items():
+    # solvers begin without graphs
+    solved = {
+        "GGN": curvlinops.GGNLinearOperator(*with_loss, **options),
+        "Hessian": curvlinops.HessianLinearOperator(*with_loss, **options),
+    }
+    for name, A in solved.items():
         quantities |= eigenpairs(curvlinops, name, A)
-    return quantities | estimates(curvlinops, G, problem)
+    _SCOPE.close()
+    for A in (H, G, E, J):
+        _SCOPE.enter_context(A.linearized())
+    return quantities | estimates(curvlinops, solved["GGN"], problem)
 
 
 def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor) -> Quantities:
@@ -117,13 +131,13 @@ def _factored(curvlinops: ModuleType, arguments: tuple, options: dict, v: Tensor
 
 
 def first(problem: Problem, columns: int) -> Quantities:
-    """Return products that build their graphs."""
-    return ours(problem, columns, "none")
+    """Return products outside of `linearized()`, which build their graphs."""
+    return ours(problem, columns, keeps=False)
 
 
 def repeated(problem: Problem, columns: int) -> Quantities:
-    """Return products that use the graphs of the warm-up."""
-    return ours(problem, columns, "graph")
+    """Return products inside of `linearized()`, which use the graphs of the warm-up."""
+    return ours(problem, columns, keeps=True)
 
 
 def by_hand(problem: Problem, columns: int) -> Quantities:

@@ -88,9 +88,10 @@ assert accuracy > 0.95
 # -----------------------
 #
 # The operators are SciPy linear operators, so ``scipy.sparse.linalg.eigsh`` runs on them as
-# it is. The data may come in batches of any size: the risk is the mean over all images, however
-# they are split. Close to a minimum with small residuals, Hessian and GGN have almost the same
-# large eigenvalues.
+# it is. Inside ``linearized()``, model and data stay as they are, and products share the work that
+# does not depend on the vector. The data may come in batches of any size: the risk is the mean over
+# all images, however they are split. Close to a minimum with small residuals, Hessian and GGN have
+# almost the same large eigenvalues.
 
 data = [(X_train[:1000], y_train[:1000]), (X_train[1000:], y_train[1000:])]
 
@@ -101,7 +102,10 @@ num_eigenvalues = 12
 # ARPACK starts from a random vector; a fixed one makes the run repeat exactly.
 v0 = np.random.default_rng(0).standard_normal(num_params)
 options = {"k": num_eigenvalues, "which": "LA", "tol": 1e-4, "return_eigenvectors": False}
-eigenvalues = {name: eigsh(A, v0=v0, **options)[::-1] for name, A in [("Hessian", H), ("GGN", G)]}
+eigenvalues = {}
+for name, A in [("Hessian", H), ("GGN", G)]:
+    with A.linearized():
+        eigenvalues[name] = eigsh(A, v0=v0, **options)[::-1]
 
 print(f"\n2. The {num_eigenvalues} largest eigenvalues, by SciPy's eigsh")
 print("   An eigenvalue is the second derivative of the training loss along its eigenvector.")
@@ -149,7 +153,8 @@ np.testing.assert_allclose(
     H_last @ np.eye(len(dense))[:, columns], dense[:, columns], rtol=1e-8, atol=1e-12
 )
 
-from_operator = eigsh(H_last, v0=v0[: len(dense)], **options | {"tol": 0})
+with H_last.linearized():
+    from_operator = eigsh(H_last, v0=v0[: len(dense)], **options | {"tol": 0})
 from_dense = np.linalg.eigvalsh(dense)[-num_eigenvalues:]
 np.testing.assert_allclose(from_operator, from_dense, rtol=1e-6)
 max_error = np.abs(from_operator / from_dense - 1).max()
@@ -171,7 +176,9 @@ damping = 1e-2
 gradients, loss_before = G.gradient_and_loss()
 g = nn.utils.parameters_to_vector(gradients).numpy()
 
-step, info = cg(G.damped(damping), -g, rtol=1e-4, maxiter=200)
+system = G.damped(damping)
+with system.linearized():
+    step, info = cg(system, -g, rtol=1e-4, maxiter=200)
 assert info == 0, "conjugate gradients did not converge"
 
 with torch.no_grad():

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
+from curvlinops.autodiff.overrides.deviation import DEVIATIONS
 from curvlinops.autodiff.overrides.distance import cdist
-from curvlinops.autodiff.overrides.elementwise import ELEMENTWISE, hardsigmoid
+from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
@@ -39,7 +40,7 @@ if torch_internals.weight_norm is not None:
     OVERRIDES[torch_internals.weight_norm] = weight_norm
 
 #: In addition, where the graph of the backward pass is differentiated.
-TWICE = OVERRIDES | CONVOLUTIONS | ELEMENTWISE
+TWICE = OVERRIDES | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
 
 class Overrides(TorchFunctionMode):

@@ -15,11 +15,11 @@ from curvlinops.support.records import recorded
 
 #: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
-#: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); or ``TERMS``.
+#: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); ``WEIGHT``.
 Key = tuple[Any, str]
 
-#: The key of the data's share of the normalization.
-TERMS: Key = (None, "terms")
+#: The key of the data's weight, its share of the normalization.
+WEIGHT: Key = (None, "weight")
 
 #: Parameters with at most so many entries get one exact block, larger ones one for each vector.
 _WHOLE = 4096

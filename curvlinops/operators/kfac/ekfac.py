@@ -17,8 +17,8 @@ from curvlinops.operators.kfac.layout import BlockFactors, assemble, normalize
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
-from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
@@ -133,7 +133,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ) -> BlockDiagonalLinearOperator:
         """Return the matrix whose blocks are a function of this one's blocks."""
         sums = self._factor_sums()
-        scale = self.risk.scale(sums.terms)
+        scale = self.risk.scale(sums.weight)
 
         def build(factors: BlockFactors) -> StructuredLinearOperator:
             key = factors.block.slices

@@ -10,7 +10,7 @@ from curvlinops.layers.gradients import Piece
 from curvlinops.layers.outer import sum_of
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, LayerUse, Uses, group_by_use
+from curvlinops.operators.kfac.blocks import WEIGHT, BlockSpec, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
@@ -19,7 +19,7 @@ from curvlinops.operators.vectors import (
     sampled_gradients,
     signed_hessian_roots,
 )
-from curvlinops.risk.empirical_risk import BatchProblem
+from curvlinops.risk.batch_problem import BatchProblem
 
 #: Why there may be no factors in the reduce setting.
 _AMBIGUOUS_ROWS = (
@@ -83,7 +83,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             for key, tensor in _factors(sums, use, parts, with_inputs):
                 sums.add(key, tensor)
         _add_exact_blocks(sums, exact, pieces)
-    sums.add(TERMS, problem.terms(samples.output).double())
+    sums.add(WEIGHT, problem.weight(samples.output).double())
 
 
 def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:

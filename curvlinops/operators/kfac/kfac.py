@@ -16,7 +16,7 @@ from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kfac import storage
-from curvlinops.operators.kfac.blocks import TERMS, Uses
+from curvlinops.operators.kfac.blocks import WEIGHT, Uses
 from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
@@ -41,8 +41,8 @@ from curvlinops.operators.kfac.options import (
     reduced_parameters,
 )
 from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
-from curvlinops.risk.empirical_risk import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count
@@ -73,8 +73,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
     Factors are computed at the first use and then kept: they do not follow changes of the model or
-    of the data. ``compute_kronecker_factors`` computes them anew. Graphs are not kept, so that
-    ``cache`` has no effect. With a ``process_group``, all processes compute the factors together.
+    of the data. ``compute_kronecker_factors`` computes them anew. ``linearized()`` and ``cache``
+    have no effect. With a ``process_group``, all processes compute the factors together.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
@@ -110,7 +110,6 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     max_factor_size: int = 16384
 
     _per_sample = True
-    _keeps_graphs = False
 
     def __post_init__(self) -> None:
         """Check the options, too."""
@@ -140,6 +139,9 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
         self._replace(None)
+
+    # products need the factors alone
+    linearized = TorchLinearOperator.linearized
 
     def _arguments(self) -> dict[str, Any]:
         reduced, every = self._options.reduced, set(self.space.names)
@@ -215,7 +217,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         with ranks.raise_on_all_ranks():
             new = new.with_uses(uses)
         new = new.over(ranks)
-        if batches is None and TERMS not in new.tensors:
+        if batches is None and WEIGHT not in new.tensors:
             raise ValueError("The data has no sample.")
         new.num_batches -= sums.num_batches
         return new
@@ -227,7 +229,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         for problem in problems:
             batch = problem.batch
             own = problem.on(Batch(sums.num_batches, batch.X, batch.y))
-            backward = own.known(SampleBackward, type(self).__name__, True, True)
+            backward = own.rules(SampleBackward, type(self).__name__, True, True)
             samples = backward.capture(own, by_sample or sums.need_samples)
             self._check_terms(own, samples)
             sums.num_batches += 1
@@ -379,7 +381,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def _block_factors(self, keep: bool = False) -> list[BlockFactors]:
         """Return the matrices of all blocks, which may be kept."""
         sums = self._factor_sums()
-        factors = self._factors or normalize(sums, self.risk.scale(sums.terms))
+        factors = self._factors or normalize(sums, self.risk.scale(sums.weight))
         if keep:
             self._factors = factors
         return factors
@@ -400,7 +402,6 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def to_device(self, device: torch.device | str) -> "KroneckerFactoredLinearOperator":
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
-        self._reconsider()
         self._replace(None if self._sums is None else self._sums.to(self.space))
         return self
 

@@ -21,7 +21,7 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.support.records import metadata_of, read, write
 
 #: The format of saved factors. It changes when older files cannot be read any more.
-FORMAT = "Kronecker factors 8"
+FORMAT = "Kronecker factors 9"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import TERMS, BlockSpec, Key, Uses, plan_blocks
+from curvlinops.operators.kfac.blocks import WEIGHT, BlockSpec, Key, Uses, plan_blocks
 from curvlinops.operators.kfac.options import Options
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
@@ -47,9 +47,9 @@ class FactorSums:
     num_batches: int = 0
 
     @property
-    def terms(self) -> Tensor | float:
-        """The data's share of the normalization."""
-        return self.tensors.get(TERMS, 0.0)
+    def weight(self) -> Tensor | float:
+        """The data's weight, its share of the normalization."""
+        return self.tensors.get(WEIGHT, 0.0)
 
     @property
     def exact_blocks(self) -> dict[str, BlockSpec]:

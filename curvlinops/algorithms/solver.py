@@ -1,0 +1,45 @@
+"""What a solver or an estimator runs in: linearized operators, and one progress bar."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.support.progress import solver_bar
+from curvlinops.support.torch_modes import in_default_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def solver(name: str, *operators: TorchLinearOperator) -> Iterator[None]:
+    """Linearize operators, and show one bar for all products.
+
+    Args:
+        name: The name of the solver.
+        *operators: The operators that it multiplies with.
+    """
+    with solver_bar(name), ExitStack() as stack:
+        for operator in operators:
+            stack.enter_context(operator.linearized())
+        yield
+
+
+def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that runs a function as a solver with the operators that it takes.
+
+    It runs uncompiled, in PyTorch's default modes.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = [*args, *kwargs.values()]
+            with solver(name, *(x for x in given if isinstance(x, TorchLinearOperator))):
+                return function(*args, **kwargs)
+
+        return in_default_modes(run)
+
+    return decorate

@@ -1,0 +1,302 @@
+"""The empirical risk on one batch, as a function of the parameters."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from curvlinops.autodiff.evaluation import Evaluation, check_graph
+from curvlinops.linear_operator.space import Columns, not_finite
+from curvlinops.risk.data import Batch
+from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
+from curvlinops.support.autograd_graph import custom_functions, footprint, graph_nodes, signature
+from curvlinops.support.rng import preserved_rng
+
+#: The cause of infinite derivatives of smooth functions, for messages.
+OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
+
+#: The remedy for derivatives that do not exist, for messages.
+NO_DERIVATIVE = (
+    "its derivative does not exist there (norm, sqrt or std at zero? Write x.square().sum() in "
+    "place of x.norm() ** 2, or add an eps below the root)"
+)
+
+_BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
+
+#: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
+Seed = tuple[Tensor, Tensor | None]
+
+
+class Recording(NamedTuple):
+    """A forward pass that was recorded.
+
+    Attributes:
+        evaluation: The evaluation of forward and backward passes.
+        leaves: The tensors that replaced the parameters. They require gradients.
+        output: The output, with its graph.
+    """
+
+    evaluation: Evaluation
+    leaves: dict[str, Tensor]
+    output: Tensor
+
+
+class BatchProblem:
+    """Model and loss on a batch, which the functions in ``derivatives.py`` differentiate.
+
+    Args:
+        risk: The ``EmpiricalRisk``.
+        batch: The batch.
+    """
+
+    def __init__(self, risk: Any, batch: Batch):
+        self._risk, self.batch = risk, batch
+        self.space, self.model, self.loss = risk.space, risk.model, risk.loss
+        self.leaves = risk.model.leaves
+        self._custom: set[str] = set()  # functions and hooks of the user's in the graph
+        self._signature = 0
+
+    def on(self, batch: Batch) -> "BatchProblem":
+        """Return the problem on another batch."""
+        return BatchProblem(self._risk, batch)
+
+    @property
+    def number(self) -> int:
+        """The number of the batch among those of all ranks, which seeds what is random on it."""
+        return self._risk.ranks.number(self.batch.index)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the batch."""
+        return self._risk.data.size(self.batch)
+
+    @property
+    def can_substitute(self) -> bool:
+        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
+        return self.model.substitutable
+
+    # --- facts about the model
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model was not evaluated before, so that nothing is known of it."""
+        return not self._risk.facts.is_evaluated
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts about the model, which its first evaluation shows."""
+        if self.is_first:
+            with preserved_rng(), self.recording("once"):
+                pass
+        return self._risk.facts
+
+    def learn(self, **facts: Any) -> None:
+        """Add to the facts about the model."""
+        self._risk.learn(**facts)
+
+    @property
+    def loss_needs_graph(self) -> bool:
+        """Whether the loss depends on parameters not only through the values of the output."""
+        if self.loss is None or self.loss.is_function_of_values:
+            return False
+        return self.facts.loss_needs_graph
+
+    def rules(self, make: Callable, *args: Hashable) -> Any:
+        """Return ``make(*args)``, an object that learns the rules of layers, for all batches."""
+        return self._risk.rules(self.batch).get(make, *args)
+
+    @property
+    def uncompared(self) -> list[str]:
+        """The user's own autograd functions and hooks in a recorded graph that is new.
+
+        Empty with ``check_deterministic=False``.
+        """
+        known = not self._risk.checks or self._signature in self.facts.compared
+        return [] if known else sorted(self._custom | self.facts.hooks)
+
+    def was_compared(self, grads: Mapping[str, Tensor]) -> None:
+        """Remember that the custom functions of this graph were compared.
+
+        Not if one of the gradients is zero: a zero in a layer behind, as in an adapter before its
+        first step, hides the function.
+        """
+        if all(bool(grad.any()) for grad in grads.values()):
+            self.learn(compared=self.facts.compared | {self._signature})
+
+    def _note_functions(self, nodes: list[Any]) -> None:
+        """Note the user's own autograd functions in a graph."""
+        if found := custom_functions(nodes):
+            self._custom |= found
+            self._signature = hash((self._signature, signature(nodes)))
+
+    # --- evaluations
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return tensors with the parameters' values, for a pass without derivatives."""
+        leaves = self.leaves()
+        if self.facts.differentiates or self.facts.hooks:  # hooks need a graph
+            return leaves
+        return {name: leaf.detach() for name, leaf in leaves.items()}
+
+    def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
+        """Return the evaluation in which the parameters have the given values."""
+        return Evaluation(self.model, values, differentiation)
+
+    def output(self, evaluation: Evaluation) -> Tensor:
+        """Evaluate the model in an active evaluation.
+
+        Raises:
+            TypeError: If the output is not one real tensor with axes.
+        """
+        output = evaluation.output(self.batch.X)
+        kind = type(output).__name__
+        if isinstance(output, Tensor):
+            if output.is_floating_point() and output.ndim > 0:
+                return output
+            kind = f"a tensor of shape {list(output.shape)} and {output.dtype}"
+        raise TypeError(
+            f"The model returned {kind} on batch {self.batch.index}, expected one real tensor with "
+            "the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
+            "self.inner(**X).logits."
+        )
+
+    def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
+        """Refuse an output that was computed from tensors that an earlier pass has left."""
+        check_graph(graph_nodes(output), self.model, leaves, must_depend=False)
+
+    @contextmanager
+    def recording(self, differentiation: str) -> Iterator[Recording]:
+        """Evaluate the model; the context of its evaluation is active inside.
+
+        Raises:
+            ValueError: If the graph cannot be differentiated with respect to the parameters.
+        """
+        leaves = self.leaves()
+        evaluation = self.evaluation(leaves, differentiation)
+        self._custom, self._signature = set(), 0
+        with evaluation.active():
+            if self.is_first:
+                output = self._first_output(evaluation, leaves)
+            else:
+                output = self.output(evaluation)
+                if not self.loss_needs_graph and self._look_at_loss(output, leaves):
+                    self.learn(loss_needs_graph=True)
+                if not self.loss_needs_graph:
+                    nodes = list(graph_nodes(output))
+                    check_graph(nodes, self.model, leaves)
+                    self._note_functions(nodes)
+            yield Recording(evaluation, leaves, output)
+
+    def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
+        """Evaluate the model for the first time, and learn from its graph."""
+        with Watch(self.model.replaced) as watch:
+            output = self.output(evaluation)
+            loss_needs_graph = self._look_at_loss(output, leaves)
+        self.learn(
+            is_evaluated=True,
+            graph_bytes=footprint(output),
+            hooks=frozenset(watch.hooks),
+            differentiates=watch.differentiates,
+            stops_gradients=watch.stops_gradients,
+            loss_needs_graph=loss_needs_graph,
+        )
+        self.check_target(output, with_values=True)
+        value = self.loss_sum(output)[0] if loss_needs_graph else output
+        nodes = list(graph_nodes(value))
+        check_graph(nodes, self.model, leaves)
+        if not loss_needs_graph:
+            self._note_functions(nodes)
+        return output
+
+    def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> bool:
+        """Return whether a user's loss needs the graph of the output.
+
+        A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
+        """
+        if self.loss is None or self.loss.is_function_of_values:
+            return False
+        parameters = {id(x) for x in (*leaves.values(), *self.model.params.values())}
+        alone = loss_without_graph(self.loss, output, self.batch.y)
+        if needs_graph(self.loss, alone, output, self.batch.y, parameters):
+            return True
+        self._note_functions(list(graph_nodes(alone)))
+        return False
+
+    # --- the loss
+
+    def check_target(self, output: Tensor, with_values: bool = False) -> None:
+        """Check that output and target fit, and perhaps that the loss adds up (costly).
+
+        Raises:
+            ValueError: If output and target do not fit. The error names the batch.
+        """
+        if self.loss is None:
+            return
+        try:
+            self.loss.check(output, self.batch.y)
+            self._risk.data.check_rows(self.batch, len(output))
+            if with_values:
+                self.loss.check_values(output, self.batch.y)
+        except ValueError as error:
+            raise ValueError(f"Batch {self.batch.index}: {error}") from error
+
+    def weight(self, output: Tensor) -> Tensor:
+        """Return the batch's weight: its share of the normalization, 1/c.
+
+        Raises:
+            ValueError: If output and target do not fit, or not to those of other batches.
+        """
+        loss, risk = self.loss, self._risk
+        if loss is None:
+            return output.new_zeros(())
+        self.check_target(output)
+        size = loss.term_size(output)
+        risk.term_size = size if risk.term_size is None else risk.term_size
+        if size != risk.term_size:
+            raise ValueError(
+                f"Batch {self.batch.index} has outputs with a last axis of length {size}, others "
+                f"{risk.term_size}; their mean is not defined. Use reduction='sum', or batches "
+                "that agree."
+            )
+        return loss.denominator(output, self.batch.y)
+
+    def loss_sum(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over the batch's terms, and the batch's weight."""
+        weight = self.weight(output)
+        return self.loss.sum(output, self.batch.y), weight
+
+    def loss_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
+        """Return the seed of the backward pass of ``loss_sum``, differentiable, and the weight."""
+        if self.loss_needs_graph:
+            value, weight = self.loss_sum(output)
+            self._note_functions(list(graph_nodes(value)))
+            return (value, None), weight
+        weight = self.weight(output)
+        return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight
+
+    def check(self, output: Tensor) -> None:
+        """Refuse an output that does not fit its target, or a loss that is not finite."""
+        self.weight(output)
+        if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
+            self.check_numbers(output)
+        else:
+            seen = output if self.loss_needs_graph else output.detach()
+            self.check_finite(self.loss.sum(seen, self.batch.y).detach())
+
+    def check_numbers(self, output: Tensor) -> None:
+        """Refuse an output with NaN; masked entries are infinite."""
+        if bool(output.isnan().any()):
+            index = self.batch.index
+            raise ValueError(f"The model's output on batch {index} has NaN. {_BAD_NUMBERS}")
+
+    def check_finite(self, loss: Tensor, gradient: Columns | None = None) -> None:
+        """Refuse a loss or a gradient that is not finite, by the name of the parameter."""
+        index = self.batch.index
+        if not bool(loss.isfinite()):
+            raise ValueError(f"The loss on batch {index} is {float(loss)}. {_BAD_NUMBERS}")
+        if gradient and (name := not_finite(gradient)) is not None:
+            raise ValueError(
+                f"The gradient on batch {index} is not finite in parameter '{name}', though the "
+                f"loss is: {NO_DERIVATIVE}, or {OVERFLOW}."
+            )

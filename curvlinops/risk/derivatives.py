@@ -1,0 +1,353 @@
+"""Products with derivatives of model and loss on a batch.
+
+``hessian``, ``jacobian`` and ``gauss_newton`` compute all that does not depend on the vectors, and
+return a function of the vectors. They differentiate the graph of a backward pass, which serves
+closures, checkpoints, custom autograd functions, and many products. ``torch.func`` is not used: it
+is slower on all our benchmarks, refuses data-dependent models, and ``jvp(jacrev)`` and
+``grad(jvp)`` are wrong through normalization layers (PyTorch 2.13).
+
+Only a single Gauss-Newton product, whose graph is not kept, takes forward mode for ``J v``, as it
+is faster. Forward mode is wrong for some operations, so that each such product is checked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from curvlinops.autodiff.backward import (
+    NoDerivativeError,
+    explained,
+    in_chunks,
+    room_for,
+    vjp,
+    vjp_columns,
+)
+from curvlinops.linear_operator.space import Columns, add, norm
+from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
+from curvlinops.support.norms import wide
+from curvlinops.support.refusals import lacks_memory
+from curvlinops.support.rng import GeneratorStates, preserved_rng
+from curvlinops.support.torch_internals import without_torch_function
+
+#: ``apply(V, out) -> weight``: adds the product with the columns ``V`` (some or all parameters; the
+#: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
+#: are wanted), in place. Returns the batch's weight, its share of the normalization.
+Apply = Callable[[Columns, Columns], Tensor]
+
+#: ``jvp(V) -> J V``, ``[K, M]``, for columns of the parameters.
+JVP = Callable[[Columns], Tensor]
+
+#: A function of the model's output that also returns the batch's weight.
+Head = Callable[[Tensor], tuple[Any, Tensor]]
+
+#: Returns a linear function ``[K, *output] -> [K, M]`` at a given output.
+OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
+
+Tensors = Mapping[str, Tensor]
+
+#: Largest relative difference of an inner product that is computed in two ways.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+# --- derivatives of first order
+
+
+def evaluate(problem: BatchProblem) -> Tensor:
+    """Return the output, without its graph."""
+    if problem.is_first:
+        with problem.recording("once") as recording:
+            return recording.output.detach()
+    evaluation = problem.evaluation(problem.constants(), "once")
+    with evaluation.active():
+        return problem.output(evaluation).detach()
+
+
+def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor]:
+    """Return a scalar function of the output, its gradient (one column), and the weight."""
+    with problem.recording("once") as (_, leaves, output):
+        loss, weight = head(output)
+        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
+    out = problem.space.zeros(1)
+    add(out, 0, grads)
+    return loss.detach(), out, weight
+
+
+def transposed_jacobian(
+    problem: BatchProblem, chunk_size: int | None = None
+) -> tuple[Callable, Tensor]:
+    """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
+
+    U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
+
+    Args:
+        problem: The model on a batch.
+        chunk_size: The number of columns in one backward pass.
+    """
+    with problem.recording("once") as recording:
+        evaluation, leaves, output = recording
+
+    def product(u: Columns, inputs: Tensors) -> Columns:
+        return vjp_columns({"": output}, u, inputs)
+
+    chunks = in_chunks(product, chunk_size)
+
+    def apply(U: Tensor, out: Columns) -> None:
+        inputs = {name: leaves[name] for name in out}
+        cotangents = {"": U.reshape(U.shape[0], *output.shape)}
+        with evaluation.active():
+            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+                add(out, rows, part)
+
+    return apply, output.detach()
+
+
+# --- derivatives of second order, by backward passes through backward passes
+
+
+def hessian(
+    problem: BatchProblem,
+    head: Callable[[Tensor], tuple[Seed, Tensor]],
+    chunk_size: int | None = None,
+    once: bool = False,
+) -> Apply:
+    """Prepare products with the Hessian of a scalar function of the output.
+
+    Args:
+        problem: The model on a batch.
+        head: Returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
+        chunk_size: The number of columns in one backward pass, see ``in_chunks``.
+        once: Whether there is one product with one column, which frees the graph.
+    """
+    with problem.recording("twice") as (evaluation, leaves, output), explained():
+        (start, cotangent), weight = head(output)
+        grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+
+    def product(v: Columns, inputs: Tensors) -> Columns:
+        return vjp_columns(grads, v, inputs, not once)
+
+    context = evaluation.active if once else evaluation.of_graph(grads.values())
+    return _by_columns(product, context, leaves, weight, chunk_size)
+
+
+def jacobian(problem: BatchProblem, head: OutputHead, chunk_size: int | None = None) -> JVP:
+    """Prepare products with the Jacobian of a linear function of the output.
+
+    Args:
+        problem: The model on a batch.
+        head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
+        chunk_size: See ``hessian``.
+    """
+    with problem.recording("twice") as recording, explained():
+        evaluation, leaves, output = recording
+        linear_map = head(output.detach())
+        jvp = _double_vjp(problem, recording)
+
+    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size)
+    context, dtypes = evaluation.of_graph([output]), _dtypes(leaves)
+
+    def apply(V: Columns) -> Tensor:
+        with context(), explained():
+            return torch.cat([part[""] for _, part in chunks(V, dtypes)])
+
+    return apply
+
+
+def gauss_newton(
+    problem: BatchProblem, head: Head, chunk_size: int | None = None, once: bool = False
+) -> Apply:
+    """Prepare products with ``J^T B J``, J the Jacobian of the output.
+
+    Args:
+        problem: The model on a batch.
+        head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at the
+            given output, and the weight.
+        chunk_size: See ``hessian``.
+        once: See ``hessian``.
+    """
+    if once and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
+        return _single_gauss_newton(problem, head)
+    with problem.recording("twice") as recording, explained():
+        evaluation, leaves, output = recording
+        curvature, weight = head(output.detach())
+        jvp = _double_vjp(problem, recording)
+
+    def product(v: Columns, inputs: Tensors) -> Columns:
+        u = jvp(v)
+        with without_torch_function():  # an evaluation watches what the model calls
+            u = curvature(u)
+        return vjp_columns({"": output}, {"": u}, inputs, not once)
+
+    context = evaluation.active if once else evaluation.of_graph([output])
+    return _by_columns(product, context, leaves, weight, chunk_size)
+
+
+def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Columns], Tensor]:
+    """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
+    _, leaves, output = recording
+    w = torch.zeros_like(output, requires_grad=True)
+    transposed = vjp({"": output}, {"": w}, leaves, create_graph=True)
+
+    def jvp(v: Columns) -> Tensor:
+        return vjp_columns(transposed, v, {"": w})[""]
+
+    if names := problem.uncompared:
+        grads = _check_adjoint(jvp, leaves, output, names)
+        problem.was_compared(grads)
+    return jvp
+
+
+def _check_adjoint(jvp: Callable, leaves: Tensors, output: Tensor, names: list[str]) -> Tensors:
+    """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is an ordinary backward pass.
+
+    The backward of a custom function may be any Python code, which autograd cannot differentiate.
+
+    Returns:
+        ``J^T w``, without parameters that are not used.
+
+    Raises:
+        NoDerivativeError: If they differ.
+    """
+    generator = torch.Generator(output.device).manual_seed(0)
+    draw = {"generator": generator, "device": output.device}
+    with without_torch_function():
+        w = torch.randn(output.shape, dtype=output.dtype, **draw)
+        v = {n: torch.randn((1, *x.shape), dtype=x.dtype, **draw) for n, x in leaves.items()}
+    Jv, JTw = jvp(v)[0], vjp({"": output}, {"": w}, leaves)
+    with without_torch_function():
+        grads = {name: x for name, x in JTw.items() if x is not None}
+        agree = bool(grads) and _agree(({"": w}, {"": Jv}), ({n: v[n] for n in grads}, grads))
+    if not agree:
+        raise NoDerivativeError(
+            f"The backward of a custom autograd.Function, or a hook that changes gradients (one of "
+            f"{', '.join(names)}), cannot be differentiated with respect to the gradient that it "
+            "gets, so that products with the Jacobian are wrong. Compute with PyTorch operations "
+            "in it, and neither detach the gradient nor leave PyTorch. check_deterministic=False "
+            "skips this comparison."
+        )
+    return grads
+
+
+def _by_columns(
+    product: Callable,
+    context: Callable[[], AbstractContextManager],
+    leaves: Tensors,
+    weight: Tensor,
+    chunk_size: int | None,
+) -> Apply:
+    chunks = in_chunks(product, chunk_size)
+    dtypes = _dtypes(leaves)
+
+    def apply(V: Columns, out: Columns) -> Tensor:
+        inputs = {name: leaves[name] for name in out}
+        with context(), explained():
+            for rows, part in chunks(V, dtypes, inputs):
+                add(out, rows, part)
+        return weight
+
+    return apply
+
+
+def _dtypes(leaves: Tensors) -> dict[str, torch.dtype]:
+    return {name: leaf.dtype for name, leaf in leaves.items()}
+
+
+# --- a single Gauss-Newton product, by forward mode
+
+
+def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
+    """Prepare one product with one column, whose ``J v`` is a tangent.
+
+    Autograd records the tangents, too, if ``J v`` and the graph for ``J^T`` come from one forward
+    pass, and needs two to four times the memory. A larger graph is therefore built in a pass of
+    its own, after one for the tangents alone.
+    """
+    together = room_for(2, problem.facts.graph_bytes, problem.space.device)
+    linearize = _record_with_tangent if together else _record_after_tangent
+
+    def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool]:
+        recording, tangent = linearize(problem, v)
+        evaluation, leaves, output = recording
+        with evaluation.active():
+            curvature, weight = head(output.detach())
+            u = curvature(tangent.unsqueeze(0)).squeeze(0)
+            inputs = {name: leaves[name] for name in {**v, **dict.fromkeys(names)}}
+            grads = vjp({"": output}, {"": u}, inputs, retain=False)
+        # <J v, B J v> = <v, G v>: the left by forward mode, the right by the backward pass. Zero
+        # equals zero also if forward mode has lost all tangents
+        Gv = {name: grads[name] for name in v if grads[name] is not None}
+        is_right = bool(tangent.any()) and bool(Gv)
+        is_right = is_right and _agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
+        return grads, weight, is_right
+
+    def apply(V: Columns, out: Columns) -> Tensor:
+        leaves, states = problem.leaves(), GeneratorStates()
+        v = {name: column[0].detach().to(leaves[name].dtype) for name, column in V.items()}
+        try:
+            grads, weight, is_right = product(v, list(out))
+        except (RuntimeError, TypeError) as error:  # an operation without forward mode
+            if lacks_memory(error):
+                raise
+            is_right = False
+        if not is_right:
+            states.restore()
+            problem.learn(lacks_tangents=True)
+            return gauss_newton(problem, head, once=True)(V, out)
+        add(out, 0, {name: grads[name] for name in out})
+        return weight
+
+    return apply
+
+
+def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> bool:
+    """Return whether the inner products of two pairs of tensors by name are equal to rounding."""
+    one, two = (
+        float(sum(torch.dot(wide(x).reshape(-1), wide(ys[n]).reshape(-1)) for n, x in xs.items()))
+        for xs, ys in (first, second)
+    )
+    dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
+    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
+    error = abs(one - two) - tolerance * max(abs(one), abs(two))
+    if not error > 0:
+        return True
+    rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
+
+
+def _record_with_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:
+    """Compute output and tangent in one pass."""
+    with _dual_evaluation(problem, v, problem.leaves()) as (recording, tangent):
+        pass
+    return recording, tangent
+
+
+def _record_after_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:
+    """Compute the tangent first, without a graph, then the output again, with a graph."""
+    with preserved_rng(), _dual_evaluation(problem, v, problem.constants()) as (_, tangent):
+        pass  # the same Dropout in both
+    with problem.recording("once") as recording:
+        return recording, tangent
+
+
+@contextmanager
+def _dual_evaluation(
+    problem: BatchProblem, v: Tensors, leaves: dict[str, Tensor]
+) -> Iterator[tuple[Recording, Tensor]]:
+    """Evaluate the model with parameters that carry the tangents ``v``.
+
+    Yields:
+        The recording, with the parameters that carry tangents, and the output's tangent. The exit
+        of the context clears tangents, which would be carried backward.
+    """
+    with forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
+        evaluation = problem.evaluation(duals, "forward")
+        with evaluation.active():
+            dual = problem.output(evaluation)
+            problem.check_memory(dual, leaves)
+            output, tangent = forward_ad.unpack_dual(dual)
+            tangent = torch.zeros_like(output) if tangent is None else tangent.detach()
+            yield Recording(evaluation, duals, output), tangent

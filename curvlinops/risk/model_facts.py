@@ -1,0 +1,184 @@
+"""What is known of a model and its loss: one immutable record."""
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from curvlinops.autodiff.evaluation import not_registered
+from curvlinops.losses.base import Loss
+from curvlinops.support.autograd_graph import DIFFERENTIATING, graph_nodes, leaf_variables
+from curvlinops.support.pytree import leaves
+from curvlinops.support.refusals import lacks_memory
+from curvlinops.support.torch_internals import in_transform, without_torch_function
+
+#: PyTorch's complaints if a function differentiates a tensor that has no graph.
+_NO_GRAPH = ("does not require grad", "not have been used in the graph")
+
+
+class Rules:
+    """Objects that learn the rules of a model's layers; operators on the model share them.
+
+    Args:
+        shared: Those of all operators, by what makes them.
+    """
+
+    def __init__(self, shared: dict[Hashable, Any]):
+        self._shared, self._own = shared, dict[Hashable, Any]()
+
+    def get(self, make: Callable, *args: Hashable) -> Any:
+        """Return ``make(*args)``: another operator's if that knows all, else this operator's."""
+        key = (make, *args)
+        if key not in self._own:
+            shared = self._shared.setdefault(key, make(*args))
+            self._own[key] = shared if shared.is_complete else make(*args)
+        return self._own[key]
+
+    def forget(self) -> None:
+        """Forget what this operator has learned or used."""
+        for key in self._own:
+            self._shared.pop(key, None)
+        self._own.clear()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts about a model, its loss, and the shapes of its data.
+
+    Attributes:
+        train_flags: The train flags with which the model was checked; ``None`` before.
+        rules: The rules of layers; ``None`` until they are needed.
+        is_evaluated: Whether the model was evaluated. The attributes below are known since then.
+        graph_bytes: The memory of the graph, in bytes.
+        hooks: The names of hooks that the model registers on tensors, which may change gradients.
+        differentiates: Whether the model differentiates itself, as meta-learning does, so that its
+            parameters have to require gradients in each evaluation.
+        stops_gradients: Whether the model computes with its parameters outside of the graph
+            (``torch.no_grad``, ``torch.autograd.grad`` without ``create_graph``). These are
+            constants for backward passes, but forward mode would differentiate them.
+        loss_needs_graph: Whether the loss depends on the parameters not only through the values of
+            the output: it differentiates the output with respect to the input (a PINN), or uses
+            the parameters itself (weight decay).
+        lacks_derivative: Whether the model can be differentiated only once.
+        lacks_tangents: Whether forward mode fails on the model.
+        prefers_rows: Whether products are faster with kept gradients of samples than with a kept
+            graph; ``None`` if that is not known.
+        compared: Hashes of the graphs whose custom functions were compared.
+    """
+
+    train_flags: tuple[bool, ...] | None = None
+    rules: Rules | None = None
+    is_evaluated: bool = False
+    graph_bytes: int = 0
+    hooks: frozenset[str] = frozenset()
+    differentiates: bool = False
+    stops_gradients: bool = False
+    loss_needs_graph: bool = False
+    lacks_derivative: bool = False
+    lacks_tangents: bool = False
+    prefers_rows: bool | None = None
+    compared: frozenset[int] = frozenset()
+
+
+class Watch(TorchFunctionMode):
+    """Watches the calls of the model; for the attributes see ``ModelFacts``.
+
+    Args:
+        replaced: The names of tensors that were replaced, by id.
+
+    Raises:
+        ValueError: When the model differentiates with respect to one that was replaced: PyTorch
+            would find no derivative, or zero.
+    """
+
+    def __init__(self, replaced: dict[int, str]):
+        super().__init__()
+        self._replaced = replaced
+        self.differentiates = self.stops_gradients = False
+        self.hooks: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call ``func``, and note how it uses gradients."""
+        kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            hook = (*args, *kwargs.values())[1]
+            self.hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        if func is torch.autograd.grad and (
+            lost := [x for x in args[1] if id(x) in self._replaced]
+        ):
+            raise not_registered(self._replaced[id(lost[0])])
+        result = func(*args, **kwargs)
+        if func in DIFFERENTIATING and not in_transform():
+            self.differentiates = True
+            self.stops_gradients |= not kwargs.get("create_graph", False)
+        elif not torch.is_grad_enabled() and any(x.is_floating_point() for x in leaves(result)):
+            self.stops_gradients |= any(x.requires_grad for x in leaves((args, kwargs)))
+        return result
+
+
+def loss_without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
+    """Return a user's loss of an output that has no history.
+
+    Returns:
+        ``None`` if the loss differentiates the output, which fails then; or fails anyway.
+    """
+    try:
+        # with a graph, as usual, but not with the model's
+        return loss.sum(output.detach().requires_grad_().clone(), target)
+    except RuntimeError as error:
+        if lacks_memory(error) or not any(words in str(error) for words in _NO_GRAPH):
+            raise
+        return None
+
+
+def needs_graph(
+    loss: Loss, alone: Tensor | None, output: Tensor, target: Any, parameters: set[int]
+) -> bool:
+    """Return whether a loss depends on the parameters not only through the output's values.
+
+    Args:
+        loss: The loss.
+        alone: Its value from ``loss_without_graph``.
+        output: The output.
+        target: The batch's targets.
+        parameters: The ids of the parameters, and of the tensors that replace them.
+    """
+    if alone is None:
+        return True
+    if any(id(variable) in parameters for variable in leaf_variables(graph_nodes(alone))):
+        return True
+    # derivatives that count as zero where there is no graph
+    with_graph = loss.sum(output.clone(), target)
+    with without_torch_function():  # the loss reads no numbers here
+        return not torch.allclose(alone, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)
+
+
+#: The rules of each model, by the key that they depend on.
+_RULES: weakref.WeakKeyDictionary[Any, dict[Hashable, dict]] = weakref.WeakKeyDictionary()
+
+#: The largest number of keys that are remembered for a model.
+_MOST_KEYS = 16
+
+
+def rules_of(source: Any, key: Hashable) -> Rules:
+    """Return the rules of a model's layers.
+
+    So a new operator for each step or batch does not have to find them again.
+
+    Args:
+        source: The user's model.
+        key: All that the rules depend on. Rules must not refer to the model.
+    """
+    try:
+        entries = _RULES.setdefault(source, {})
+    except TypeError:  # an object without weak references
+        return Rules({})
+    if key not in entries and len(entries) >= _MOST_KEYS:
+        del entries[next(iter(entries))]
+    return Rules(entries.setdefault(key, {}))

@@ -1,0 +1,537 @@
+"""Autograd functions and hooks of the user's, in models and losses: right, or refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from contract import CASES, Case, error, matrix, vectors
+from problems import Problem
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from curvlinops import (
+    EFLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+
+CE = nn.CrossEntropyLoss()
+SECOND_ORDER = ["hessian", "ggn", "jacobian"]
+FIRST_ORDER = ["fisher", "fisher-samples", "gradients"]
+
+
+class Net(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.function = function
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (len(X),), generator=generator)
+    return list(zip(X.split(sizes), y.split(sizes), strict=True))
+
+
+DATA = batches(4, 2)
+
+
+def problem(model: nn.Module, data: list = DATA, loss: Any = CE, **options: Any) -> Problem:
+    dtype = next(model.parameters()).dtype
+    data = [(X.to(dtype), y) for X, y in data]
+    return Problem(model, loss, list(model.parameters()), data, mc=False, **options)
+
+
+def agrees(case: Case, found: Problem, expected: Tensor, tolerance: float, **options: Any) -> None:
+    """Compare all columns at once, and single ones, for which forward mode is tried first."""
+    A = case.build(found, **options)
+    eye = torch.eye(A.shape[1], dtype=A.torch_dtype)
+    assert error(matrix(A), expected) <= tolerance
+    for column in (0, A.shape[1] - 1):
+        scale = max(1.0, float(expected.norm()) / (float(expected[:, column].norm()) or 1.0))
+        assert error(A @ eye[column], expected[:, column]) <= scale * tolerance
+
+
+# --- functions that are right
+
+
+class Custom(torch.autograd.Function):
+    """A sine, with a backward that is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor | None:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Tanh(Custom):
+    """Saves its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y)
+
+
+class Square(torch.autograd.Function):
+    """Written for ``torch.func``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g * ctx.saved_tensors[0]
+
+
+class Tangent(Custom):
+    """Has a derivative of forward mode, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_forward(x)
+        return Custom.forward(ctx, x)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return t * ctx.saved_tensors[0].cos()
+
+
+class WrongTangent(Tangent):
+    """Reverse mode does not need it."""
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return 2 * t
+
+
+class Pair(torch.autograd.Function):
+    """Two outputs, whose gradients may be missing, and an argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: int) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.power = power
+        return x**power, x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, h: Tensor | None) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        parts = [] if g is None else [g * ctx.power * x ** (ctx.power - 1)]
+        parts += [] if h is None else [h * x.cos()]
+        return sum(parts) if parts else None, None
+
+
+#: A function, and the same by PyTorch.
+RIGHT: dict[str, tuple[Callable, Callable]] = {
+    "saves its input": (Custom.apply, torch.sin),
+    "saves its output": (Tanh.apply, torch.tanh),
+    "has a rule for vmap": (Square.apply, torch.square),
+    "has a tangent": (Tangent.apply, torch.sin),
+    "has a wrong tangent": (WrongTangent.apply, torch.sin),
+    "two outputs": (lambda x: sum(Pair.apply(x, 3)), lambda x: x**3 + x.sin()),
+    "two outputs, one used": (lambda x: Pair.apply(x, 2)[0], lambda x: x**2),
+}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_functions(name: str, dtype: torch.dtype, tolerance: float):
+    function, twin = RIGHT[name]
+    model, plain = Net(function).to(dtype), Net(twin).to(dtype)
+    for case in map(CASES.get, (*SECOND_ORDER, *FIRST_ORDER)):
+        agrees(case, problem(model), case.dense(problem(plain)), tolerance)
+
+
+# --- functions whose backward cannot be differentiated
+
+
+class Forgetful(Custom):
+    """Keeps a tensor outside of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.cos = x.detach().cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.cos
+
+
+class Detaching(Custom):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.detach() * ctx.saved_tensors[0].cos()
+
+
+class Leaving(Custom):
+    """Computes with NumPy."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        x, g = ctx.saved_tensors[0].detach().numpy(), g.detach().numpy()
+        return torch.from_numpy(g * torch.from_numpy(x).cos().numpy())
+
+
+class Inner(Custom):
+    """Differentiates without a graph."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(x.sin(), x, g)[0]
+
+
+class Once(Custom):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+#: The functions, all of them sines, and the operators that differentiate their backward pass.
+WRONG: dict[type[torch.autograd.Function], list[str]] = {
+    Forgetful: ["hessian"],  # as a function of the gradient it is right
+    **dict.fromkeys((Detaching, Leaving, Inner, Once), SECOND_ORDER),
+}
+REFUSED = r"custom autograd\.Function"
+#: Refusals of derivatives that do not exist, among them NotImplementedError.
+ERRORS = RuntimeError
+
+
+def refused(case: str, p: Problem, match: str = REFUSED, **options: Any) -> None:
+    for columns in ((), (2,)):  # forward mode is tried for one column
+        A = CASES[case].build(p, **options)
+        with pytest.raises(ERRORS, match=match):
+            A @ vectors(A, *columns)
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_wrong_functions(function: type[torch.autograd.Function]):
+    found, plain = problem(Net(function.apply)), problem(Net(torch.sin))
+    for case in SECOND_ORDER:
+        if case in WRONG[function]:
+            refused(case, found, f"{REFUSED}.*{function.__name__}")
+        else:
+            agrees(CASES[case], found, CASES[case].dense(plain), 1e-12)
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_first_order_needs_no_second_derivative(function: type[torch.autograd.Function]):
+    data = batches(0, 4, 2)
+    found, plain = problem(Net(function.apply), data), problem(Net(torch.sin))
+    for case in map(CASES.get, FIRST_ORDER):
+        agrees(case, found, case.dense(plain), 1e-12)
+    rows = CASES["gradients"].build(found)
+    expected = reference.per_sample_gradients(plain)
+    assert error(rows.dense(), expected) <= 1e-12
+    assert error(rows.norms(), expected.norm(dim=1)) <= 1e-12
+    with rows.linearized():
+        for _ in range(2):
+            assert error(matrix(rows), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_wrong_functions_that_are_hard_to_see(function: type[torch.autograd.Function]):
+    def on_later_batches(h: Tensor) -> Tensor:
+        return function.apply(h) if len(h) == 2 else h.sin()
+
+    def on_one_unit(h: Tensor) -> Tensor:
+        return torch.cat([function.apply(h[:, :1]), h[:, 1:].sin()], 1)
+
+    def barely(h: Tensor) -> Tensor:
+        return 0.01 * function.apply(h) + 0.99 * h.sin()
+
+    for place in (on_later_batches, on_one_unit, barely):
+        for case in WRONG[function]:
+            refused(case, problem(Net(place)))
+
+
+@pytest.mark.parametrize("case, function", [(c, f) for f, cases in WRONG.items() for c in cases])
+def test_functions_without_an_effect_at_first(case: str, function: type[torch.autograd.Function]):
+    """A head of zeros hides them, as a model's often does before its first training step."""
+    model, plain = Net(function.apply), Net(torch.sin)
+    for net in (model, plain):
+        nn.init.zeros_(net.second.weight)
+    A, expected = CASES[case].build(problem(model)), CASES[case].dense(problem(plain))
+    v = vectors(A)
+    with pytest.raises(ERRORS, match=REFUSED):
+        assert error(A @ v, expected @ v) <= 1e-12
+        nn.init.normal_(model.second.weight)
+        A @ v
+
+
+def test_functions_that_come_later():
+    model = Net(Custom.apply)
+    H = CASES["hessian"].build(problem(model))
+    v = vectors(H)
+    H @ v
+    model.function = Forgetful.apply
+    with pytest.raises(ERRORS, match="Forgetful"):
+        H @ v
+
+
+def test_functions_in_functions_of_parameters():
+    params, (X, y) = {"w": torch.randn(3, 3)}, (torch.randn(4, 3), torch.randn(4, 3))
+    model = lambda p, X: Forgetful.apply(X @ p["w"])  # noqa: E731
+    H = HessianLinearOperator(model, nn.MSELoss(), params, [(X, y)])
+    with pytest.raises(ERRORS, match="Forgetful"):
+        H @ vectors(H)
+
+
+@pytest.mark.parametrize("case", SECOND_ORDER)
+def test_a_graph_is_compared_once(case: str):
+    """Later products evaluate the model as often as with PyTorch's function."""
+    counts: dict[str, list[int]] = {}
+    for name, function in {"custom": Custom.apply, "plain": torch.sin}.items():
+        calls = []
+
+        def counted(h: Tensor, function: Callable = function, calls: list = calls) -> Tensor:
+            calls.append(1)
+            return function(h)
+
+        A = CASES[case].build(problem(Net(counted)))
+        V = vectors(A, 2)
+        counts[name] = []
+        for _ in range(3):
+            calls.clear()
+            A @ V
+            counts[name].append(len(calls))
+    assert counts["custom"][1:] == counts["plain"][1:] == [len(DATA)] * 2
+
+
+# --- derivatives that are meant to be others
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (2 * x).round() / 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class Reverse(torch.autograd.Function):
+    """Reverses gradients, as adversarial training does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+def hooked(x: Tensor) -> Tensor:
+    x = x.sin()
+    x.register_hook(lambda g: 3 * g)
+    return x
+
+
+class Scaled(nn.Module):
+    """Scales the gradient by a hook of a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.Tanh()
+        inner.register_full_backward_hook(lambda m, inputs, outputs: (3 * inputs[0],))
+        return inner(x)
+
+
+def instead(value: Tensor, gradient: Tensor) -> Tensor:
+    """Return a tensor with the gradient of another one."""
+    return value.detach() + gradient - gradient.detach()
+
+
+#: A function, the same by ``detach``, and its name in messages.
+MEANT: dict[str, tuple[Callable, Callable, str]] = {
+    "straight through": (Round.apply, lambda x: instead((2 * x).round() / 2, x), "Round"),
+    "reversed": (Reverse.apply, lambda x: instead(x, -x), "Reverse"),
+    "hook": (hooked, lambda x: instead(x.sin(), 3 * x.sin()), "hook"),
+    "hook of a module": (Scaled(), lambda x: instead(x.tanh(), 3 * x.tanh()), "BackwardHook"),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_gradients_that_are_meant(name: str):
+    function, twin, word = MEANT[name]
+    found, plain = problem(Net(function)), problem(Net(twin))
+    refused("hessian", found, f"hook that changes gradients.*{word}.*check_deterministic=False")
+    # products are backward passes through autograd's gradient, whose derivative is not symmetric
+    expected = reference.hessian(found).T
+    agrees(CASES["hessian"], found, expected, 1e-12, check_deterministic=False)
+    for case in map(CASES.get, ("ggn", "jacobian", *FIRST_ORDER)):
+        for check in (True, False):
+            agrees(case, found, case.dense(plain), 1e-12, check_deterministic=check)
+
+
+def test_unchecked_functions_are_used_as_they_are():
+    """By request: what lacks is taken for zero."""
+    A = CASES["hessian"].build(problem(Net(Forgetful.apply)), check_deterministic=False)
+    plain = Net(lambda x: instead(x.sin(), x * x.detach().cos()))
+    assert error(matrix(A), reference.hessian(problem(plain)).T) <= 1e-12
+
+
+# --- losses
+
+
+class Saved(torch.autograd.Function):
+    """Cross-entropy that computes its gradient in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward((z.softmax(1) - F.one_hot(y, z.shape[1])) / len(y))
+        return F.cross_entropy(z, y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.saved_tensors[0], None
+
+
+class Kept(Saved):
+    """Keeps it in an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.p, ctx.y = z.softmax(1), y
+        return F.cross_entropy(z, y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * (ctx.p - F.one_hot(ctx.y, ctx.p.shape[1])) / len(ctx.y), None
+
+
+class Differentiating(Saved):
+    """Calls autograd in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(z, y)
+        return F.cross_entropy(z, y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        z, y = ctx.saved_tensors
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            return g * torch.autograd.grad(F.cross_entropy(z, y), z)[0], None
+
+
+class Recomputed(Differentiating):
+    """Recomputes the softmax, differentiably."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        z, y = ctx.saved_tensors
+        return g * (z.softmax(1) - F.one_hot(y, z.shape[1])) / len(y), None
+
+
+def mixed(function: type[torch.autograd.Function], share: float) -> Callable:
+    """Return a cross-entropy, a share of it by a function."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return share * function.apply(z, y) + (1 - share) * F.cross_entropy(z, y)
+
+    return loss
+
+
+SHARES = [1.0, 0.5, 0.2, 0.1, 0.05]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("function", [Saved, Kept, Differentiating])
+def test_fused_losses(function: type[torch.autograd.Function], share: float):
+    """The empirical Fisher and gradients of samples need the gradient only."""
+    model = Net(torch.tanh)
+    found = problem(model, loss=mixed(function, share), reduction="mean")
+    for case in ("hessian", "ggn"):
+        refused(case, found, f"{REFUSED}.*{function.__name__}")
+    for case in ("fisher", "gradients"):
+        agrees(CASES[case], found, CASES[case].dense(problem(model)), 1e-12)
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+def test_fused_losses_in_single_precision(kind: type):
+    p = problem(Net(torch.tanh).float(), loss=mixed(Saved, 0.2), reduction="mean")
+    A = kind(p.model, p.loss, p.params, p.data, reduction="mean")
+    with pytest.raises(ERRORS, match=f"{REFUSED}.*Saved"):
+        A @ vectors(A)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_losses_with_right_functions(share: float):
+    model = Net(torch.tanh)
+    found = problem(model, loss=mixed(Recomputed, share), reduction="mean")
+    for case in map(CASES.get, ("hessian", "ggn", "fisher", "gradients")):
+        agrees(case, found, case.dense(problem(model)), 1e-12)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_losses_are_compared_in_any_case(check: bool):
+    """A GGN without curvature is never what is meant."""
+    p = problem(Net(torch.tanh), loss=mixed(Saved, 1.0), reduction="mean")
+    refused("ggn", p, f"{REFUSED}.*Saved", check_deterministic=check)
+
+
+def test_fused_losses_have_no_square_root():
+    p = problem(Net(torch.tanh), loss=mixed(Saved, 1.0), reduction="mean")
+    arguments = (p.model, p.loss, p.params, p.data)
+    for options in ({}, {"mc_samples": 1}):
+        with pytest.raises(NotImplementedError, match="loss"):
+            D = GGNDiagonalLinearOperator(*arguments, reduction="mean", **options)
+            D.diagonal()
+    with pytest.raises(NotImplementedError, match="loss"):
+        GGNLinearOperator(*arguments, reduction="mean", mc_samples=1)
+
+
+def test_models_and_losses_with_functions():
+    """Both are right, and differ from PyTorch's in the graph only."""
+    found = problem(Net(Custom.apply), loss=mixed(Recomputed, 0.3), reduction="mean")
+    plain = problem(Net(torch.sin))
+    for case in map(CASES.get, ("hessian", "ggn", "fisher", "gradients")):
+        agrees(case, found, case.dense(plain), 1e-12)
+    for kind in (EFLinearOperator, PerSampleGradientLinearOperator):
+        model = Net(Once.apply)
+        A, B = (
+            kind(m, loss, list(m.parameters()), DATA, reduction="mean")
+            for m, loss in ((model, mixed(Saved, 0.5)), (Net(torch.sin), F.cross_entropy))
+        )
+        v = vectors(A)
+        assert error(A @ v, B @ v) <= 1e-12

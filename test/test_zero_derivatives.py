@@ -1,0 +1,246 @@
+"""Points at which PyTorch lacks a derivative, such as norms at zero: right, or refused by name.
+
+Some derivatives are smooth in mathematics, as that of ``x.norm() ** 2`` at zero, and some do not
+exist. Hessians are compared with central differences of the gradient, which see both.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import CASES, error, matrix
+from problems import Problem
+from torch import Tensor, nn
+
+from curvlinops import GGNLinearOperator, HessianLinearOperator, TorchLinearOperator
+
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.tensor([0, 1, 1, 0, 1, 0])
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+precisions = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+#: Says of which parameter (products with outputs have none), and what helps.
+REFUSED = r"is not finite( in parameter '{}')?, though.*does not exist.*x\.square\(\)\.sum\(\)"
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def differences(model: nn.Module, loss: Callable) -> Tensor:
+    """Return the Hessian by central differences of the gradient."""
+    params = trained(model)
+    theta, eps = nn.utils.parameters_to_vector(params).detach(), 1e-5
+
+    def gradient(step: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(theta + step, params)
+        grads = torch.autograd.grad(loss(model(X), Y), params, materialize_grads=True)
+        return torch.cat([g.flatten() for g in grads])
+
+    steps = eps * torch.eye(len(theta), dtype=torch.float64)
+    rows = [(gradient(step) - gradient(-step)) / (2 * eps) for step in steps]
+    nn.utils.vector_to_parameters(theta, params)
+    return torch.stack(rows)
+
+
+def columns(A: TorchLinearOperator) -> Tensor:
+    """Form an operator by single columns, for which the GGN takes forward mode."""
+    return torch.stack([A @ e for e in torch.eye(A.shape[1], dtype=A.torch_dtype)], 1)
+
+
+def is_right(build: Callable, expected: Tensor, tolerance: float, name: str = r"[\w.]+") -> bool:
+    """Return whether products are right; ``False`` if they are refused, naming a parameter."""
+    for form in (matrix, columns):
+        try:
+            assert error(form(build()), expected) <= tolerance
+        except ValueError as refusal:
+            assert re.search(REFUSED.format(name), str(refusal))
+            return False
+    return True
+
+
+# --- penalties on parameters
+
+
+def net() -> nn.Module:
+    """A network whose biases are zero, that of LayerNorm, too."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers).double()
+    for layer in (model[0], model[3]):
+        nn.init.zeros_(layer.bias)
+    return model
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank before its first step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2, 2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + x @ self.A @ self.B
+
+
+#: A model, and its first parameter that is zero.
+PENALIZED = {"biases": (net, "0.bias"), "adapters": (Adapted, "B")}
+ROOTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda p: p.norm() ** 2,
+    "norm, named": lambda p: torch.norm(p, p="fro").pow(2),
+    "vector_norm": lambda p: torch.linalg.vector_norm(p) ** 2,
+    "matrix_norm": lambda p: torch.linalg.matrix_norm(p.reshape(len(p), -1)) ** 2,
+    "norms of rows": lambda p: p.reshape(len(p), -1).norm(dim=1).square().sum(),
+    "dist": lambda p: torch.dist(p, torch.zeros_like(p)) ** 2,
+    "pairwise_distance": lambda p: F.pairwise_distance(p[None], 0 * p[None], eps=0).square().sum(),
+    "sqrt": lambda p: p.square().sum().sqrt() ** 2,
+    "std": lambda p: p.std() ** 2,
+}
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda p: p.square().sum(),
+    "power": lambda p: (p**2).sum(),
+    "product": lambda p: p.flatten() @ p.flatten(),
+    "mse_loss": lambda p: F.mse_loss(p, torch.zeros_like(p)),
+    "norm to the fourth": lambda p: p.norm(4) ** 4,
+    "variance": lambda p: p.var(),
+}
+
+
+@precisions
+@pytest.mark.parametrize("place", PENALIZED)
+@pytest.mark.parametrize("form", ROOTS | SQUARES)
+def test_penalties(form: str, place: str, dtype: torch.dtype):
+    make, name = PENALIZED[place]
+    model = make()
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y) + 0.1 * sum(map((ROOTS | SQUARES)[form], trained(model)))
+
+    expected = differences(model, loss)
+    model.to(dtype)
+    data = [(X[:4].to(dtype), Y[:4]), (X[4:].to(dtype), Y[4:])]
+
+    def build() -> TorchLinearOperator:
+        return HessianLinearOperator(model, loss, trained(model), data, reduction="mean")
+
+    assert is_right(build, expected, TOLERANCES[dtype], name) == (form in SQUARES)
+
+
+# --- functions of outputs
+
+
+@precisions
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize("form", ["norm", "square"])
+def test_losses_of_outputs_that_are_zero(form: str, kind: type, dtype: torch.dtype):
+    """A head of zeros, whose squared output is penalized; the model is linear."""
+    model = nn.Linear(3, 2).double()
+    for param in model.parameters():
+        nn.init.zeros_(param)
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        squares = z.norm(dim=1) ** 2 if form == "norm" else z.square().sum(1)
+        return F.cross_entropy(z, y) + squares.mean()
+
+    expected = differences(model, loss)
+    model.to(dtype)
+
+    def build() -> TorchLinearOperator:
+        return kind(model, loss, trained(model), [(X.to(dtype), Y)], reduction="mean")
+
+    assert is_right(build, expected, TOLERANCES[dtype]) == (form == "square")
+
+
+# --- functions inside of a model
+
+
+class Features(nn.Module):
+    """A layer, a function of it, and another layer.
+
+    Args:
+        function: Of features ``[N, 4]``; returns ``[N, C]``.
+        values: The features, which are those of all samples.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], values: list[float]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.function = nn.Linear(3, 4), function
+        nn.init.zeros_(self.first.weight)
+        self.first.bias = nn.Parameter(torch.tensor(values))
+        self.second = nn.Linear(function(self.first(torch.ones(2, 3))).shape[1], 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+def distances(h: Tensor) -> Tensor:
+    """Return the squared distances of four points on a line to each other."""
+    return (torch.cdist(h.unsqueeze(2), h.unsqueeze(2)) ** 2).sum(2)
+
+
+def square(h: Tensor) -> Tensor:
+    return h.unflatten(1, (2, 2))
+
+
+ZEROS, EQUAL, SPREAD = [0.0] * 4, [0.5] * 4, [0.5, -1.0, 2.0, 1.5]
+#: A function, the features, and whether its Hessian is right.
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[float], bool]] = {
+    "norm": (lambda h: h.norm(dim=1, keepdim=True), ZEROS, False),
+    "square of the norm": (lambda h: h.norm(dim=1, keepdim=True) ** 2, ZEROS, False),
+    "sum of squares": (lambda h: h.square().sum(1, keepdim=True), ZEROS, True),
+    "std": (lambda h: h.std(1, keepdim=True) ** 2, EQUAL, False),
+    "variance": (lambda h: h.var(1, keepdim=True), EQUAL, True),
+    "normalize": (lambda h: F.normalize(h, dim=1), SPREAD, True),
+    "normalize zero": (lambda h: F.normalize(h, dim=1, eps=0.1), ZEROS, False),
+    "layer_norm": (lambda h: F.layer_norm(h, (4,), eps=0.1), EQUAL, True),
+    "cdist": (distances, SPREAD, False),
+    "cdist of equal points": (distances, EQUAL, False),
+    "pairwise_distance": (
+        lambda h: F.pairwise_distance(h[:, :2], h[:, 2:], eps=0)[:, None] ** 2,
+        EQUAL,
+        False,
+    ),
+    "cosine_similarity": (
+        lambda h: F.cosine_similarity(h[:, :2], h[:, 2:])[:, None],
+        EQUAL,
+        True,
+    ),
+    "hypot": (lambda h: torch.hypot(h[:, :2], h[:, 2:]) ** 2, ZEROS, False),
+    **{
+        f"{name} with {n} zeros": (function, [0.0] * n + SPREAD[n:], True)
+        for name, function in {
+            "prod": lambda h: h.prod(1, keepdim=True),
+            "cumprod": lambda h: h.cumprod(1),
+        }.items()
+        for n in range(4)
+    },
+    "slogdet": (lambda h: torch.linalg.slogdet(square(h))[1][:, None], SPREAD, True),
+    "logdet": (lambda h: torch.logdet(square(h) @ square(h).mT)[:, None], SPREAD, True),
+    "det": (lambda h: torch.linalg.det(square(h))[:, None], SPREAD, True),
+    "det of zeros": (lambda h: torch.linalg.det(square(h))[:, None], ZEROS, False),
+    "logsumexp": (lambda h: h.logsumexp(1, keepdim=True), EQUAL, True),
+}
+
+
+@precisions
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str, dtype: torch.dtype):
+    function, values, is_smooth = FUNCTIONS[name]
+    loss, tolerance = nn.CrossEntropyLoss(), TOLERANCES[dtype]
+    exact, found = (
+        Problem(model, loss, list(model.parameters()), [(X.to(precision), Y)], mc=False)
+        for precision in (torch.float64, dtype)
+        for model in [Features(function, values).to(precision)]
+    )
+    hessian = differences(exact.model, loss)
+    assert is_right(lambda: CASES["hessian"].build(found), hessian, tolerance) == is_smooth
+    for case in map(CASES.get, ("ggn", "fisher", "jacobian", "gradients")):
+        right = is_right(partial(case.build, found), case.dense(exact), tolerance)
+        assert right or not is_smooth
