@@ -535,3 +535,18 @@ def test_models_and_losses_with_functions():
         )
         v = vectors(A)
         assert error(A @ v, B @ v) <= 1e-12
+
+
+class Autocast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("case", ["ggn", "jacobian"])
+def test_precision_inside_of_the_model_counts(case: str):
+    data = [(X.float(), y) for X, y in DATA]
+    found, plain = (problem(Autocast(f).float(), data) for f in (Custom.apply, torch.sin))
+    A, B = CASES[case].build(found), CASES[case].build(plain)
+    v = vectors(A)
+    assert error(A @ v, B @ v) <= 5e-2  # eight bits of mantissa

@@ -367,3 +367,82 @@ def test_inputs_that_require_gradients_change_nothing():
         )
         v = torch.randn(A.shape[1])
         torch.testing.assert_close(A @ v, B @ v)
+
+
+#: What is asked of gradients of samples, which such a loss has.
+QUESTIONS: dict[str, tuple[type, Callable]] = {
+    "EF": (EFLinearOperator, lambda E: E @ torch.ones(E.shape[1])),
+    "EF, columns": (EFLinearOperator, lambda E: E @ torch.ones(E.shape[1], 2)),
+    "EF, linearized": (EFLinearOperator, lambda E: E.to_dense()),
+    "rows": (PerSampleGradientLinearOperator, lambda R: R.dense()),
+    "rows @ v": (PerSampleGradientLinearOperator, lambda R: R @ torch.ones(R.shape[1])),
+    "rows.T @ u": (PerSampleGradientLinearOperator, lambda R: R.T @ torch.ones(R.shape[0])),
+    "norms": (PerSampleGradientLinearOperator, lambda R: R.norms()),
+    "gram": (PerSampleGradientLinearOperator, lambda R: R.gram()),
+}
+
+
+@pytest.mark.parametrize("begins", ["later", "with the second batch"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_penalties_that_begin(begins: str, question: str):
+    """Operators that were built, or have passed a batch, before the loss used the parameters."""
+    model, data, (kind, ask) = net(), supervised(), QUESTIONS[question]
+    strength = [0.0 if begins == "later" else 0.1]
+    if begins != "later":
+        data[1][1].add_(9.0)
+
+    def strength_for(y: Tensor) -> float:
+        return strength[0] if begins == "later" or bool((y > 5).all()) else 0.0
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        total = F.mse_loss(output, y)
+        if not strength_for(y):
+            return total
+        return total + strength_for(y) * sum(p.square().sum() for p in model.parameters())
+
+    A = kind(model, loss, list(model.parameters()), data, reduction="mean")
+    before = ask(A)
+    strength[0] = 0.1
+    rows = []
+    for x, y in data:
+        rows += [_row(model, x[n : n + 1], y[n : n + 1], strength_for(y)) for n in range(len(y))]
+    J = torch.stack(rows)
+    truth = {
+        "EF": lambda: J.T @ (J @ torch.ones(J.shape[1])) / len(J),
+        "EF, columns": lambda: J.T @ (J @ torch.ones(J.shape[1], 2)) / len(J),
+        "EF, linearized": lambda: J.T @ J / len(J),
+        "rows": lambda: J,
+        "rows @ v": lambda: J @ torch.ones(J.shape[1]),
+        "rows.T @ u": lambda: J.T @ torch.ones(J.shape[0]),
+        "norms": lambda: J.norm(dim=1),
+        "gram": lambda: J @ J.T,
+    }[question]()
+    torch.testing.assert_close(ask(A), truth, rtol=1e-9, atol=1e-12)
+    assert begins != "later" or not torch.allclose(before, truth, rtol=1e-3)
+
+
+def _row(model: nn.Module, x: Tensor, y: Tensor, strength: float) -> Tensor:
+    """Return the gradient of a sample's loss."""
+    penalty = strength * sum(p.square().sum() for p in model.parameters())
+    total = F.mse_loss(model(x), y) + penalty
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_gauss_newton_of_a_penalty_that_begins_and_ends(columns: tuple[int, ...]):
+    model, strength = net(), [0.0]
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        used = sum(p.square().sum() for p in model.parameters()) if strength[0] else 0.0
+        return F.mse_loss(output, y) + strength[0] * used
+
+    params = list(model.parameters())
+    A = GGNLinearOperator(model, loss, params, supervised(), reduction="mean")
+    v = torch.ones(A.shape[1], *columns)
+    before = A @ v
+    strength[0] = 0.1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not a function of the model's output"):
+            A @ v
+    strength[0] = 0.0
+    torch.testing.assert_close(A @ v, before)

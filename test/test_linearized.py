@@ -30,8 +30,8 @@ from curvlinops.risk.derivatives import Apply, hessian
 class Own(DataLinearOperator):
     """An operator of a user's."""
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
-        return hessian(problem, problem.loss_seed, once=once)
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+        return hessian(problem, problem.loss_seed, single=single)
 
 
 H, G, J = (ALL[case].build for case in ("hessian", "ggn", "jacobian"))
@@ -115,6 +115,15 @@ def test_solvers_read_each_sample_once(case: str, name: str):
     w.forget()
     SOLVERS[name](A)
     assert w.read == len(w)
+
+
+def test_nothing_is_read_of_selected_samples():
+    w = Counting()
+    A = OPERATORS["gradients"](w.problem, subsampling=[5])  # none of the first batch
+    with A.linearized():
+        expected = A @ vectors(A)
+        w.forget()
+        assert torch.equal(A @ vectors(A), expected) and not w.read
 
 
 @pytest.mark.parametrize("case", ["hessian", "ggn", "mc", "gradients", "jacobian", "user's"])
@@ -305,12 +314,13 @@ def test_copies_are_outside(case: str, duplicate: Callable):
         assert torch.equal(A @ v, expected)
 
 
+@pytest.mark.parametrize("cache", ["auto", 3000])
 @pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "jacobian"])
-def test_models_that_draw_random_numbers(case: str):
+def test_models_that_draw_random_numbers(case: str, cache: str | int):
     """Fresh products follow the seed; inside, Dropout has the mask of the first one."""
     w = World()
     w.model.act = nn.Dropout()
-    A = OPERATORS[case](w.problem, check_deterministic=False)
+    A = OPERATORS[case](w.problem, check_deterministic=False, cache=cache)
     v = vectors(A)
 
     def product(seed: int) -> Tensor:

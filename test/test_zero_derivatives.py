@@ -15,7 +15,12 @@ from contract import CASES, error, matrix
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import GGNLinearOperator, HessianLinearOperator, TorchLinearOperator
+from curvlinops import (
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    TorchLinearOperator,
+)
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.tensor([0, 1, 1, 0, 1, 0])
@@ -244,3 +249,45 @@ def test_functions(name: str, dtype: torch.dtype):
     for case in map(CASES.get, ("ggn", "fisher", "jacobian", "gradients")):
         right = is_right(partial(case.build, found), case.dense(exact), tolerance)
         assert right or not is_smooth
+
+
+class Normalized(nn.Module):
+    """Divides by the standard deviation, which is zero in a row where all units are dead."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = torch.cat([h.relu()[:-1], 0 * h[-1:]])
+        return (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + 1e-3)
+
+
+class Angle(nn.Module):
+    """Is not differentiable in forward mode at zero, where reverse mode gives zero."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.atan2(h[:, :2], torch.cat([h[:, 2:3], h[:, 2:3] ** 2], 1))
+
+
+@pytest.mark.parametrize("kind", [GGNLinearOperator, JacobianLinearOperator])
+@pytest.mark.parametrize("layer", [Normalized, Angle])
+def test_jacobians_are_those_of_backward_passes(layer: type[nn.Module], kind: type):
+    """They agree with the gradient that training uses, also where that is zero by definition."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), layer(), nn.LazyLinear(2)).double()
+    X = torch.randn(5, 3).double()
+    X[2] = 0
+    model(X)
+    params = list(model.parameters())
+    J = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(z, params, retain_graph=True)])
+            for z in model(X).flatten()
+        ]
+    )
+    data, losses = [(X, torch.zeros(5, 2).double())], (nn.MSELoss(reduction="sum"),)
+    is_ggn = kind is GGNLinearOperator
+    A = kind(model, *(losses if is_ggn else ()), params, data)
+    expected = 2 * J.T @ J if is_ggn else J
+    v = torch.ones(A.shape[1]).double()
+    torch.testing.assert_close(A @ v, expected @ v)
+    torch.testing.assert_close(A.to_dense(), expected)
+    with A.linearized():
+        torch.testing.assert_close(A @ v, expected @ v)

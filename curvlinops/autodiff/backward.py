@@ -226,13 +226,6 @@ def in_chunks(
     return chunks
 
 
-def single_columns(V: Columns, dtypes: Mapping[str, torch.dtype]) -> Iterator[dict[str, Tensor]]:
-    """Yield the columns one by one, cast to ``dtypes``, without their column axis."""
-    for index in range(next(iter(V.values())).shape[0]):
-        column = _take(V, slice(index, index + 1), dtypes)
-        yield {name: value[0] for name, value in column.items()}
-
-
 def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
         # contiguous: the columns of a matrix are far apart in its memory

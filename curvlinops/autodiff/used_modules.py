@@ -5,7 +5,7 @@ import inspect
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,6 +18,8 @@ _LIBRARIES = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+#: Longer containers are data, such as a vocabulary.
+_MOST_ITEMS = 1000
 #: Objects without modules.
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 
@@ -25,9 +27,10 @@ _PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 def find_modules(function: Any) -> list[nn.Module]:
     """Return the modules that a function or module uses, as far as that can be seen.
 
-    Containers, closures and the globals that code names are followed. Of other objects, such as a
-    trainer, those attributes count whose names occur in the code that is found: a trainer may have
-    modules that the function does not use. Code of installed packages is not searched.
+    Containers of at most 1000 items, closures, and the globals that code names are followed. Of
+    other objects, such as a trainer, those attributes count whose names occur in the code that is
+    found: a trainer may have modules that the function does not use. Code of installed packages is
+    not searched.
 
     Args:
         function: A function, a bound method, a partial, a module, or an object with attributes. A
@@ -61,10 +64,9 @@ def _search(function: Any, names: set[str]) -> list[nn.Module]:
             stack += [part.__func__, part.__self__]
         elif isinstance(part, functools.partial):
             stack += [part.func, part.args, part.keywords]
-        elif isinstance(part, Mapping):
-            stack += part.values()
-        elif isinstance(part, _CONTAINERS):
-            stack += part
+        elif isinstance(part, (dict, *_CONTAINERS)):
+            if len(part) <= _MOST_ITEMS:
+                stack += part.values() if isinstance(part, dict) else part
         elif isinstance(part, ModuleType):
             if not _is_library(getattr(part, "__file__", None)):
                 stack += [value for name, value in vars(part).items() if name in names]

@@ -19,6 +19,10 @@ OutputMatrix = Callable[[Tensor], Tensor]
 KNOWN_LOSSES: dict[type[nn.Module], type["Loss"]] = {}
 
 
+class DependentLossError(ValueError):
+    """A loss depends on more than the output's values, and has no derivative with respect to it."""
+
+
 class Loss(ABC):
     """A loss as a sum over terms, ``L = c * sum_t l_t``.
 

@@ -10,7 +10,7 @@ from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.finite_differences import can_compare, check_derivative
 from curvlinops.autodiff.used_modules import find_modules
-from curvlinops.losses.base import Loss
+from curvlinops.losses.base import DependentLossError, Loss
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import copy_containers, select_samples
@@ -198,7 +198,7 @@ class AdditiveLoss(Loss):
 
     def _check_dependence(self) -> None:
         if self.needs_graph:
-            raise ValueError(
+            raise DependentLossError(
                 f"{self.name} is not a function of the model's output and the target alone: it "
                 "differentiates the output, or uses the parameters itself. The Hessian, gradients, "
                 "and the empirical Fisher are defined; the GGN, its diagonal and its Kronecker "

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
@@ -55,7 +55,7 @@ class DataLinearOperator(TorchLinearOperator):
         check_deterministic: Whether to check at construction, on the first batch, that data, loss
             and gradient repeat, and that a loss of no known kind adds up over samples. Operators
             of single samples also check that the samples of a batch do not interact. In products,
-            custom autograd functions of the model are compared, see ``docs/conventions.md``.
+            custom autograd functions of the model are compared (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -120,12 +120,12 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- what a subclass says
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
         """Do all on a batch that does not depend on the vectors; return what does.
 
         Args:
             problem: Model and loss on the batch.
-            once: Whether there is one product with one column, so that it may free its graph.
+            single: Whether there is one product with one column, so that it may free its graph.
         """
         raise NotImplementedError
 
@@ -172,8 +172,8 @@ class DataLinearOperator(TorchLinearOperator):
         """Return a context that yields ``_linearize`` of each batch, for a number of products."""
 
         def build(problem: BatchProblem, is_kept: bool) -> Any:
-            once = num_products == 1 and not is_kept and problem.can_substitute
-            return self._linearize(problem, once)
+            single = num_products == 1 and not is_kept and problem.can_substitute
+            return self._linearize(problem, single)
 
         return self._built(build)
 
@@ -240,24 +240,23 @@ class DataLinearOperator(TorchLinearOperator):
         options = ((name, getattr(self, name)) for name in _own_arguments(type(self)))
         return {name: x for name, x in options if isinstance(x, int | float | str)}
 
-    def _together(self, task: str, columns: Columns | None = None, **details: Any) -> Any:
-        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+    @contextmanager
+    def _together(
+        self, task: str, columns: Columns | None = None, **details: Any
+    ) -> Iterator[Columns | None]:
+        """Let all ranks pass over their data, see ``Ranks.synchronized``."""
         if self.risk.ranks.size == 1:
-            return nullcontext(columns)
+            yield columns
+            return
         options = self._settings() | {"seed": None}  # ranks never draw the same numbers
         shared = linearization_of(self)
-        has_compared = shared is not None and shared.is_synchronized
-        if shared is not None:
-            shared.is_synchronized = True
-        return self.risk.ranks.synchronized(
-            self.risk,
-            task,
-            columns,
-            not has_compared,
-            options=options,
-            is_linearized=shared is not None,
-            **details,
-        )
+        details |= {"options": options, "is_linearized": shared is not None}
+        with_values = shared is None or not shared.is_synchronized
+        ranks = self.risk.ranks
+        with ranks.synchronized(self.risk, task, columns, with_values, **details) as columns:
+            if shared is not None:
+                shared.is_synchronized = True
+            yield columns
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -298,6 +297,8 @@ class DataLinearOperator(TorchLinearOperator):
 
         Operators made of it before, such as sums, do not follow: make them again.
         """
+        if (shared := linearization_of(self)) is not None:
+            shared.close()  # what it keeps is on the other device
         with exclusive():
             self.risk.to(device := as_device(device))
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)

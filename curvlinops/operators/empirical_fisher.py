@@ -12,7 +12,7 @@ from curvlinops.layers.gradients import Piece, write_rows
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, flat
-from curvlinops.losses.base import OutputMatrix, outer
+from curvlinops.losses.base import DependentLossError, OutputMatrix, outer
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import Apply, gauss_newton
@@ -51,12 +51,12 @@ class EFLinearOperator(DataLinearOperator):
         check_choice("terms", self.terms, ("term", "sample"))
         super().__post_init__()
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
         if problem.loss_needs_graph:
             return self._from_samples_alone(problem)
-        if problem.facts.lacks_derivative or (not once and self._prefers_rows(problem)):
+        if problem.facts.lacks_derivative or (not single and self._prefers_rows(problem)):
             return self._from_rows(problem)
-        return self._from_graph(problem, once)
+        return self._from_graph(problem, single)
 
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
@@ -100,43 +100,47 @@ class EFLinearOperator(DataLinearOperator):
     def _from_rows(self, problem: BatchProblem) -> Apply:
         """Prepare products with the samples' gradients."""
         gradients = self._capture(problem)
+        if problem.loss_needs_graph:
+            return self._from_samples_alone(problem)
         if self._is_finer(problem, gradients.output):
-            return self._from_graph(problem, once=False)
+            return self._from_graph(problem, single=False)
         weight = problem.weight(gradients.output)
         pieces = gradients.backward(self._gradient(problem, gradients.output), last=True)
         return self._sum_of_outer_products(pieces, gradients.num_samples, weight)
 
-    def _from_graph(self, problem: BatchProblem, once: bool) -> Apply:
+    def _from_graph(self, problem: BatchProblem, single: bool) -> Apply:
         """Prepare products with the graph; without second derivatives, with the gradients."""
 
-        def use_rows() -> Apply:
+        def otherwise() -> Apply:
+            if problem.loss_needs_graph:  # as it did not on earlier batches
+                return self._from_samples_alone(problem)
             if problem.facts.lacks_derivative:  # and there are several terms for each sample
                 raise
             problem.learn(lacks_derivative=True)
             return self._from_rows(problem)
 
         try:
-            multiply = self._gauss_newton(problem, once)
-        except NoDerivativeError:
-            return use_rows()
+            multiply = self._gauss_newton(problem, single)
+        except (NoDerivativeError, DependentLossError):
+            return otherwise()
 
         def apply(V: Columns, out: Columns) -> Tensor:
             nonlocal multiply
             try:
                 return multiply(V, out)
-            except NoDerivativeError:
-                multiply = use_rows()
+            except (NoDerivativeError, DependentLossError):
+                multiply = otherwise()
             return multiply(V, out)
 
         return apply
 
-    def _gauss_newton(self, problem: BatchProblem, once: bool) -> Apply:
+    def _gauss_newton(self, problem: BatchProblem, single: bool) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
             weight = problem.weight(output)
             by = _outer_by_sample if self.terms == "sample" else problem.loss.outer
             return by(self._gradient(problem, output), output), weight
 
-        return gauss_newton(problem, curvature, self.chunk_size, once)
+        return gauss_newton(problem, curvature, self.chunk_size, single)
 
     def _from_samples_alone(self, problem: BatchProblem) -> Apply:
         """Prepare products for a loss that is no function of the output; each sample is a term."""

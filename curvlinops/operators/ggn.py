@@ -49,7 +49,7 @@ class GGNLinearOperator(DataLinearOperator):
                 "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
             )
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
             weight = problem.weight(output)
             if not self.mc_samples:
@@ -57,7 +57,7 @@ class GGNLinearOperator(DataLinearOperator):
             vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             return problem.loss.outer(vectors, output), weight
 
-        return gauss_newton(problem, curvature, self.chunk_size, once)
+        return gauss_newton(problem, curvature, self.chunk_size, single)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

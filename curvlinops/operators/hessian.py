@@ -15,8 +15,8 @@ class HessianLinearOperator(DataLinearOperator):
     Fast exact multiplication by the Hessian, Neural Computation 1994.
     """
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> Apply:
-        apply = hessian(problem, problem.loss_seed, self.chunk_size, once)
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+        apply = hessian(problem, problem.loss_seed, self.chunk_size, single)
         if problem.uncompared:  # autograd cannot know whether custom functions are right
-            check_hessian(problem, hessian(problem, problem.loss_seed, once=True))
+            check_hessian(problem, hessian(problem, problem.loss_seed, single=True))
         return apply

@@ -1,7 +1,7 @@
 """Gradients of single samples."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from curvlinops.layers.fallback import LossesOneByOne
 from curvlinops.layers.gradients import PerSampleGradient, Piece, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
+from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.rows import (
     AddRows,
     RowMaps,
@@ -222,12 +223,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         problem.weight(output)  # checks that output and target fit
         return wide(problem.loss.gradient(output, problem.batch.y))
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> JVP:
+    def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
         if problem.loss_needs_graph or problem.facts.lacks_derivative:
             return self._from_rows(problem)
         try:
-            multiply = super()._linearize(problem, once)
-        except NoDerivativeError:
+            multiply = super()._linearize(problem, single)
+        except (NoDerivativeError, DependentLossError):
             return self._from_rows(problem)
 
         def apply(V: Columns) -> Tensor:
@@ -256,7 +257,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         if not problem.loss_needs_graph:
-            return super()._linearize_adjoint(problem)
+            with suppress(DependentLossError):  # as it was not on earlier batches
+                return super()._linearize_adjoint(problem)
         rows = self._written(problem)
 
         def apply(u: Tensor, out: Columns) -> None:
@@ -376,13 +378,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[Placed]]:
         """Return the number of a batch's rows, their gradients, and the places of these."""
-        if problem.loss_needs_graph:
+        samples = None
+        if not problem.loss_needs_graph:
+            samples = problem.rules(SampleBackward, type(self).__name__).capture(problem)
+        if problem.loss_needs_graph:  # perhaps only on this batch
             alone = problem.rules(LossesOneByOne, type(self).__name__)
             num_samples, pieces = alone.gradients(problem)
             self._fallbacks = alone.fallbacks
             return num_samples, iter([(pieces, lambda x: x.unsqueeze(0))])
-        found = problem.rules(SampleBackward, type(self).__name__)
-        samples = found.capture(problem)
         self._fallbacks, output = samples.fallbacks, samples.output
         gradient = self._loss_gradient(problem, output).unsqueeze(0)
         if self.terms == "sample":

@@ -57,7 +57,7 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(output),)
 
-    def _linearize(self, problem: BatchProblem, once: bool) -> JVP:
+    def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
         def head(output: Tensor) -> Callable[[Tensor], Tensor]:
             return self._row_maps(problem, output)[0]
 

@@ -4,13 +4,20 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
-from curvlinops.support.autograd_graph import custom_functions, footprint, graph_nodes, signature
+from curvlinops.support.autograd_graph import (
+    custom_functions,
+    footprint,
+    graph_nodes,
+    precisions,
+    signature,
+)
 from curvlinops.support.rng import preserved_rng
 
 #: The cause of infinite derivatives of smooth functions, for messages.
@@ -54,8 +61,11 @@ class BatchProblem:
         self._risk, self.batch = risk, batch
         self.space, self.model, self.loss = risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
-        self._custom: set[str] = set()  # functions and hooks of the user's in the graph
+        self._custom: set[str] = set()  # the user's autograd functions in the graph
         self._signature = 0
+        #: The dtypes in which gradients pass the graph, if it has custom functions.
+        self.precisions: frozenset[torch.dtype] = frozenset()
+        self._has_seen_loss = False
 
     def on(self, batch: Batch) -> "BatchProblem":
         """Return the problem on another batch."""
@@ -124,11 +134,12 @@ class BatchProblem:
         if all(bool(grad.any()) for grad in grads.values()):
             self.learn(compared=self.facts.compared | {self._signature})
 
-    def _note_functions(self, nodes: list[Any]) -> None:
-        """Note the user's own autograd functions in a graph."""
+    def _note_functions(self, nodes: list[Any], output: Tensor) -> None:
+        """Note the user's own autograd functions in the graph of an output."""
         if found := custom_functions(nodes):
             self._custom |= found
             self._signature = hash((self._signature, signature(nodes)))
+            self.precisions |= precisions(nodes, output)
 
     # --- evaluations
 
@@ -174,25 +185,24 @@ class BatchProblem:
         """
         leaves = self.leaves()
         evaluation = self.evaluation(leaves, differentiation)
-        self._custom, self._signature = set(), 0
+        self._custom, self._signature, self._has_seen_loss = set(), 0, False
         with evaluation.active():
             if self.is_first:
                 output = self._first_output(evaluation, leaves)
             else:
                 output = self.output(evaluation)
-                if not self.loss_needs_graph and self._look_at_loss(output, leaves):
-                    self.learn(loss_needs_graph=True)
+                self.look_at_loss(output)
                 if not self.loss_needs_graph:
                     nodes = list(graph_nodes(output))
                     check_graph(nodes, self.model, leaves)
-                    self._note_functions(nodes)
+                    self._note_functions(nodes, output)
             yield Recording(evaluation, leaves, output)
 
     def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
         """Evaluate the model for the first time, and learn from its graph."""
         with Watch(self.model.replaced) as watch:
             output = self.output(evaluation)
-            loss_needs_graph = self._look_at_loss(output, leaves)
+            loss_needs_graph = self._needs_graph(output)
         self.learn(
             is_evaluated=True,
             graph_bytes=footprint(output),
@@ -206,21 +216,28 @@ class BatchProblem:
         nodes = list(graph_nodes(value))
         check_graph(nodes, self.model, leaves)
         if not loss_needs_graph:
-            self._note_functions(nodes)
+            self._note_functions(nodes, output)
         return output
 
-    def _look_at_loss(self, output: Tensor, leaves: dict[str, Tensor]) -> bool:
-        """Return whether a user's loss needs the graph of the output.
+    def look_at_loss(self, output: Tensor) -> None:
+        """Find out whether the loss needs the graph of this batch's output.
 
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
+        if not self._has_seen_loss:
+            needs_graph = self._needs_graph(output)
+            if needs_graph != self._risk.facts.loss_needs_graph:
+                self.learn(loss_needs_graph=needs_graph)
+
+    def _needs_graph(self, output: Tensor) -> bool:
+        self._has_seen_loss = True
         if self.loss is None or self.loss.is_function_of_values:
             return False
-        parameters = {id(x) for x in (*leaves.values(), *self.model.params.values())}
         alone = loss_without_graph(self.loss, output, self.batch.y)
+        parameters = set(map(id, self.model.params.values()))
         if needs_graph(self.loss, alone, output, self.batch.y, parameters):
             return True
-        self._note_functions(list(graph_nodes(alone)))
+        self._note_functions(list(graph_nodes(alone)), alone)
         return False
 
     # --- the loss
@@ -250,6 +267,7 @@ class BatchProblem:
         loss, risk = self.loss, self._risk
         if loss is None:
             return output.new_zeros(())
+        self.look_at_loss(output)
         self.check_target(output)
         size = loss.term_size(output)
         risk.term_size = size if risk.term_size is None else risk.term_size
@@ -270,7 +288,7 @@ class BatchProblem:
         """Return the seed of the backward pass of ``loss_sum``, differentiable, and the weight."""
         if self.loss_needs_graph:
             value, weight = self.loss_sum(output)
-            self._note_functions(list(graph_nodes(value)))
+            self._note_functions(list(graph_nodes(value)), value)
             return (value, None), weight
         weight = self.weight(output)
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight

@@ -1,21 +1,91 @@
-"""Compares Hessian products with differences of gradients, if the graph has custom functions."""
+"""Compares products through graphs with custom autograd functions, or hooks that change gradients.
+
+PyTorch cannot know whether the backward of a custom function can be differentiated: it is any
+Python code. Hooks on tensors count, too; hooks on nodes (``grad_fn.register_hook``) cannot be seen.
+"""
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import vjp
+from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.finite_differences import can_compare, check_derivative
-from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Apply
+from curvlinops.linear_operator.space import Columns, norm
+from curvlinops.risk.batch_problem import BatchProblem, Recording
+from curvlinops.support.norms import wide
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.support.warnings import warn
 
+#: Largest relative difference of an inner product that is computed in two ways.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
-def check_hessian(problem: BatchProblem, apply: Apply) -> None:
+Tensors = Mapping[str, Tensor]
+
+
+def check_jacobian(
+    problem: BatchProblem, recording: Recording, jvp: Callable[[Columns], Tensor]
+) -> None:
+    """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is an ordinary backward pass.
+
+    Args:
+        problem: The model on a batch.
+        recording: Its forward pass.
+        jvp: Multiplies columns with the Jacobian J of the output.
+
+    Raises:
+        NoDerivativeError: If they differ.
+    """
+    _, leaves, output = recording
+    generator = torch.Generator(output.device).manual_seed(0)
+    draw = {"generator": generator, "device": output.device}
+    with without_torch_function():
+        w = torch.randn(output.shape, dtype=output.dtype, **draw)
+        v = {n: torch.randn((1, *x.shape), dtype=x.dtype, **draw) for n, x in leaves.items()}
+    Jv, JTw = jvp(v)[0], vjp({"": output}, {"": w}, leaves)
+    with without_torch_function():
+        grads = {name: x for name, x in JTw.items() if x is not None}
+        products = ({"": w}, {"": Jv}), ({name: v[name][0] for name in grads}, grads)
+        is_right = bool(grads) and agree(*products, problem.precisions)
+    if not is_right:
+        raise NoDerivativeError(
+            "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
+            f"{', '.join(problem.uncompared)}), cannot be differentiated with respect to the "
+            "gradient that it gets, so that products with the Jacobian are wrong. Compute with "
+            "PyTorch operations in it, and neither detach the gradient nor leave PyTorch. "
+            "check_deterministic=False skips this comparison."
+        )
+    problem.was_compared(grads)
+
+
+def agree(
+    first: tuple[Tensors, Tensors],
+    second: tuple[Tensors, Tensors],
+    precisions: frozenset[torch.dtype] = frozenset(),
+) -> bool:
+    """Return whether two inner products are equal to rounding.
+
+    Args:
+        first: Two vectors, each as tensors by name.
+        second: Two other vectors.
+        precisions: Further dtypes in which the vectors were computed.
+    """
+    one, two = (
+        float(sum(torch.dot(wide(x).reshape(-1), wide(ys[n]).reshape(-1)) for n, x in xs.items()))
+        for xs, ys in (first, second)
+    )
+    dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()} | precisions
+    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
+    error = abs(one - two) - tolerance * max(abs(one), abs(two))
+    if error <= 0:
+        return True
+    rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
+
+
+def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Tensor]) -> None:
     """Compare a Hessian product with central differences of the gradient.
-
-    For graphs with custom autograd functions, or hooks on tensors (hooks on nodes of the graph,
-    ``grad_fn.register_hook``, cannot be seen).
 
     Args:
         problem: Model and loss on a batch.
@@ -24,17 +94,16 @@ def check_hessian(problem: BatchProblem, apply: Apply) -> None:
     Raises:
         RuntimeError: If they differ by more than rounding.
     """
-    names = ", ".join(problem.uncompared)
     remedy = (
-        f"The backward of a custom autograd.Function, or a hook that changes gradients (one of "
-        f"{names}), may not be differentiable. Make it differentiable, or build it from PyTorch "
-        "operations. If the difference is meant, as in straight-through estimators, pass "
-        "check_deterministic=False."
+        "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
+        f"{', '.join(problem.uncompared)}), may not be differentiable. Make it differentiable, or "
+        "build it from PyTorch operations. If the difference is meant, as in straight-through "
+        "estimators, pass check_deterministic=False."
     )
     leaves, space = problem.leaves(), problem.space
-    dtypes = {leaf.dtype for leaf in leaves.values()}
+    dtypes = {leaf.dtype for leaf in leaves.values()} | problem.precisions
     if not problem.can_substitute or not can_compare(dtypes):
-        reason = "the model is a closure, or has parameters of less than 32 bits"
+        reason = "the model is a closure, or computes with less than 32 bits"
         problem.was_compared({})
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
         return
@@ -55,7 +124,7 @@ def check_hessian(problem: BatchProblem, apply: Apply) -> None:
 
         what = f"The Hessian product on batch {problem.batch.index}"
         check_derivative(space.join(product), function, theta, v, dtypes, what, remedy)
-        problem.was_compared(grads)
+    problem.was_compared(grads)
 
 
 def _gradients(problem: BatchProblem, theta: Tensor) -> dict[str, Tensor]:

@@ -19,16 +19,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from curvlinops.autodiff.backward import (
-    NoDerivativeError,
     explained,
     in_chunks,
     room_for,
     vjp,
     vjp_columns,
 )
-from curvlinops.linear_operator.space import Columns, add, norm
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
-from curvlinops.support.norms import wide
+from curvlinops.risk.custom_functions import agree, check_jacobian
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng
 from curvlinops.support.torch_internals import without_torch_function
@@ -48,9 +47,6 @@ Head = Callable[[Tensor], tuple[Any, Tensor]]
 OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
 Tensors = Mapping[str, Tensor]
-
-#: Largest relative difference of an inner product that is computed in two ways.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 # --- derivatives of first order
@@ -112,7 +108,7 @@ def hessian(
     problem: BatchProblem,
     head: Callable[[Tensor], tuple[Seed, Tensor]],
     chunk_size: int | None = None,
-    once: bool = False,
+    single: bool = False,
 ) -> Apply:
     """Prepare products with the Hessian of a scalar function of the output.
 
@@ -120,16 +116,16 @@ def hessian(
         problem: The model on a batch.
         head: Returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
         chunk_size: The number of columns in one backward pass, see ``in_chunks``.
-        once: Whether there is one product with one column, which frees the graph.
+        single: Whether there is one product with one column, which frees the graph.
     """
     with problem.recording("twice") as (evaluation, leaves, output), explained():
         (start, cotangent), weight = head(output)
         grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
     def product(v: Columns, inputs: Tensors) -> Columns:
-        return vjp_columns(grads, v, inputs, not once)
+        return vjp_columns(grads, v, inputs, not single)
 
-    context = evaluation.active if once else evaluation.of_graph(grads.values())
+    context = evaluation.active if single else evaluation.of_graph(grads.values())
     return _by_columns(product, context, leaves, weight, chunk_size)
 
 
@@ -157,7 +153,7 @@ def jacobian(problem: BatchProblem, head: OutputHead, chunk_size: int | None = N
 
 
 def gauss_newton(
-    problem: BatchProblem, head: Head, chunk_size: int | None = None, once: bool = False
+    problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
 ) -> Apply:
     """Prepare products with ``J^T B J``, J the Jacobian of the output.
 
@@ -166,10 +162,17 @@ def gauss_newton(
         head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at the
             given output, and the weight.
         chunk_size: See ``hessian``.
-        once: See ``hessian``.
+        single: See ``hessian``.
     """
-    if once and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
+    if single and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
         return _single_gauss_newton(problem, head)
+    return _gauss_newton(problem, head, chunk_size, single)
+
+
+def _gauss_newton(
+    problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
+) -> Apply:
+    """Prepare products by backward passes only, see ``gauss_newton``."""
     with problem.recording("twice") as recording, explained():
         evaluation, leaves, output = recording
         curvature, weight = head(output.detach())
@@ -179,9 +182,9 @@ def gauss_newton(
         u = jvp(v)
         with without_torch_function():  # an evaluation watches what the model calls
             u = curvature(u)
-        return vjp_columns({"": output}, {"": u}, inputs, not once)
+        return vjp_columns({"": output}, {"": u}, inputs, not single)
 
-    context = evaluation.active if once else evaluation.of_graph([output])
+    context = evaluation.active if single else evaluation.of_graph([output])
     return _by_columns(product, context, leaves, weight, chunk_size)
 
 
@@ -194,41 +197,9 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Column
     def jvp(v: Columns) -> Tensor:
         return vjp_columns(transposed, v, {"": w})[""]
 
-    if names := problem.uncompared:
-        grads = _check_adjoint(jvp, leaves, output, names)
-        problem.was_compared(grads)
+    if problem.uncompared:
+        check_jacobian(problem, recording, jvp)
     return jvp
-
-
-def _check_adjoint(jvp: Callable, leaves: Tensors, output: Tensor, names: list[str]) -> Tensors:
-    """Compare ``<w, J v>`` with ``<J^T w, v>``, whose ``J^T`` is an ordinary backward pass.
-
-    The backward of a custom function may be any Python code, which autograd cannot differentiate.
-
-    Returns:
-        ``J^T w``, without parameters that are not used.
-
-    Raises:
-        NoDerivativeError: If they differ.
-    """
-    generator = torch.Generator(output.device).manual_seed(0)
-    draw = {"generator": generator, "device": output.device}
-    with without_torch_function():
-        w = torch.randn(output.shape, dtype=output.dtype, **draw)
-        v = {n: torch.randn((1, *x.shape), dtype=x.dtype, **draw) for n, x in leaves.items()}
-    Jv, JTw = jvp(v)[0], vjp({"": output}, {"": w}, leaves)
-    with without_torch_function():
-        grads = {name: x for name, x in JTw.items() if x is not None}
-        agree = bool(grads) and _agree(({"": w}, {"": Jv}), ({n: v[n] for n in grads}, grads))
-    if not agree:
-        raise NoDerivativeError(
-            f"The backward of a custom autograd.Function, or a hook that changes gradients (one of "
-            f"{', '.join(names)}), cannot be differentiated with respect to the gradient that it "
-            "gets, so that products with the Jacobian are wrong. Compute with PyTorch operations "
-            "in it, and neither detach the gradient nor leave PyTorch. check_deterministic=False "
-            "skips this comparison."
-        )
-    return grads
 
 
 def _by_columns(
@@ -268,53 +239,40 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     together = room_for(2, problem.facts.graph_bytes, problem.space.device)
     linearize = _record_with_tangent if together else _record_after_tangent
 
-    def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool]:
+    def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
         recording, tangent = linearize(problem, v)
         evaluation, leaves, output = recording
         with evaluation.active():
+            problem.look_at_loss(output)
             curvature, weight = head(output.detach())
             u = curvature(tangent.unsqueeze(0)).squeeze(0)
             inputs = {name: leaves[name] for name in {**v, **dict.fromkeys(names)}}
             grads = vjp({"": output}, {"": u}, inputs, retain=False)
         # <J v, B J v> = <v, G v>: the left by forward mode, the right by the backward pass. Zero
-        # equals zero also if forward mode has lost all tangents
+        # equals zero also if forward mode has lost the tangents
         Gv = {name: grads[name] for name in v if grads[name] is not None}
-        is_right = bool(tangent.any()) and bool(Gv)
-        is_right = is_right and _agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
-        return grads, weight, is_right
+        is_zero = not Gv or not bool(tangent.any())
+        is_right = not is_zero and agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
+        return grads, weight, is_right, is_zero
 
     def apply(V: Columns, out: Columns) -> Tensor:
         leaves, states = problem.leaves(), GeneratorStates()
         v = {name: column[0].detach().to(leaves[name].dtype) for name, column in V.items()}
         try:
-            grads, weight, is_right = product(v, list(out))
+            grads, weight, is_right, is_zero = product(v, list(out))
         except (RuntimeError, TypeError) as error:  # an operation without forward mode
             if lacks_memory(error):
                 raise
-            is_right = False
+            is_right = is_zero = False
         if not is_right:
             states.restore()
-            problem.learn(lacks_tangents=True)
-            return gauss_newton(problem, head, once=True)(V, out)
+            if not is_zero:
+                problem.learn(lacks_tangents=True)
+            return _gauss_newton(problem, head, single=True)(V, out)
         add(out, 0, {name: grads[name] for name in out})
         return weight
 
     return apply
-
-
-def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> bool:
-    """Return whether the inner products of two pairs of tensors by name are equal to rounding."""
-    one, two = (
-        float(sum(torch.dot(wide(x).reshape(-1), wide(ys[n]).reshape(-1)) for n, x in xs.items()))
-        for xs, ys in (first, second)
-    )
-    dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
-    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
-    error = abs(one - two) - tolerance * max(abs(one), abs(two))
-    if not error > 0:
-        return True
-    rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
-    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
 
 
 def _record_with_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:

@@ -12,12 +12,16 @@ from torch import Tensor
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.torch_internals import version_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
 #: The budget of ``cache="auto"`` on the CPU, in bytes.
 _CPU_BUDGET = 2 * 2**30
+
+#: Stands for what is not kept, as it is too large or random.
+_REJECTED = object()
 
 #: Builds what products with a batch share. The second argument says whether it is kept.
 Build = Callable[[BatchProblem, bool], Any]
@@ -39,15 +43,16 @@ class Linearization:
     def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
         self._name, self._room = name, budget
         self._versions = [(name, x, version_of(x)) for name, x in tensors.items()]
-        self._kept: dict[tuple[str, int], Any] = {}
-        self._rejected: set[tuple[str, int]] = set()  # what is too large
-        self._num_batches: dict[str, int] = {}  # by task
+        self._states: GeneratorStates | None = None  # before the first pass
+        #: What was built of each batch, or ``_REJECTED``, by task and by index.
+        self._built: dict[str, dict[int, Any]] = {}
+        self._complete: set[str] = set()  # the tasks that have passed over all batches
         self.is_open, self.is_synchronized = True, False
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""
         self.is_open, self._room = False, 0
-        self._kept.clear()
+        self._built.clear()
 
     def check(self) -> None:
         """Refuse parameters and buffers that were written to.
@@ -69,47 +74,51 @@ class Linearization:
 
     def all(self, task: str) -> list[Any] | None:
         """Return what is kept of all batches; ``None`` if that of a batch is missing."""
-        keys = [(task, index) for index in range(self._num_batches.get(task, 0))]
-        if not keys or any(key not in self._kept for key in keys):
-            return None
-        return [self._kept[key] for key in keys]
+        built = list(self._built[task].values()) if task in self._complete else [_REJECTED]
+        return None if any(x is _REJECTED for x in built) else built
 
     def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Any]:
         """Yield what is kept of each batch, or build it, and keep it if there is room.
+
+        Nothing is kept of a model that draws random numbers: it draws the same ones in each pass.
 
         Args:
             task: Identifies what is built.
             problems: The batches.
             build: Builds it.
         """
-        count = 0
+        kept = self._built.setdefault(task, {})
+        if self._states is None:
+            self._states = GeneratorStates()
+        self._states.restore()
         for problem in problems:
-            key = task, problem.batch.index
-            if key in self._kept:
-                yield self._kept[key]
-            elif self._room <= 0 or key in self._rejected:
+            index = problem.batch.index
+            if self._room <= 0:
+                kept.setdefault(index, _REJECTED)
+            if index not in kept:
+                before = GeneratorStates()
+                built = build(problem, True)
+                kept[index] = built if before.are_current() and self._fits(built) else _REJECTED
+                yield built
+            elif kept[index] is _REJECTED:
                 yield build(problem, False)
             else:
-                yield self._keep(key, build(problem, True))
-            count += 1
-        self._num_batches[task] = count
+                yield kept[index]
+        self._complete.add(task)
 
-    def _keep(self, key: tuple[str, int], built: Any) -> Any:
+    def _fits(self, built: Any) -> bool:
+        """Reserve the memory of what was built, if there is so much."""
         size = footprint(built)
         if fits := self.has_room(size):
-            self._kept[key] = built
             self._room -= size
-        else:
-            self._rejected.add(key)
         _LOGGER.info(
-            "%s: batch %d takes %.1f MiB and is %s; %.1f MiB are left",
+            "%s: a batch takes %.1f MiB and is %s; %.1f MiB are left",
             self._name,
-            key[1],
             size / 2**20,
             "kept" if fits else "not kept",
             self._room / 2**20,
         )
-        return built
+        return fits
 
 
 #: The linearizations of the current thread, by operator.

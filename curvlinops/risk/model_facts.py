@@ -147,11 +147,12 @@ def needs_graph(
         alone: Its value from ``loss_without_graph``.
         output: The output.
         target: The batch's targets.
-        parameters: The ids of the parameters, and of the tensors that replace them.
+        parameters: The ids of the user's parameters.
     """
     if alone is None:
         return True
-    if any(id(variable) in parameters for variable in leaf_variables(graph_nodes(alone))):
+    used = leaf_variables(graph_nodes(alone))
+    if any(id(variable) in parameters or hasattr(variable, "replaces") for variable in used):
         return True
     # derivatives that count as zero where there is no graph
     with_graph = loss.sum(output.clone(), target)

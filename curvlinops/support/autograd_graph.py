@@ -119,6 +119,8 @@ def footprint(part: Any) -> int:
             held = getattr(saved, "data", None)
             if isinstance(held, Tensor):
                 sizes |= _storages(held)
+        for tensor in _tensors(getattr(node, "__dict__", {})):  # of custom functions
+            sizes |= _storages(tensor)
     for variable in (*leaves, *leaf_variables(nodes)):
         for address in _storages(variable):
             sizes.pop(address, None)

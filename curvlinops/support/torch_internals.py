@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
 
@@ -67,18 +66,6 @@ def _saved_names(kind: type) -> tuple[list[str], list[str]]:
 def function_of(node: Any) -> type:
     """Return the ``torch.autograd.Function`` of a node with a Python backward pass."""
     return type(node)._forward_cls
-
-
-_GLOBAL_HOOKS = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called"),
-    *("_global_forward_hooks_with_kwargs", "_global_buffer_registration_hooks"),
-    *("_global_parameter_registration_hooks", "_global_module_registration_hooks"),
-)
-
-
-def global_hooks() -> list[dict]:
-    """Return the hooks on all modules, by kind."""
-    return [getattr(modules, name, {}) for name in _GLOBAL_HOOKS]
 
 
 run_backward = internal("torch.autograd.graph", "_engine_run_backward")
