@@ -1,5 +1,6 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
     ConvergenceError,
@@ -15,7 +16,7 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
-from curvlinops.algorithms.iterative import Solution
+from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
@@ -76,6 +77,7 @@ __all__ = [
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
+    "Iteration",
     "JacobianLinearOperator",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",

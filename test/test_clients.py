@@ -194,7 +194,8 @@ def test_one_progress_bar_for_each_solver(name: str, capsys: pytest.CaptureFixtu
         solve(A)
         (line,) = capsys.readouterr().err.removesuffix("\n").split("\n")
         line = line.split("\r")[-1]
-        assert re.fullmatch(rf"{name}: [1-9]\d* products \[.*products/s.*\]", line)
+        count = r"([1-9]\d* products|100%\|.*\| [1-9]\d*/\d+)"  # the number may be known before
+        assert re.fullmatch(rf"{name}: {count} \[.*products/s.*\]", line)
         assert ("residual/tolerance=" in line) == has_residuals
 
 
@@ -266,7 +267,6 @@ def test_integers_of_numpy(kind: type):
         (lambda: CGInverseLinearOperator(M, tol=0.1, rtol=0.1), TypeError, "twice"),
         (lambda: CGInverseLinearOperator(M, tol=0.1, tolerance=0.1), TypeError, "twice"),
         (lambda: CGInverseLinearOperator(M, rtoll=1), TypeError, "no options .'rtoll'.; .*'rtol'"),
-        (lambda: CGInverseLinearOperator(M, callback=print), TypeError, "callback"),
     ],
 )
 def test_errors(use, error: type[Exception], match: str):

@@ -52,7 +52,7 @@ def true_residuals(A: np.ndarray, X: np.ndarray, B: np.ndarray) -> np.ndarray:
 @each_system
 def test_true_residuals(inverse: type, name: str, dtype: type, rtol: float):
     A, B = system(name, dtype)
-    X, residuals, iterations, converged = inverse(A, rtol=rtol).solve(B)
+    X, residuals, iterations, converged, _ = inverse(A, rtol=rtol).solve(B)
     exact = true_residuals(A, X, B)
     assert X.dtype == dtype and (exact <= 1.01 * rtol * np.linalg.norm(B, axis=0)).all()
     np.testing.assert_allclose(residuals, exact, rtol=1e-2, atol=1e3 * np.finfo(dtype).eps)
@@ -85,7 +85,7 @@ def test_no_more_iterations_than_scipy(inverse: type, name: str):
     theirs = sla.cg if inverse is CG else sla.minres
     with contextlib.suppress(StopIteration):
         theirs(A, b, rtol=1e-14, callback=callback, maxiter=5000)
-    _, _, iterations, converged = inverse(A, rtol=1e-6).solve(B)
+    _, _, iterations, converged, _ = inverse(A, rtol=1e-6).solve(B)
     assert bool(converged.all()) and iterations[0] <= 1.02 * count + 2
 
 
@@ -108,7 +108,7 @@ def test_rounding_does_not_hide_the_true_residual(inverse: type):
     """Recursions converge to zero, whatever the true residual does."""
     A, B = system("power", np.float32)
     with pytest.warns(ConvergenceWarning, match=r"\|\|b - A x\|\|") as record:
-        X, residuals, _, converged = inverse(A, rtol=1e-7).solve(B[:, :1])
+        X, residuals, _, converged, _ = inverse(A, rtol=1e-7).solve(B[:, :1])
     assert record[0].filename == __file__
     # which is itself measured in single precision
     np.testing.assert_allclose(residuals, true_residuals(A, X, B[:, :1]), rtol=0.5)
@@ -171,7 +171,7 @@ def test_right_hand_side_out_of_range(inverse: type, name: str):
     with pytest.raises(ConvergenceError, match="1 of 1 systems are not solved"):
         inverse(A, on_failure="raise") @ b
     with pytest.warns(ConvergenceWarning, match="damp"):
-        X, residuals, _, converged = inverse(A).solve(b)
+        X, residuals, _, converged, _ = inverse(A).solve(b)
     np.testing.assert_allclose(residuals, true_residuals(A, X, b), rtol=1e-6)
     assert not bool(converged) and float(residuals) <= (1 + 1e-12) * np.linalg.norm(b)
 

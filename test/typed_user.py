@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import curvlinops as c
 from curvlinops import kfac_utils
-from curvlinops.algorithms.probes import Estimate
+from curvlinops.algorithms.sampling import Estimate
 from curvlinops.algorithms.spectrum import SpectralDensity
 
 model, loss = nn.Linear(3, 2), nn.MSELoss()

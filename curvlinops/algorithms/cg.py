@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.convergence import NegativeCurvatureError
-from curvlinops.algorithms.iterative import (
+from curvlinops.algorithms.krylov import (
     DampedMatrix,
+    IterationLog,
     KrylovInverseLinearOperator,
     Systems,
     add_scaled,
@@ -13,7 +14,6 @@ from curvlinops.algorithms.iterative import (
     scaled,
 )
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.progress import show_residuals
 
 
 class CGInverseLinearOperator(KrylovInverseLinearOperator):
@@ -29,8 +29,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0``, ``x0``, ``on_failure="warn"``, and their aliases; see
-            ``KrylovInverseLinearOperator``.
+            ``damping=0``, ``x0``, ``on_failure="warn"``, ``callback``, and their aliases;
+            see ``KrylovInverseLinearOperator``.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.
@@ -39,7 +39,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     """
 
     def _improve(
-        self, A: DampedMatrix, X: Tensor, iterations: Tensor, systems: Systems, budget: int
+        self, A: DampedMatrix, X: Tensor, log: IterationLog, systems: Systems, budget: int
     ) -> None:
         P = A.precondition(systems.R)
         rho = check_positive(double_dots(systems.R, P))
@@ -52,12 +52,10 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             # the matrix is singular along a direction of zero curvature: no step
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.index, scaled(alpha, s.P))
-            iterations[s.index] += 1
             s.R = add_scaled(s.R, -alpha, Q)
             sizes = double_norm(s.R, 1)
-            show_residuals((sizes, s.goal))
             going = (sizes > s.goal) & (curvature > 0)
-            if not bool(going.any()):
+            if log.add(X, s, sizes) or not bool(going.any()):
                 break
             s.keep(going)
             Z = A.precondition(s.R)

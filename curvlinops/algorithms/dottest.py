@@ -2,7 +2,7 @@
 
 import torch
 
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
 from curvlinops.support.arguments import check_count
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes

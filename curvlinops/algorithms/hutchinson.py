@@ -1,13 +1,12 @@
 """Traces, diagonals and Frobenius norms as averages over random vectors."""
 
-from collections.abc import Callable
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import (
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.sampling import (
     Estimate,
     RunningMean,
     Sampler,
@@ -47,6 +46,9 @@ def hutchinson_trace(
             ``seed``: seed of the random vectors.
             ``generator``: generator that draws the random vectors. Default: one seeded by
             PyTorch's global generator.
+            ``callback``: a function that is called with an ``Iteration`` after each block of random
+            vectors: ``chunk_size`` many, or eight with ``rtol``. ``values`` is the estimate so far.
+            If it returns ``True``, that is the result. An exact result is one block.
 
     Returns:
         The estimate, a scalar tensor on the device of ``A``. With ``return_error`` a named tuple of
@@ -56,7 +58,7 @@ def hutchinson_trace(
         ValueError: If the matrix is not square, or an argument is out of range.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
-    return _mean(sampler, num_matvecs, quadratic_forms)
+    return sampler.mean(num_matvecs, quadratic_forms)
 
 
 @estimator
@@ -73,7 +75,7 @@ def hutchinson_diag(
     matrices with Rademacher vectors. The arguments are those of ``hutchinson_trace``.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
-    return _mean(sampler, num_matvecs, torch.mul)
+    return sampler.mean(num_matvecs, torch.mul)
 
 
 @estimator
@@ -93,7 +95,7 @@ def hutchinson_squared_fro(
         # in double precision, which has room for squares
         return double_norm(AX, 0).square()
 
-    return _mean(Sampler(Matrix(A), distribution, **options), num_matvecs, squares)
+    return Sampler(Matrix(A), distribution, **options).mean(num_matvecs, squares)
 
 
 @estimator
@@ -126,13 +128,3 @@ def hutchpp_trace(
         return inside + mean, error
 
     return sampler.run(num, update)
-
-
-def _mean(
-    sampler: Sampler, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor | Estimate:
-    """Average ``terms(X, A X)`` over random vectors X; samples lie along the last axis."""
-    num, mean = sampler.num_vectors(num_matvecs), RunningMean()
-    if num is None:
-        return sampler.exact(terms)
-    return sampler.run(num, lambda X: mean.update(terms(X, sampler.matrix @ X)))

@@ -6,8 +6,8 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import (
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.sampling import (
     Estimate,
     RunningMean,
     Sampler,
@@ -16,6 +16,7 @@ from curvlinops.algorithms.probes import (
 )
 from curvlinops.support.arguments import check_count
 from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import expect_products
 
 #: Products for each random vector in ``lanczos_logdet``.
 _DEFAULT_NCV = 50
@@ -185,6 +186,7 @@ def _mean(
 ) -> Tensor | Estimate:
     """Average ``x^T f(A) x`` over random vectors; see ``trace_function``."""
     num_repeats = check_count("num_repeats", num_repeats, at_least=1 + sampler.return_error)
+    expect_products(num_repeats * ncv)
     mean = RunningMean()
 
     def update(X: Tensor) -> tuple[Tensor, Tensor]:

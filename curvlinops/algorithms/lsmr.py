@@ -8,9 +8,9 @@ import torch
 from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor
 
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Product
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.iterative import Kind
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Product
+from curvlinops.algorithms.krylov import Kind
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
@@ -55,8 +55,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; of all minimizers the one of least norm (Fong and
     Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci. Comput.
     2011). SciPy's ``lsmr`` solves for one right-hand side at a time, on the CPU: each product with
-    a matrix on another device moves one vector there and one back. The adjoint is the
-    pseudo-inverse of the adjoint.
+    a matrix on another device moves one vector there and one back. It has no ``callback``, since
+    SciPy's has none. The adjoint is the pseudo-inverse of the adjoint.
 
     Args:
         A: An operator with an adjoint, or a matrix of any kind, ``[M, D]``.

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.iterative import (
+from curvlinops.algorithms.krylov import (
     DampedMatrix,
+    IterationLog,
     KrylovInverseLinearOperator,
     Systems,
     add_scaled,
@@ -12,7 +13,6 @@ from curvlinops.algorithms.iterative import (
     scaled,
 )
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.progress import show_residuals
 
 
 class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
@@ -27,26 +27,24 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, and their aliases; see
-            ``KrylovInverseLinearOperator``.
+            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, ``callback``, and their
+            aliases; see ``KrylovInverseLinearOperator``.
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
     """
 
     def _improve(
-        self, A: DampedMatrix, X: Tensor, iterations: Tensor, systems: Systems, budget: int
+        self, A: DampedMatrix, X: Tensor, log: IterationLog, systems: Systems, budget: int
     ) -> None:
         s = _start(systems, A.precondition(systems.R))
         for _ in range(budget):
             v, alpha = _lanczos(A, s)
             tau, ended = _rotate(s, v, alpha)
             X.index_add_(0, s.index, scaled(tau, s.w))
-            iterations[s.index] += 1
             sizes = double_norm(s.R, 1)
-            show_residuals((sizes, s.goal))
             going = (sizes > s.goal) & ~ended
-            if not bool(going.any()):
+            if log.add(X, s, sizes) or not bool(going.any()):
                 break
             s.keep(going)
 

@@ -4,14 +4,15 @@ from math import isfinite
 
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
-from curvlinops.algorithms.matrix import (
+from curvlinops.algorithms.as_operator import (
     AnyMatrix,
     Matrix,
     Preconditioner,
     Product,
     read_preconditioner,
 )
+from curvlinops.algorithms.callbacks import Callback, Iteration
+from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
@@ -28,8 +29,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     a positive definite ``P A`` it converges if s is less than two over its largest eigenvalue. The
     truncation acts like damping. The other inverses need fewer products for the same accuracy.
 
-    The last term is the residual of the sum without it, ``s P (b - A x)`` (for the adjoint ``s (b -
-    A^T x)``), so that the check of convergence costs no product.
+    The last term is the residual of the sum without it, ``s P (b - A x)``, so that the check of
+    convergence costs no product.
 
     Args:
         A: A square operator or matrix of any kind, ``[D, D]``.
@@ -42,6 +43,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         rtol: Largest norm of the last term, relative to the first one. Pass 1 if the series is to
             be truncated early.
         on_failure: If the last term is larger, ``"warn"`` or ``"raise"``.
+        callback: A function that is called with an ``Iteration`` after each term; the residuals are
+            norms of the last term. If it returns ``True``, the result is the sum so far, without a
+            check of convergence.
 
     Raises:
         DivergenceError: If a term is not finite, or the last one is larger than the first.
@@ -58,9 +62,11 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         preconditioner: Preconditioner = None,
         rtol: float = 1e-2,
         on_failure: str = "warn",
+        callback: Callback = None,
     ):
         check_on_failure(on_failure)
         self.rtol, self.on_failure = check_number("rtol", rtol, 0), on_failure
+        self._callback = callback
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
@@ -87,12 +93,12 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         return self.codomain.split(self._sum(self._precondition(self.domain.join(columns)), step))
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        # (I - s P A)^k s P has the transpose s P^T (I - s A^T P^T)^k
+        # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T
         def step(rows: Tensor) -> Tensor:
-            return self._matrix.adjoint_matmul(self._precondition(rows, adjoint=True).T).T
+            return self._precondition(self._matrix.adjoint_matmul(rows.T).T, adjoint=True)
 
-        rows = self._sum(self.codomain.join(columns), step)
-        return self.domain.split(self._precondition(rows, adjoint=True))
+        start = self._precondition(self.codomain.join(columns), adjoint=True)
+        return self.domain.split(self._sum(start, step))
 
     def _precondition(self, rows: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply rows ``[K, D]`` by the preconditioner or its adjoint."""
@@ -113,6 +119,15 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                 show_residuals((last, self.rtol * first))
                 if (self.check_nan or k == self.num_terms) and not bool(last.isfinite().all()):
                     self._diverge(k)
+                if self._callback is not None:
+                    state = Iteration(
+                        iteration=k,
+                        num_products=k * len(rows),
+                        residuals=last,
+                        iterate=total.T,
+                    )
+                    if self._callback(state):
+                        return total
         if bool((last > first).any()):
             self._diverge(self.num_terms)
         if bool((last > self.rtol * first).any()):

@@ -7,13 +7,14 @@ from typing import Concatenate, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import Estimator, P, RandomOptions, RunningMean, Sampler
+from curvlinops.algorithms.sampling import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.algorithms.solver import solver
 from curvlinops.support.arguments import check_count
+from curvlinops.support.progress import expect_products
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.support.warnings import warn
 
@@ -129,11 +130,19 @@ class _LanczosRuns:
         return SpectralDensity(*results) if return_error else tuple(results[:2])
 
     def _runs(self, num: int) -> Quadrature:
-        """Return the rules of the first ``num`` runs, each with ``ncv`` nodes."""
+        """Return the rules of the first ``num`` runs, each with ``ncv`` nodes.
+
+        There are fewer if the callback stops.
+        """
         missing = num - sum(len(rule.nodes) for rule in self._rules)
+        self._has_stopped = False
+        expect_products(missing * self._ncv)
         for start in range(0, missing, self._sampler.chunk_size):
             X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))
             self._rules.append(lanczos(self._matrix, X, self._ncv))
+            self._has_stopped = self._sampler.stops(len(self._rules), self._rules[-1].nodes)
+            if self._has_stopped:
+                break
         return Quadrature(*(torch.cat(parts)[:num] for parts in zip(*self._rules, strict=True)))
 
     def _ends(self, rules: Quadrature) -> tuple[float, float]:
@@ -160,7 +169,8 @@ class _LanczosRuns:
         low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
         ends = torch.stack([rules.nodes[low, 0], rules.nodes[high, -1]]).cpu()
         errors = torch.stack([rules.residuals[low, 0], rules.residuals[high, -1]]).cpu()
-        if bool((errors > self._tol * (ends[1] - ends[0]))[wanted].any()):
+        inaccurate = bool((errors > self._tol * (ends[1] - ends[0]))[wanted].any())
+        if inaccurate and not self._has_stopped:
             if self._searched is None:
                 self._searched = self._search_ends()
             found, errors = self._searched
@@ -282,6 +292,10 @@ def lanczos_approximate_spectrum(
         **options: ``chunk_size``: number of random vectors at once; ``ncv`` vectors are held in
             memory for each. Default: as many as need 64 MiB. ``seed``: seed of the random vectors.
             ``generator``: generator that draws them. Default: one seeded by PyTorch's global one.
+            ``callback``: a function that is called with an ``Iteration`` after each block of
+            ``chunk_size`` random vectors; ``values`` are the Ritz values of the block, ``[K,
+            ncv]``. If it returns ``True``, the density is that of the vectors so far, and estimated
+            boundaries are as accurate as these.
 
     Returns:
         Grid and density, both ``[num_points]``. With ``return_error`` a named tuple of ``grid``,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import AnyMatrix, as_operator
+from curvlinops.algorithms.as_operator import AnyMatrix, as_operator
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.support.arguments import as_integer

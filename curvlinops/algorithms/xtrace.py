@@ -9,16 +9,20 @@ The standard error from K vectors is that of K independent terms (section 2.5 of
 ``sqrt(2 D / (D - K + 1))``, since the terms share all vectors. In experiments it is between 0.6 and
 1.7 times the actual error. It needs three vectors: the terms of two vectors of signs are equal for
 every diagonal matrix.
+
+Gram matrices, QR and Cholesky factors are those of products divided by a power of two (see
+``_Products``): squares of large or small numbers are not representable.
 """
 
 from collections.abc import Callable
+from math import frexp, inf, log10
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
-from curvlinops.algorithms.probes import (
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.sampling import (
     Estimate,
     RunningMean,
     Sampler,
@@ -51,7 +55,8 @@ def xtrace(
     arguments are those of ``hutchinson_trace``.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
-    sketch = _Sketch(sampler)
+    products = _Products(sampler)
+    sketch = _Sketch(products)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -67,7 +72,7 @@ def xtrace(
             outside = _rescaled(outside, lengths - V.square().sum(0), lengths, sampler)
         return inside + outside
 
-    return _mean(sampler, num_matvecs, terms, quadratic_forms, cost=2)
+    return _mean(products, num_matvecs, terms, quadratic_forms, cost=2)
 
 
 @estimator
@@ -85,7 +90,8 @@ def xdiag(A: AnyMatrix, num_matvecs: int, **options: Unpack[SamplingOptions]) ->
         NotImplementedError: If ``A`` has no products with its transpose.
     """
     sampler = Sampler(Matrix(A, square=True), "rademacher", **options)
-    sketch = _Sketch(sampler, adjoint=True)
+    products = _Products(sampler)
+    sketch = _Sketch(products, adjoint=True)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -95,7 +101,7 @@ def xdiag(A: AnyMatrix, num_matvecs: int, **options: Unpack[SamplingOptions]) ->
         inside = (sketch.Q * sketch.Z).sum(1, keepdim=True)
         return inside + sketch.Q @ S * (sketch.X * lengths - sketch.Z @ S)
 
-    return _mean(sampler, num_matvecs, terms, torch.mul, cost=2)
+    return _mean(products, num_matvecs, terms, torch.mul, cost=2)
 
 
 @estimator
@@ -123,18 +129,47 @@ def xnystrace(
     if distribution == "rademacher" and matrix.shape[0] < _FEW_DIMENSIONS:
         distribution = "sphere"
     sampler = Sampler(matrix, distribution, **options)
+    products = _Products(sampler)
     X = AX = sampler.draw(0)
 
     def terms(new: Tensor) -> Tensor:
         nonlocal X, AX
-        X, AX = _append(X, new), _append(AX, sampler.multiply(new))
+        X, AX = _append(X, new), _append(AX, products.multiply(new))
         return _nystrom_terms(sampler, X, AX)
 
-    return _mean(sampler, num_matvecs, terms, quadratic_forms, cost=1)
+    return _mean(products, num_matvecs, terms, quadratic_forms, cost=1)
+
+
+class _Products:
+    """Multiplies vectors, and divides the products by a power of two, which is exact.
+
+    Attributes:
+        sampler: Has the matrix.
+        unit: The power of two, near the largest entry of the first products that are not zero.
+            Zero as long as all products are.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler, self.unit = sampler, 0.0
+
+    def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
+        """Multiply vectors ``[D, K]`` by the matrix, or its transpose, in units of ``unit``."""
+        product = self.sampler.multiply(X, adjoint)
+        self.unit = self.unit or _power_of_two(product)
+        return product.div_(self.unit or 1.0)
+
+
+def _power_of_two(x: Tensor) -> float:
+    """Return the power of two just below the largest absolute value, zero if that is zero."""
+    largest, tiny = float(torch.linalg.vector_norm(x, inf)), torch.finfo(x.dtype).tiny
+    if largest == 0:
+        return 0.0
+    # its inverse must be a normal number, too
+    return min(max(2.0 ** (frexp(largest)[1] - 1), tiny), 1 / tiny)
 
 
 def _mean(
-    sampler: Sampler,
+    products: _Products,
     num_matvecs: int,
     terms: Callable[[Tensor], Tensor],
     exact: Callable[[Tensor, Tensor], Tensor],
@@ -143,13 +178,14 @@ def _mean(
     """Average over the vector that is left out; see the module for the standard error.
 
     Args:
-        sampler: Draws the random vectors.
+        products: Has the sampler that draws the random vectors.
         num_matvecs: The largest number of products.
         terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
-            axis.
+            axis, in units of ``products.unit``.
         exact: Takes unit vectors and their products; returns terms that add up to the exact result.
         cost: The number of products for each random vector.
     """
+    sampler = products.sampler
     num = sampler.num_vectors(num_matvecs, cost, error_needs=3)
     if num is None:
         return sampler.exact(exact)
@@ -157,22 +193,26 @@ def _mean(
     def update(new: Tensor) -> tuple[Tensor, Tensor]:
         samples = terms(new)
         mean, error = RunningMean().update(samples)
-        return mean, (2 * sampler.dim / (sampler.dim - samples.shape[-1] + 1)) ** 0.5 * error
+        error = (2 * sampler.dim / (sampler.dim - samples.shape[-1] + 1)) ** 0.5 * error
+        return products.unit * mean, products.unit * error
 
     return sampler.run(num, update, at_once=num)
 
 
 class _Sketch:
-    """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``."""
+    """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``.
 
-    def __init__(self, sampler: Sampler, adjoint: bool = False):
-        self._sampler, self._adjoint = sampler, adjoint
-        self.X = self.Q = self.Z = sampler.draw(0)
+    R and Z are in units of ``products.unit``.
+    """
+
+    def __init__(self, products: _Products, adjoint: bool = False):
+        self._products, self._adjoint = products, adjoint
+        self.X = self.Q = self.Z = products.sampler.draw(0)
         self.R = self.X.new_zeros(0, 0)
 
     def extend(self, new: Tensor) -> None:
         """Append random vectors to X, and new columns to Q, R and Z."""
-        Y, old = self._sampler.multiply(new), len(self.R)
+        Y, old = self._products.multiply(new), len(self.R)
         num = old + new.shape[1]
         # by Householder's method, which is orthogonal to Q even if products lie in its span
         basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
@@ -182,7 +222,7 @@ class _Sketch:
         R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
         # products with contiguous vectors are fastest
-        product = self._sampler.multiply(basis.T.contiguous().T, self._adjoint)
+        product = self._products.multiply(basis.T.contiguous().T, self._adjoint)
         self.Z = _append(self.Z, product)
 
 
@@ -233,6 +273,8 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     Raises:
         ValueError: If the matrix is not symmetric, or not positive semi-definite.
     """
+    if not AX.any():  # nor would there be a shift
+        return torch.zeros(X.shape[1], dtype=torch.float64, device=X.device)
     gram = (X.T @ X).double()
     L, shift = _shifted_cholesky(sampler, X, AX, gram)
     R = torch.linalg.qr(AX + shift * X, mode="r").R.double()
@@ -257,15 +299,14 @@ def _shifted_cholesky(
             "xnystrace needs a symmetric matrix; this one is not symmetric. Use xtrace."
         )
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    scale = float(double_norm(AX)) / sampler.dim**0.5 or 1.0
-    shift = eps * scale
-    while shift <= eps**0.5 * scale:
+    scale = float(double_norm(AX)) / sampler.dim**0.5
+    for power in range(int(-log10(eps) / 2) + 1):  # up to the root of eps
+        shift = eps * scale * 10**power
         # vectors may be almost linearly dependent, hence a multiple of the identity
         shifted = (H + H.T) / 2 + shift * (gram + 0.01 * sampler.dim * eye)
         L, info = torch.linalg.cholesky_ex(shifted)
         if not bool(info):
             return L, shift
-        shift *= 10
     raise ValueError(
         "xnystrace needs a positive semi-definite matrix; this one is not positive semi-definite. "
         "Use xtrace."

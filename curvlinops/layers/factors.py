@@ -19,7 +19,7 @@ from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Patches, patch_sums
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

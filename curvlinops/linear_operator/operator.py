@@ -24,6 +24,7 @@ from curvlinops.support.arguments import (
     check_number,
     without_graph,
 )
+from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
 if TYPE_CHECKING:
@@ -344,12 +345,14 @@ class TorchLinearOperator(LinearOperator):
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        with self.linearized() if num > chunk else nullcontext():
+        with solver_bar("to_dense"), self.linearized() if num > chunk else nullcontext():
+            expect_products(num)
             for start in range(0, num, chunk):
                 part = out[start : start + chunk]
                 units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
                 units.diagonal(start).fill_(1.0)
                 part.copy_(self._product(units.T, adjoint=by_rows).T)
+                count_products(len(part))
         return out if by_rows else out.T.contiguous()
 
     def __repr__(self) -> str:

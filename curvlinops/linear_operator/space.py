@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.support.norms import double_dot, double_norm
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
 
 #: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.backward import (
-    explained,
-    in_chunks,
-    room_for,
-    vjp,
-    vjp_columns,
-)
+from curvlinops.autodiff.backward import explained, in_chunks, room_for, vjp, vjp_columns
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
 from curvlinops.risk.custom_functions import agree, check_jacobian

@@ -15,8 +15,8 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.factor import Request
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
-from curvlinops.support.records import write, write_state
 from curvlinops.support.rng import read_generator
+from curvlinops.support.serialization import write, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of saved operators. It changes when older files cannot be read any more.

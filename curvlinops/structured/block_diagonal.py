@@ -15,7 +15,7 @@ from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Request, decompose
 from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.support.norms import double_norm
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

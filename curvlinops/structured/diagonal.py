@@ -13,7 +13,7 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator, KnownEigenvalues
 from curvlinops.structured.linalg import power, real
 from curvlinops.support.arguments import as_device, as_integer, without_graph
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

@@ -9,7 +9,7 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.linalg import power, real, signed_logarithm
 from curvlinops.support.norms import double_norm
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 

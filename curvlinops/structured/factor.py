@@ -21,7 +21,7 @@ from curvlinops.structured.linalg import (
     without_rounding,
 )
 from curvlinops.support.norms import double_dot, double_norm
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

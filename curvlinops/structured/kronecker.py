@@ -24,7 +24,7 @@ from curvlinops.structured.linalg import real, shifted, tolerance
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
 from curvlinops.support.norms import double_norm
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

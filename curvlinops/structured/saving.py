@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops.structured.base import FORMAT, StructuredLinearOperator
 from curvlinops.support.arguments import as_device
-from curvlinops.support.records import metadata_of, read, read_state
+from curvlinops.support.serialization import metadata_of, read, read_state
 from curvlinops.support.torch_modes import in_default_modes
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Request
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

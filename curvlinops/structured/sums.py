@@ -20,7 +20,7 @@ from curvlinops.structured.linalg import (
     without_rounding,
 )
 from curvlinops.structured.shifted import ShiftedLinearOperator
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 # Terms are Kronecker products; their class is in kronecker.py, which imports this file.
 

@@ -18,6 +18,7 @@ class _Solver(threading.local):
     def __init__(self):
         self.depth = 0
         self.name = ""
+        self.total: int | None = None
         self.bar: tqdm | None = None
 
 
@@ -35,7 +36,7 @@ def solver_bar(name: str) -> Iterator[None]:
         name: The name of the solver.
     """
     if _SOLVER.depth == 0:
-        _SOLVER.name, _SOLVER.bar = name, None
+        _SOLVER.name, _SOLVER.total, _SOLVER.bar = name, None, None
     _SOLVER.depth += 1
     try:
         yield
@@ -49,8 +50,16 @@ def solver_bar(name: str) -> Iterator[None]:
 def shown(data: Iterable, name: str) -> Iterable:
     """Return data with a progress bar, which is removed at the end of the pass."""
     if _SOLVER.depth and _SOLVER.bar is None:
-        _SOLVER.bar = tqdm(desc=_SOLVER.name, unit=" products")
+        _SOLVER.bar = tqdm(desc=_SOLVER.name, total=_SOLVER.total, unit=" products")
     return tqdm(data, desc=name, leave=False, delay=_LONG if _SOLVER.depth else 0)
+
+
+def expect_products(number: int) -> None:
+    """Set the total of the running solver's bar; if there are more products, it has none."""
+    if _SOLVER.depth == 1:
+        _SOLVER.total = number
+        if _SOLVER.bar is not None:
+            _SOLVER.bar.total = number
 
 
 def count_products(number: int) -> None:

@@ -11,7 +11,7 @@ from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 #: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact

@@ -18,7 +18,7 @@ from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, decompose, identity
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 
 
 @recorded

@@ -14,7 +14,7 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, decompose, invert
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
 from curvlinops.support.arguments import check_number, without_graph
-from curvlinops.support.records import recorded
+from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 

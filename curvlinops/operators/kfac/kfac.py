@@ -46,7 +46,7 @@ from curvlinops.risk.data import Batch, Batches
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count
-from curvlinops.support.records import read_state, write_state
+from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 P = ParamSpec("P")

@@ -18,7 +18,7 @@ from curvlinops.losses import Loss
 from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.support.records import metadata_of, read, write
+from curvlinops.support.serialization import metadata_of, read, write
 
 #: The format of saved factors. It changes when older files cannot be read any more.
 FORMAT = "Kronecker factors 9"

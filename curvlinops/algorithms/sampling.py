@@ -17,11 +17,13 @@ from typing import (
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.callbacks import Callback, Iteration
 from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix
 from curvlinops.algorithms.solver import solves
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
+from curvlinops.support.progress import expect_products
 from curvlinops.support.rng import read_generator
 from curvlinops.support.warnings import warn
 
@@ -54,6 +56,7 @@ class RandomOptions(TypedDict, total=False):
     chunk_size: int | None
     seed: int | None
     generator: torch.Generator | None
+    callback: Callback
 
 
 class SamplingOptions(RandomOptions, total=False):
@@ -94,6 +97,7 @@ class Sampler:
         chunk_size: Number of vectors that are multiplied at once.
         seed: Seed of the generator.
         generator: The source of random numbers.
+        callback: A function that is called after each block of random vectors.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -110,12 +114,13 @@ class Sampler:
         chunk_size: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
+        callback: Callback = None,
     ):
         check_choice("distribution", distribution, ("rademacher", "gaussian", "normal", "sphere"))
         if rtol is not None and not 0 < rtol < 1:
             raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
         self.matrix, self.distribution, self.dim = matrix, distribution, matrix.shape[1]
-        self.rtol, self.return_error = rtol, return_error
+        self.rtol, self.return_error, self._callback = rtol, return_error, callback
         if chunk_size is None:
             chunk_size = max(_BLOCK // max(held * self.dim * matrix.dtype.itemsize, 1), 1)
         self.chunk_size = check_count("chunk_size", chunk_size)
@@ -143,6 +148,8 @@ class Sampler:
     def num_vectors(self, num_matvecs: int, cost: int = 1, error_needs: int = 2) -> int | None:
         """Return the number of random vectors, or ``None`` if D products are allowed.
 
+        The progress bar then expects their products.
+
         Args:
             num_matvecs: The largest number of products.
             cost: The number of products for each random vector.
@@ -154,7 +161,37 @@ class Sampler:
         fewest = error_needs if self.return_error else 1
         at_least = max(min(cost * fewest, self.dim), 1)
         num = check_count("num_matvecs", num_matvecs, at_least)
-        return None if num >= self.dim else num // cost
+        is_exact = num >= self.dim
+        expect_products(self.dim if is_exact else num // cost * cost)
+        return None if is_exact else num // cost
+
+    def stops(self, iteration: int, values: Tensor) -> bool:
+        """Call the callback after a block of random vectors; return whether it stops.
+
+        Args:
+            iteration: The number of blocks so far.
+            values: The estimate so far, or Ritz values.
+        """
+        if self._callback is None:
+            return False
+        products = self.matrix.num_products
+        return bool(
+            self._callback(Iteration(iteration=iteration, num_products=products, values=values))
+        )
+
+    def mean(
+        self, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor | Estimate:
+        """Average ``terms(X, A X)`` over random vectors X; add up over unit vectors if allowed.
+
+        Args:
+            num_matvecs: The largest number of products.
+            terms: Takes vectors ``[D, K]`` and their products; returns terms ``[..., K]``.
+        """
+        num, mean = self.num_vectors(num_matvecs), RunningMean()
+        if num is None:
+            return self.exact(terms)
+        return self.run(num, lambda X: mean.update(terms(X, self.matrix @ X)))
 
     def exact(self, terms: Callable[[Tensor, Tensor], Tensor]) -> Tensor | Estimate:
         """Add up terms over all unit vectors.
@@ -168,6 +205,7 @@ class Sampler:
             rows = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
             rows.diagonal(start).fill_(1.0)
             total = total + terms(rows.T, self.matrix @ rows.T).sum(-1)
+        self.stops(1, total)  # sums over some of the unit vectors are no estimates
         return self._result(total, torch.zeros_like(total))
 
     def run(
@@ -188,9 +226,11 @@ class Sampler:
         size = self.chunk_size if at_once is None else at_once
         size = size if self.rtol is None else min(size, _MIN_SAMPLES)
         ratio = inf
-        for start in range(0, num, size):
+        for iteration, start in enumerate(range(0, num, size), 1):
             stop = min(start + size, num)
             estimate, error = update(self.draw(stop - start))
+            if self.stops(iteration, estimate.to(self.matrix.dtype)):
+                return self._result(estimate, error)
             if self.rtol is not None and stop >= min(_MIN_SAMPLES, num):
                 ratio = _relative(estimate, error)
                 if ratio <= self.rtol:
@@ -205,6 +245,11 @@ class Sampler:
 
     def _result(self, estimate: Tensor, error: Tensor) -> Tensor | Estimate:
         estimate, error = estimate.to(self.matrix.dtype), error.to(self.matrix.dtype)
+        if not bool(estimate.isfinite().all()) or bool(error.isinf().any()):
+            raise ValueError(
+                "The products with the matrix are finite, but the estimate, or its standard error, "
+                f"is too large for {estimate.dtype}. Scale the matrix."
+            )
         return Estimate(estimate, error) if self.return_error else estimate
 
 
@@ -214,7 +259,8 @@ class RunningMean:
     def __init__(self):
         self._count = 0
         self._mean: Tensor | float = 0.0
-        self._squares: Tensor | float = 0.0
+        #: The root of the sum of squared deviations.
+        self._spread = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def update(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Add samples, which lie along the last axis.
@@ -225,20 +271,27 @@ class RunningMean:
         num, mean = samples.shape[-1], samples.mean(-1)
         count = self._count + num
         delta = mean - self._mean
-        # in double precision, which has room for squares
-        squares = double_norm(samples - mean.unsqueeze(-1), -1).square()
-        between = delta.double().square() * (self._count * num / count)
-        self._squares = self._squares + squares + between
+        within = _safe_norm(samples - mean.unsqueeze(-1))
+        between = delta.double() * (self._count * num / count) ** 0.5
+        self._spread = torch.hypot(torch.hypot(self._spread, within), between)
         self._mean, self._count = self._mean + delta * (num / count), count
         if count < 2:
             return self._mean, torch.full_like(self._mean, torch.nan)
-        return self._mean, (self._squares / (count * (count - 1))).sqrt().to(self._mean.dtype)
+        error = self._spread / (count * (count - 1)) ** 0.5
+        return self._mean, error.to(self._mean.dtype)
 
 
 def _relative(estimate: Tensor, error: Tensor) -> float:
     """Return the norm of an error relative to the norm of the estimate."""
-    size, scale = float(double_norm(error)), float(double_norm(estimate))
+    size, scale = (float(_safe_norm(numbers.reshape(-1))) for numbers in (error, estimate))
     return size / scale if scale else size and inf
+
+
+def _safe_norm(x: Tensor) -> Tensor:
+    """Return Euclidean norms along the last axis in float64, without over- or underflow."""
+    largest = x.abs().amax(-1, keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)
+    return double_norm(x / unit, -1) * unit.squeeze(-1).double()
 
 
 def quadratic_forms(X: Tensor, AX: Tensor) -> Tensor:

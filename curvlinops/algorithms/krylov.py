@@ -8,14 +8,16 @@ from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overloa
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
+from curvlinops.algorithms.callbacks import Callback, Iteration
 from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.matrix import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.norms import double_dots, double_norm
+from curvlinops.support.progress import show_residuals
 from curvlinops.support.torch_modes import in_default_modes
 
 #: A larger asymmetry, relative to the matrix's norm, cannot be rounding in single precision.
@@ -63,12 +65,15 @@ class Solution(NamedTuple, Generic[Kind]):
         residuals: True residual norms ``||b - A x||``, ``[K]``, float64.
         iterations: Number of iterations, ``[K]``.
         converged: Whether the tolerance is reached, ``[K]``.
+        history: Residual norms after each iteration, as the recursion computes them,
+            ``[num_iterations, K]``, float64. Those of a system that is solved stay the same.
     """
 
     x: Kind
     residuals: Tensor
     iterations: Tensor
     converged: Tensor
+    history: Tensor
 
 
 class KrylovInverseLinearOperator(TorchLinearOperator):
@@ -82,6 +87,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         damping: Multiple of the identity that is added to ``A``.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
+        callback: A function that is called with an ``Iteration`` after each iteration, for products
+            with the inverse, too. If it returns ``True``, the iteration stops, and the result is
+            the iterate so far, without a warning.
         **options: ``preconditioner``: a symmetric positive definite operator or matrix that
             approximates the inverse; or a function that multiplies a vector by one, from a tensor
             ``[D]`` to a tensor ``[D]``.
@@ -106,6 +114,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         *,
         damping: float = 0.0,
         on_failure: str = "warn",
+        callback: Callback = None,
         **options: Unpack[SolverOptions],
     ):
         self._matrix = Matrix(A, square=True)
@@ -118,6 +127,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
+        self._callback = callback
 
     def _set_options(self, options: dict[str, Any]) -> None:
         """Set the given options, and all others to their defaults."""
@@ -140,14 +150,14 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
 
     def _improve(
-        self, A: "DampedMatrix", X: Tensor, iterations: Tensor, systems: "Systems", budget: int
+        self, A: "DampedMatrix", X: Tensor, log: "IterationLog", systems: "Systems", budget: int
     ) -> None:
         """Add approximate solutions of ``(A + damping I) dX = R`` to rows of X, in place.
 
         Args:
             A: The damped matrix and the preconditioner.
             X: The solutions of all systems so far, ``[K, D]``.
-            iterations: Number of iterations of each system, ``[K]``, updated in place.
+            log: Takes each iteration; the iteration ends if it says so.
             systems: The systems that have not reached their goal.
             budget: Largest number of iterations.
         """
@@ -170,7 +180,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             x0: Start of the iteration: one vector, or one for each right-hand side.
 
         Returns:
-            The named tuple ``(x, residuals, iterations, converged)``.
+            The named tuple ``(x, residuals, iterations, converged, history)``.
 
         Raises:
             ValueError: If a right-hand side requires gradients; only products have derivatives.
@@ -192,8 +202,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         X, *_ = self._solve(self.domain.join(columns), self._x0)
         return self.codomain.split(X)
 
-    def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Solve for rows ``[K, D]``; return solutions, residuals, iterations, converged."""
+    def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
+        """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""
         with solver(type(self).__name__, self):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
@@ -216,11 +226,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
             residuals = double_norm(R, 1)
-            iterations = torch.zeros(len(B), dtype=torch.int64, device=B.device)
+            log = IterationLog(A, residuals, self._callback)
             rounding = 100 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
             R = R[index]
-            while len(index) and (done := int(iterations.max())) < self.maxiter:
+            while len(index) and (done := int(log.iterations.max())) < self.maxiter:
                 before = residuals[index]
                 # the recursion drifts, hence a margin; rounding limits what one run can gain
                 target = (0.9 * goal[index]).maximum(rounding * before)
@@ -228,18 +238,21 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 # a restart takes at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
                 candidate = X.clone()
-                self._improve(A, candidate, iterations, systems, budget)
+                self._improve(A, candidate, log, systems, budget)
                 R = B[index] - A.multiply(candidate[index])
                 after = double_norm(R, 1)
-                better = after < before
+                better = (after < before) | log.has_stopped
                 improved = index[better]
                 X[improved], residuals[improved] = candidate[improved], after[better]
+                if log.has_stopped:
+                    break
                 # a residual that does not halve is as small as rounding allows
                 going = (after > goal[index]) & (after < before / 2)
                 index, R = index[going], R[going]
             converged = residuals <= goal
-            self._report(converged, residuals / sizes, iterations)
-            return X, residuals, iterations, converged
+            if not log.has_stopped:
+                self._report(converged, residuals / sizes, log.iterations)
+            return X, residuals, log.iterations, converged, log.history()
 
     def _report(self, converged: Tensor, relative: Tensor, iterations: Tensor) -> None:
         if not bool(converged.all()):
@@ -261,6 +274,9 @@ class DampedMatrix:
         damping: Multiple of the identity that is added to A.
         preconditioner: Approximates the inverse. ``None``: the identity.
         method: The name of the method, for error messages.
+
+    Attributes:
+        num_products: Number of rows multiplied so far.
     """
 
     def __init__(
@@ -273,6 +289,7 @@ class DampedMatrix:
         self._matrix, self._damping, self._method = matrix, damping, method
         self._preconditioner = preconditioner
         self._last: tuple[Tensor, Tensor] | None = None
+        self.num_products = 0
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Multiply rows ``[K, D]`` by ``A + damping I``.
@@ -280,6 +297,7 @@ class DampedMatrix:
         Raises:
             ValueError: If products show that the matrix is not symmetric.
         """
+        self.num_products += len(rows)
         out = (self._matrix @ rows.T).T.contiguous()
         if self._damping:
             out = out.add(rows, alpha=self._damping)
@@ -321,6 +339,52 @@ class Systems(SimpleNamespace):
         """Keep the systems for which ``going`` is true."""
         if not bool(going.all()):
             vars(self).update({name: tensor[going] for name, tensor in vars(self).items()})
+
+
+class IterationLog:
+    """Records the iterations of a solver, and calls the user's callback after each.
+
+    Args:
+        A: Counts the products.
+        residuals: Residual norms of all K systems before the first iteration, ``[K]``.
+        callback: See ``KrylovInverseLinearOperator``.
+
+    Attributes:
+        iterations: Number of iterations of each system, ``[K]``.
+        has_stopped: Whether the callback has stopped the iteration.
+    """
+
+    def __init__(self, A: DampedMatrix, residuals: Tensor, callback: Callback):
+        self._A, self._callback = A, callback
+        self._residuals = [residuals]
+        self.iterations = torch.zeros_like(residuals, dtype=torch.int64)
+        self.has_stopped = False
+
+    def add(self, X: Tensor, systems: Systems, residuals: Tensor) -> bool:
+        """Record an iteration; return whether the callback stops.
+
+        Args:
+            X: The solutions of all systems so far, ``[K, D]``.
+            systems: The systems of this iteration.
+            residuals: The residual norms of these systems.
+        """
+        self.iterations[systems.index] += 1
+        current = self._residuals[-1].index_copy(0, systems.index, residuals)
+        self._residuals.append(current)
+        show_residuals((residuals, systems.goal))
+        if self._callback is not None:
+            state = Iteration(
+                iteration=len(self._residuals) - 1,
+                num_products=self._A.num_products,
+                residuals=current,
+                iterate=X.T.clone(),  # X changes in place
+            )
+            self.has_stopped = bool(self._callback(state))
+        return self.has_stopped
+
+    def history(self) -> Tensor:
+        """Return the residual norms after each iteration, ``[num_iterations, K]``."""
+        return torch.stack(self._residuals)[1:]
 
 
 def add_scaled(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:

@@ -1,0 +1,239 @@
+"""Callbacks of solvers and estimators, histories of residuals, and totals of progress bars."""
+
+import re
+import warnings
+
+import problems
+import pytest
+import torch
+from torch import Tensor
+
+import curvlinops as C
+
+GENERATOR = torch.Generator().manual_seed(0)
+B = torch.randn(30, 3, dtype=torch.float64, generator=GENERATOR)
+Q = torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64, generator=GENERATOR)).Q
+A = (Q * torch.linspace(0.1, 1.0, 30, dtype=torch.float64)) @ Q.T
+#: A preconditioner that is not symmetric.
+P = torch.eye(30, dtype=torch.float64) + 0.02 * Q
+
+
+def neumann(A: object, **options: object) -> C.NeumannInverseLinearOperator:
+    return C.NeumannInverseLinearOperator(A, 60, preconditioner=P, **options)
+
+
+#: Calls whose results are the field ``iterate``. The right-hand sides are the columns of ``B``.
+SOLVERS = {
+    "CG": lambda A, **o: C.CGInverseLinearOperator(A, **o) @ B,
+    "CG, one column": lambda A, **o: (C.CGInverseLinearOperator(A, **o) @ B[:, 0])[:, None],
+    "CG, restarts": lambda A, **o: C.CGInverseLinearOperator(A, rtol=1e-15, **o) @ B,
+    "MINRES": lambda A, **o: C.MINRESInverseLinearOperator(A, **o) @ B,
+    "Neumann": lambda A, **o: neumann(A, **o) @ B,
+    "Neumann, adjoint": lambda A, **o: neumann(A, **o).T @ B,
+}
+#: Calls whose results are the field ``values``.
+SAMPLING = {"seed": 0, "chunk_size": 2}
+ESTIMATORS = {
+    "hutchinson_trace": lambda A, **o: C.hutchinson_trace(A, 8, **SAMPLING, **o),
+    "hutchinson_diag": lambda A, **o: C.hutchinson_diag(A, 8, **SAMPLING, **o),
+    "hutchinson_squared_fro": lambda A, **o: C.hutchinson_squared_fro(A, 8, **SAMPLING, **o),
+    "hutchpp_trace": lambda A, **o: C.hutchpp_trace(A, 24, **SAMPLING, **o),
+    "xtrace": lambda A, **o: C.xtrace(A, 24, **SAMPLING, **o),
+    "xdiag, rtol": lambda A, **o: C.xdiag(A, 28, rtol=1e-5, **SAMPLING, **o),
+    "xnystrace, rtol": lambda A, **o: C.xnystrace(A, 20, rtol=1e-5, **SAMPLING, **o),
+    "trace_function": lambda A, **o: C.trace_function(A, torch.exp, 5, 8, **SAMPLING, **o),
+    "lanczos_logdet": lambda A, **o: C.lanczos_logdet(A, 20, 8, **SAMPLING, **o),
+    "exact": lambda A, **o: C.hutchinson_trace(A, 30, **SAMPLING, **o),
+}
+CALLS = SOLVERS | ESTIMATORS
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+def run(name: str, matrix: object, callback: C.algorithms.callbacks.Callback = None) -> Tensor:
+    """Return the result of a call, which need not reach its tolerance."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", C.ConvergenceWarning)
+        return CALLS[name](matrix, callback=callback)
+
+
+def result_of(name: str, state: C.Iteration) -> Tensor:
+    return state.iterate if name in SOLVERS else state.values
+
+
+class Counting(C.TorchLinearOperator):
+    """The matrix A; it counts the vectors that it multiplies."""
+
+    def __init__(self):
+        super().__init__(C.ParameterSpace.flat(30, torch.float64, torch.device("cpu")))
+        self.num_products = 0
+
+    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.num_products += len(columns[""])
+        return {"": columns[""] @ A}
+
+    _apply_adjoint = _apply
+
+
+@each_call
+def test_called_after_each_iteration(name: str):
+    counting, seen, products = Counting(), [], []
+
+    def callback(state: C.Iteration) -> None:
+        seen.append(state)
+        products.append(counting.num_products)
+
+    result = run(name, counting, callback)
+    assert [state.iteration for state in seen] == list(range(1, len(seen) + 1))
+    assert len(seen) > 1 or name in ("xtrace", "exact")
+    assert [state.num_products for state in seen] == products == sorted(set(products))
+    assert torch.equal(run(name, Counting()), result)
+    if name != "CG, restarts":  # the last restart may gain nothing
+        assert torch.equal(result_of(name, seen[-1]), result)
+
+
+@each_call
+def test_true_stops(name: str):
+    everything, seen = [], []
+    run(name, A, everything.append)
+    stop = min(2, len(everything))
+
+    def callback(state: C.Iteration) -> Tensor:
+        seen.append(state)
+        return torch.tensor(state.iteration == stop)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = CALLS[name](A, callback=callback)
+    assert len(seen) == stop and torch.equal(result, result_of(name, seen[-1]))
+    for state, same in zip(seen, everything, strict=False):  # later iterations change no state
+        assert torch.equal(result_of(name, state), result_of(name, same))
+
+
+@pytest.mark.parametrize("inverse", [C.CGInverseLinearOperator, C.MINRESInverseLinearOperator])
+@pytest.mark.parametrize("rtol", [1e-5, 1e-15])
+def test_history_of_residuals(inverse: type, rtol: float):
+    seen, X0 = [], torch.ones(30, dtype=torch.float64)
+    columns = torch.cat([B, A[:, :1], 0 * B[:, :1]], dim=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", C.ConvergenceWarning)
+        solution = inverse(A, rtol=rtol, x0=X0, callback=seen.append).solve(columns)
+    assert torch.equal(solution.history, torch.stack([state.residuals for state in seen]))
+    assert solution.history.shape == (len(seen), 5) and solution.history.dtype == torch.float64
+    true = torch.stack([(columns - A @ state.iterate).norm(dim=0) for state in seen])
+    torch.testing.assert_close(solution.history, true, rtol=1e-4, atol=1e-13)
+    assert inverse(A).solve(0 * columns).history.shape == (0, 5)
+
+
+def test_stopped_where_the_residual_has_grown():
+    matrix = torch.diag(torch.tensor([1.0, 1000.0]))
+    b, seen = torch.tensor([1.0, 0.03]), []
+
+    def callback(state: C.Iteration) -> bool:
+        seen.append(state)
+        return True
+
+    solution = C.CGInverseLinearOperator(matrix, callback=callback).solve(b)
+    assert torch.equal(solution.x, seen[0].iterate[:, 0]) and not solution.converged
+    assert float(solution.residuals) > 10 * float(b.norm())
+    torch.testing.assert_close(solution.residuals, seen[0].residuals, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_densities(log: bool):
+    function = C.lanczos_approximate_log_spectrum if log else C.lanczos_approximate_spectrum
+    options, seen = {"seed": 0, "return_error": True, "chunk_size": 2}, []
+    full = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=seen.append, **options)
+    assert [state.num_products for state in seen] == [12, 24, 30]
+    assert [tuple(state.values.shape) for state in seen] == [(2, 6), (2, 6), (1, 6)]
+    again = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), **options)
+    assert all(map(torch.equal, full, again))
+    stopped = function(
+        A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=lambda s: s.iteration == 2, **options
+    )
+    first = function(A, 6, num_repeats=4, boundaries=(0.05, 1.05), **options)
+    assert all(map(torch.equal, stopped, first))
+    # no search for the ends, which needs more products
+    counting = Counting()
+    function(counting, 3, boundaries_tol=1e-8, callback=lambda _: True, seed=0)
+    assert counting.num_products == 3
+    function(counting, 3, boundaries_tol=1e-8, seed=0)
+    assert counting.num_products > 10
+
+
+@pytest.fixture
+def G() -> C.GGNLinearOperator:
+    p = problems.make("mlp-ce-mean")
+    return C.GGNLinearOperator(p.model, p.loss, p.params, p.data, progressbar=True).damped(0.5)
+
+
+def fail(state: C.Iteration) -> None:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda G, b, callback: C.hutchinson_trace(G, 8, seed=0, callback=callback),
+        lambda G, b, callback: C.lanczos_approximate_spectrum(G, 4, seed=0, callback=callback)[1],
+        lambda G, b, callback: C.CGInverseLinearOperator(G, callback=callback) @ b,
+        lambda G, b, callback: C.MINRESInverseLinearOperator(G, callback=callback).solve(b).x,
+        lambda G, b, callback: (
+            C.NeumannInverseLinearOperator(G, 3, 0.5, rtol=1, callback=callback) @ b
+        ),
+    ],
+)
+def test_linearized_and_errors(call: object, G: C.TorchLinearOperator, capsys):
+    b = torch.ones(G.shape[0], 2, dtype=G.torch_dtype)
+    product = G @ b
+    expected, inside = call(G, b, None), []
+    capsys.readouterr()
+    with pytest.raises(KeyError, match="mine"):
+        call(G, b, fail)
+    with G.linearized():
+        with pytest.raises(KeyError, match="mine"):
+            call(G, b, fail)
+        found = call(G, b, lambda state: inside.append(G @ b))
+    for other in (found, call(G, b, None)):
+        torch.testing.assert_close(other, expected)
+    for same in inside:
+        torch.testing.assert_close(same, product)
+    assert inside
+    capsys.readouterr()
+    C.hutchinson_trace(G, 8, seed=0)
+    assert "hutchinson_trace: 100%" in capsys.readouterr().err
+
+
+#: Calls, and the numbers of products at the end of their bars and in total.
+BARS = {
+    "hutchinson_trace": (lambda G: C.hutchinson_trace(G, 8), 8, 8),
+    "hutchinson_trace exact": (lambda G: C.hutchinson_trace(G, 10**6), None, None),
+    "hutchpp_trace": (lambda G: C.hutchpp_trace(G, 14), 12, 12),
+    "xtrace": (lambda G: C.xtrace(G, 9), 8, 8),
+    "xnystrace": (lambda G: C.xnystrace(G, 9), 9, 9),
+    "xdiag rtol": (lambda G: C.xdiag(G, 26, rtol=0.99, seed=0), 16, 26),
+    "lanczos_logdet": (lambda G: C.lanczos_logdet(G, 4, 5), 20, 20),
+    "approximate_spectrum": (
+        lambda G: C.lanczos_approximate_spectrum(G, 5, 9, 3, boundaries=(0, 9)),
+        15,
+        15,
+    ),
+    "to_dense": (lambda G: G.to_dense(), None, None),
+}
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_bars_know_their_total(name: str, G: C.TorchLinearOperator, capsys):
+    call, done, total = BARS[name]
+    capsys.readouterr()
+    call(G)
+    expected = (done or G.shape[0], total or G.shape[0])
+    (line,) = capsys.readouterr().err.removesuffix("\n").split("\n")
+    shown = re.search(r"(\w+): +\d+%.*\| (\d+)/(\d+) \[.* products/s\]$", line.split("\r")[-1])
+    assert shown[1] == name.split()[0] and (int(shown[2]), int(shown[3])) == expected
+
+
+def test_no_total_where_it_is_exceeded(G: C.TorchLinearOperator, capsys):
+    capsys.readouterr()
+    C.lanczos_approximate_spectrum(G, 3, boundaries_tol=1e-8, seed=0)  # searches for the ends
+    line = capsys.readouterr().err.split("\r")[-1]
+    assert int(re.match(r"approximate_spectrum: (\d+) products \[", line)[1]) > 3
