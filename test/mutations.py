@@ -47,7 +47,9 @@ TESTS = {
         place patches layers kfac per_sample::test_norms_gram_and_moments batch_axis
         unusual_models shared_uses""",
     "structured": "structured norms kfac_inverse saving",
-    "algorithms": "matrix submatrix spectrum estimators inverses eigsh callbacks scale_of_numbers algebra_linearized",
+    "algorithms": """
+        matrix submatrix spectrum estimators inverses eigsh callbacks scale_of_numbers
+        algebra_linearized""",
     "operators": """
         contract::test_linearized contract::test_linear_and_adjoint contract::test_blocks
         contract::test_independent_of_batches contract::test_independent_of_chunks errors
