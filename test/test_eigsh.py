@@ -1,6 +1,7 @@
 """Eigenpairs: against dense linear algebra, on spectra of all kinds, and against scipy."""
 
 import pickle
+import warnings
 
 import matrices
 import numpy as np
@@ -344,3 +345,19 @@ def test_without_convergence():
 def test_errors(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         eigsh(**({"A": matrices.large("power")} | arguments))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ncv", [8, 12, 20])
+def test_searches_that_end_early_are_never_wrong_in_silence(ncv: int, seed: int):
+    """Without restarts, a matrix of low rank is not searched to the end."""
+    values = torch.zeros(60, dtype=torch.float64)
+    values[:2] = torch.tensor([1.0, 2.0])
+    Q = torch.linalg.qr(
+        torch.randn(60, 60, generator=torch.Generator().manual_seed(seed)).double()
+    ).Q
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = eigsh(Q * values @ Q.T, 4, "LM", ncv=ncv, maxiter=0, seed=seed).eigenvalues
+    expected = torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+    assert caught or torch.allclose(found, expected, atol=1e-10)

@@ -151,8 +151,8 @@ def eigsh(
     if num_missed:
         fail(
             f"eigsh: after {matrix.num_products} products {num_missed} of {k} pairs have not "
-            f"converged, residuals reach {float(pairs.residuals.max()):.1e}. Allow a larger ncv, "
-            "maxiter or tol.",
+            f"converged, or may not be the wanted ones; residuals reach "
+            f"{float(pairs.residuals.max()):.1e}. Allow a larger ncv, maxiter or tol.",
             on_failure,
         )
     vectors = basis.combine(pairs.vectors)
@@ -265,7 +265,8 @@ def thick_restart_lanczos(
         observe: Called with the basis and the wanted pairs at each check. True ends the search.
 
     Returns:
-        The basis; the k wanted pairs, by ascending value; the number of pairs that miss their goal.
+        The basis; the k wanted pairs, by ascending value; the number of pairs that miss their goal,
+        or may not be the wanted ones.
     """
     basis = LanczosBasis(matrix, start, ncv, generator)
     restarts = checked = 0
@@ -283,9 +284,8 @@ def thick_restart_lanczos(
             found = pairs.select(wanted)
             num_missed = int((~converged[wanted]).sum())
             show_residuals((found.couplings, allowed[wanted]))
-            has_ended = basis.size == matrix.shape[0] or (is_full and restarts == maxiter)
             stopped = observe is not None and observe(basis, found)
-            if stopped or (len(wanted) == k and has_ended):
+            if stopped or (len(wanted) == k and basis.size == matrix.shape[0]):
                 return basis, found, 0 if stopped else num_missed
             is_converged = len(wanted) == k and num_missed == 0
             if is_converged and not basis.is_deficient:
@@ -294,6 +294,9 @@ def thick_restart_lanczos(
             if not is_open:
                 locked = pairs.is_locked.nonzero()[:, 0]
                 return basis, pairs.select(locked[_best(pairs.values[locked], k, which)]), 0
+            if len(wanted) == k and is_full and restarts == maxiter:
+                # if all have converged, there may be better ones in the space that was not seen
+                return basis, found, max(num_missed, 1)
             if is_converged and gained and basis.num_pending:
                 checked = 0
                 most = ncv if ncv == matrix.shape[0] else min((k + ncv) // 2, ncv - 2)
