@@ -136,7 +136,7 @@ class BatchProblem:
 
     def _note_functions(self, nodes: list[Any], output: Tensor) -> None:
         """Note the user's own autograd functions in the graph of an output."""
-        if found := custom_functions(nodes):
+        if (found := custom_functions(nodes)) or self._risk.facts.hooks:
             self._custom |= found
             self._signature = hash((self._signature, signature(nodes)))
             self.precisions |= precisions(nodes, output)

@@ -9,7 +9,7 @@ import scipy
 import torch
 
 #: Where warnings are not attributed to: this package, what calls it on behalf of the user, context
-#: managers that decorate functions of this package, and constructors that dataclasses generate.
+#: managers, and constructors that dataclasses generate.
 _LIBRARIES = (
     *(str(Path(file).parent) for file in (Path(__file__).parent, scipy.__file__, torch.__file__)),
     contextlib.__file__,

@@ -184,7 +184,7 @@ def numbers(result: Any) -> dict[str, Tensor]:
 
 
 class ForwardPasses:
-    """Counts the calls of a model, without hooks: operators keep no graphs if there are hooks."""
+    """Counts the calls of a model, without hooks, which would be a part of the model."""
 
     def __init__(self, model: Callable):
         self.count = 0

@@ -109,7 +109,7 @@ def peak_memory(run: Callable[[], object], device: str) -> int:
 class Counter(TorchDispatchMode):
     """Counts the floating-point operations of matrix products and convolutions.
 
-    PyTorch's own mode hooks all modules, and operators use no kept graph if there are hooks.
+    PyTorch's own mode hooks all modules, which would be a part of the model.
     """
 
     def __init__(self):
