@@ -29,20 +29,21 @@ def loss_hessian_matrix_sqrt(
     "sum" and 1/C for "mean": MSELoss has ``S = sqrt(2 k) I``; CrossEntropyLoss has
     ``S = sqrt(s) (diag(sqrt p) - p sqrt(p)^T)`` for ``p = softmax(f)`` and the weight s of the
     target (0 where ignored); BCEWithLogitsLoss has
-    ``S = sqrt(k w) diag(sqrt(sigmoid(f) (1 - sigmoid(f))))``.
+    ``S = sqrt(k w) diag(sqrt(sigmoid(f) (1 - sigmoid(f))))``; BCELoss of probabilities f has
+    ``S = sqrt(k w) diag(sqrt(y / f^2 + (1 - y) / (1 - f)^2))`` for targets y.
 
     Args:
         output_one_datum: The model's output, ``[1, C]``.
         target_one_datum: The target, of the shape that the loss expects for one datum.
-        loss_func: MSELoss, CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss, HuberLoss or
-            SmoothL1Loss.
+        loss_func: MSELoss, CrossEntropyLoss, BCEWithLogitsLoss, BCELoss, PoissonNLLLoss, HuberLoss
+            or SmoothL1Loss.
 
     Returns:
         S, of shape ``[C, C]``.
 
     Raises:
         ValueError: If the output is not of shape ``[1, C]``, the target does not fit, or the
-            Hessian is indefinite or not finite.
+            Hessian is indefinite, infinite or NaN.
         NotImplementedError: If the loss has no closed form.
     """
     output = output_one_datum.detach()

@@ -44,8 +44,8 @@ TESTS = {
         losses custom_functions errors contract::test_samples_are_unbiased
         contract::test_equals_dense_reference""",
     "layers": """
-        place patches layers kfac per_sample::test_norms_gram_and_moments batch_axis
-        unusual_models shared_uses""",
+        place patches kronecker_factors layers kfac per_sample::test_norms_gram_and_moments
+        batch_axis unusual_models shared_uses""",
     "structured": "structured norms kfac_inverse saving",
     "algorithms": """
         matrix submatrix spectrum estimators inverses eigsh callbacks scale_of_numbers

@@ -8,9 +8,12 @@ from contract import error
 from test_layers import rows_in_batches
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from curvlinops import (
+    EFLinearOperator,
     EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
@@ -122,17 +125,13 @@ def test_adapters_before_and_after_their_first_step(shape: tuple[int, int]):
         K = KFACLinearOperator(model, loss, params, data, kfac_approx=approx)
         return K.input_covariances["down"]
 
-    for step in range(2):
+    for _ in range(2):
         assert error(A.dense(), rows_in_batches(model, data, loss, params)) <= 1e-12
         assert not A.fallbacks
         x = torch.cat([X.flatten(0, 1) for X, _ in data])
         assert error(inputs("expand"), covariance(x)) <= 1e-12
-        if step or shape[0] == 1:
-            x = torch.cat([X.mean(1) for X, _ in data])
-            assert error(inputs("reduce"), covariance(x)) <= 1e-12
-        else:
-            with pytest.raises(NotImplementedError, match="rows have no gradient"):
-                inputs("reduce")
+        x = torch.cat([X.mean(1) for X, _ in data])
+        assert error(inputs("reduce"), covariance(x)) <= 1e-12
         nn.init.normal_(model.up.weight)
 
 
@@ -178,9 +177,10 @@ def test_batches_without_a_gradient():
     model, x, y = TimeFirst().double(), torch.randn(6, 3, 3).double(), torch.randn(6, 2).double()
     x[:, 0, 0] = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
     data = [(x[:3], y[:3]), (x[3:], y[3:])]
-    with pytest.raises(NotImplementedError, match="rows have no gradient"):
-        factors(model, data[:1], "reduce").trace()
-    for batches in (data, data[::-1], [(x, y)]):
+    for batches in (data[:1], data):
+        with pytest.raises(NotImplementedError, match="rows have no gradient"):
+            factors(model, batches, "reduce").trace()
+    for batches in (data[::-1], [(x, y)]):
         K = factors(model, batches, "expand")
         torch.testing.assert_close(K.input_covariances["embed"], covariance(x.flatten(0, 1)))
         K = factors(model, batches, "reduce")
@@ -363,3 +363,247 @@ def test_other_operations_where_tokens_of_a_sample_interact():
     params, loss = list(model.parameters()), nn.CrossEntropyLoss()
     K = KFACLinearOperator(model, loss, params, data, check_deterministic=False)
     assert error(K.input_covariances["token"], covariance(x.flatten(0, 1))) <= 1e-12
+
+
+# --- rows of the output that are tokens of samples
+
+
+class Tokens(nn.Module):
+    """A layer for each token, with or without interaction, and outputs for each token."""
+
+    def __init__(self, interact: bool, flat: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.norm, self.interact, self.flat = nn.LayerNorm(5), interact, flat
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        h = h + h.cumsum(1) if self.interact else h
+        out = self.head(h)
+        return out.flatten(0, 1) if self.flat else out.movedim(-1, 1)
+
+
+def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
+    """Return the arguments of operators, of a model with flat outputs or without."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(6, 7), (2, 7)]
+    X = [torch.randn(*shape, 4, generator=generator).double() for shape in shapes]
+    y = [torch.randint(3, shape, generator=generator) for shape in shapes]
+    y = [labels.flatten() for labels in y] if flat else y
+    model = Tokens(interact, flat)
+    loss = nn.CrossEntropyLoss(reduction=mean)
+    return model, loss, list(model.parameters()), list(zip(X, y, strict=True))
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+@pytest.mark.parametrize("fisher_type", ["empirical", "type-2"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("interact", [False, True])
+def test_factors_of_flattened_tokens(kind: type, fisher_type: str, approx: str, interact: bool):
+    options = {"fisher_type": fisher_type, "kfac_approx": approx}
+    expected = kind(*tokens(interact, flat=False), **options).to_dense()
+    for more in ({}, {"batch_size_fn": len}):
+        found = kind(*tokens(interact, flat=True), **options, **more).to_dense()
+        assert error(found, expected) <= 1e-9
+
+
+@pytest.mark.parametrize("mean", ["mean", "sum"])
+@pytest.mark.parametrize("interact", [False, True])
+def test_samples_of_flattened_tokens(interact: bool, mean: str):
+    flat, plain = tokens(interact, True, mean), tokens(interact, False, mean)
+    rows, expected = (PerSampleGradientLinearOperator(*arguments) for arguments in (flat, plain))
+    assert rows.shape[0] == 8
+    assert error(rows.dense(), expected.dense()) <= 1e-10
+    assert error(rows.norms(), expected.norms()) <= 1e-10
+    assert error(rows.T @ torch.ones(8).double(), expected.dense().sum(0)) <= 1e-10
+    by_term = [PerSampleGradientLinearOperator(*a, terms="term") for a in (flat, plain)]
+    assert by_term[0].shape[0] == 56
+    assert error(by_term[0].dense(), by_term[1].dense()) <= 1e-10
+    fisher = [EFLinearOperator(*a, terms="sample").to_dense() for a in (flat, plain)]
+    assert error(*fisher) <= 1e-10
+    with EFLinearOperator(*flat, terms="sample").linearized():
+        assert error(EFLinearOperator(*flat, terms="sample").to_dense(), fisher[0]) <= 1e-10
+    diagonals = [GGNDiagonalLinearOperator(*a).diagonal() for a in (flat, plain)]
+    assert error(*diagonals) <= 1e-10
+
+
+def test_flattened_tokens_without_rules():
+    """Samples are cut one by one, each with all of its tokens."""
+
+    class Scaled(Tokens):
+        def __init__(self):
+            super().__init__(interact=True, flat=True)
+            self.scale = nn.Parameter(torch.randn(3, 3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.solve(self.scale, super().forward(x).unsqueeze(-1))[..., 0]
+
+    model, (_, loss, _, data) = Scaled(), tokens(True, True)
+    params = [model.scale, model.head.bias]
+    A = PerSampleGradientLinearOperator(model, loss, params, data)
+    rows = []
+    for X, y in data:
+        for x, labels in zip(X, y.reshape(len(X), -1), strict=True):
+            value = nn.functional.cross_entropy(model(x.unsqueeze(0)), labels, reduction="sum")
+            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, params)]))
+    assert error(A.dense(), torch.stack(rows)) <= 1e-10
+    assert list(A.fallbacks) == ["scale"]
+
+
+def test_tokens_of_unequal_number_are_refused():
+    model, loss, params, [(X, y), _] = tokens(False, True)
+
+    class Ragged(nn.Module):
+        """Drops a token of a batch of three samples."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[: len(x) * 7 - (len(x) == 3)]
+
+    data = [(X, y), (X[:3], y[:20])]
+    with pytest.raises(ValueError, match="20 rows for 3 samples"):
+        KFACLinearOperator(Ragged(), loss, params, data, kfac_approx="reduce").trace()
+
+
+# --- rows without a gradient
+
+
+def test_biases_and_dead_layers_need_no_samples():
+    """The bias of a dead layer, whose rows might be any sample's, has a zero block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Flatten(1), nn.Linear(16, 5)).double()
+    with torch.no_grad():
+        model[0].weight.zero_(), model[0].bias.fill_(-1.0)
+    X, y = torch.randn(2, 8, 3).double(), torch.tensor([0, 1])
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        options = {"fisher_type": "type-2", "kfac_approx": "reduce"}
+        arguments = model, nn.CrossEntropyLoss(), list(model[0].parameters()), [(X, y)]
+        K = kind(*arguments, **options)
+        assert K.trace() == 0
+        torch.testing.assert_close(K.input_covariances["0"], covariance(X.mean(1)))
+
+
+def test_biases_of_half_dead_layers_need_no_samples():
+    """Only the rows (0, 0) and (1, 1) have a gradient: an axis of samples is not evident."""
+
+    class HalfDead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.eye(2, dtype=x.dtype).unsqueeze(-1)
+            return self.head((torch.tanh(self.layer(x)) * mask).sum(1))
+
+    model, X, y = HalfDead().double(), torch.randn(2, 2, 3).double(), torch.randn(2, 2).double()
+    arguments = model, nn.MSELoss(reduction="sum")
+    options = {"fisher_type": "empirical", "kfac_approx": "reduce"}
+    K = KFACLinearOperator(*arguments, [model.layer.bias], [(X, y)], **options)
+    grads = rows_in_batches(model, [(X, y)], arguments[1], [model.layer.bias])
+    assert error(K.to_dense(), grads.T @ grads) <= 1e-10
+    with pytest.raises(NotImplementedError, match="rows have no gradient"):
+        KFACLinearOperator(*arguments, [model.layer.weight], [(X, y)], **options).trace()
+
+
+def test_rows_of_packed_sequences_are_no_tokens_of_samples():
+    """They are ordered by time: neighboring rows belong to different sequences."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            return torch.tanh(self.layer(x.data))
+
+    model, y = Packed().double(), torch.randn(9, 3).double()
+    X = pack_sequence([torch.randn(n, 4).double() for n in (4, 3, 2)])
+    loss, params = nn.MSELoss(reduction="sum"), list(model.parameters())
+    A = PerSampleGradientLinearOperator(model, loss, params, [(X, y)])
+    assert error(A.dense(), rows_in_batches(model, [(X, y)], loss)) <= 1e-12
+
+
+# --- a first axis of X that numbers no samples
+
+
+class TimeMajor(nn.Module):
+    """Sequences ``[T, N, d]``, as recurrent layers take them by default; outputs ``[N, C]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.RNN(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0].mean(0))
+
+
+class Selecting(nn.Module):
+    """Returns the rows of some positions, as models of masked tokens do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(self.layer(x["x"]))[x["mask"]]
+
+
+def test_time_major_inputs_are_no_samples():
+    torch.manual_seed(0)
+    model, loss = TimeMajor().double(), nn.CrossEntropyLoss()
+    data = [(torch.randn(3, n, 4).double(), torch.randint(3, (n,))) for n in (6, 3, 4)]
+    params = list(model.parameters())
+    rows = rows_in_batches(model, data, loss)
+    A = PerSampleGradientLinearOperator(model, loss, params, data)
+    assert A.shape[0] == 13 and error(A.dense(), rows) <= 1e-10
+    E = EFLinearOperator(model, loss, params, data, terms="sample")
+    assert error(E.to_dense(), rows.T @ rows / 13) <= 1e-10
+    options = {"fisher_type": "type-2"}
+    K = [KFACLinearOperator(model, loss, params, data, seed=seed, **options) for seed in (0, 1)]
+    assert error(K[0].to_dense(), K[1].to_dense()) <= 1e-12
+
+
+@pytest.mark.parametrize("masks", [[[1, 3], [1, 2]], [[2], [1, 2]], [[2, 1, 3], [2, 2]]], ids=str)
+def test_selected_rows_are_no_tokens_of_samples(masks: list[list[int]]):
+    model, loss, data = Selecting().double(), nn.CrossEntropyLoss(reduction="sum"), []
+    for counts in masks:
+        mask = torch.arange(4) < torch.tensor(counts)[:, None]
+        X = {"x": torch.randn(len(counts), 4, 4).double(), "mask": mask}
+        data.append((X, torch.randint(3, (sum(counts),))))
+    G = GGNLinearOperator(model, loss, list(model.parameters()), data)
+    diagonal = GGNDiagonalLinearOperator(model, loss, list(model.parameters()), data)
+    assert error(diagonal.diagonal(), G.to_dense().diagonal()) <= 1e-10
+    rows = rows_in_batches(model, data, loss)
+    A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
+    assert error(A.T @ torch.ones(A.shape[0]).double(), rows.sum(0)) <= 1e-10
+
+
+def test_samples_of_a_recurrence_over_the_batch_are_refused():
+    """Only later samples depend on others."""
+
+    class Forgotten(TimeMajor):
+        def forward(self, x: Tensor) -> Tensor:  # [N, T, d]
+            return self.head(self.rnn(x)[0][:, -1])
+
+    model, X, y = Forgotten().double(), torch.randn(5, 3, 4).double(), torch.randint(3, (5,))
+    for kind in (PerSampleGradientLinearOperator, EFLinearOperator, GGNDiagonalLinearOperator):
+        with pytest.raises(ValueError, match="depends on the other samples"):
+            kind(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)])
+
+
+def test_zero_heads_and_a_last_batch_of_one_sample():
+    model, loss = LoRA().double(), nn.MSELoss(reduction="sum")
+    data = [(torch.randn(n, 8, 3).double(), torch.randn(n, 4).double()) for n in (4, 4, 1)]
+    params = [model.down.weight, model.up.weight]
+    K = KFACLinearOperator(model, loss, params, data, kfac_approx="reduce")
+    x = torch.cat([X.mean(1) for X, _ in data])
+    assert error(K.input_covariances["down"], covariance(x)) <= 1e-12
+    x, y = torch.randn(1, 8, 3).double(), torch.randn(1, 4).double()
+    K.update((x, y))
+    x = torch.cat([*(X.mean(1) for X, _ in data), x.mean(1)])
+    assert error(K.input_covariances["down"], covariance(x)) <= 1e-12

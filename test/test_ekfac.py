@@ -120,6 +120,17 @@ def test_bases_of_groups_that_are_too_large(joint: bool):
     assert error(matrix(operator), expected) <= 1e-10
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_convolutions_used_twice(joint: bool):
+    torch.manual_seed(0)
+    layer = nn.Conv1d(2, 2, 3, padding=1).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Flatten())
+    data = [(torch.randn(8, 2, 6).double(), torch.randn(8, 12).double())]
+    p = Problem(model, nn.MSELoss(), list(layer.parameters()), data, mc=True)
+    expected = kfac_reference.kfac(p, "type-2", joint=joint, corrected=True)
+    assert error(matrix(build(p, "type-2", joint)), expected) <= 1e-9
+
+
 class Counts(nn.Module):
     """Looks rows of a weight up, and multiplies with it, from either side."""
 

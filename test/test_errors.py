@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from curvlinops import (
     EFLinearOperator,
-    EKFACLinearOperator,
     FisherMCLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
@@ -399,13 +398,6 @@ def test_random_closure():
     weight = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="different values for the same batch"):
         build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
-
-
-@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
-def test_random_models_are_no_fault_of_rules(kind: type):
-    """Without the check at construction, too, the message says what is the matter."""
-    with pytest.raises(NotImplementedError, match="two passes over one batch differ.*Dropout"):
-        multiply(model=net(nn.Dropout(0.5)), kind=kind, check_deterministic=False)
 
 
 # --- losses

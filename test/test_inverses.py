@@ -18,8 +18,10 @@ from curvlinops import (
     MINRESInverseLinearOperator,
     NegativeCurvatureError,
     NeumannInverseLinearOperator,
+    SubmatrixLinearOperator,
     TorchLinearOperator,
     dottest,
+    xtrace,
 )
 
 CG, MINRES = CGInverseLinearOperator, MINRESInverseLinearOperator
@@ -144,6 +146,21 @@ def test_functions_as_preconditioners(kind: type, num_columns: int):
     expected = kind(A, preconditioner=P) @ B
     for function in (lambda v: P.diagonal() * v, lambda v: v.mul_(P.diagonal())):
         torch.testing.assert_close(kind(A, preconditioner=function) @ B, expected)
+
+
+def test_series_with_a_function_multiply_without_an_adjoint():
+    P = torch.linspace(0.9, 1, 6, dtype=torch.float64)
+    A = torch.from_numpy(np.eye(6) + np.random.default_rng(0).uniform(0, 0.1, (6, 6)))
+    found = NEUMANN(A, 9, preconditioner=lambda v: P * v)
+    step = torch.eye(6).double() - P.diag() @ A
+    dense = sum(torch.linalg.matrix_power(step, k) for k in range(10)) @ P.diag()
+    torch.testing.assert_close(found.to_dense(), dense)
+    row = SubmatrixLinearOperator(found, [1], [0, 2]).to_dense()
+    torch.testing.assert_close(row, dense[[1]][:, [0, 2]])
+    torch.testing.assert_close((found @ found).to_dense(), dense @ dense)
+    torch.testing.assert_close(xtrace(found, 6, seed=0), dense.trace())
+    b = dense.sum(1).clone().requires_grad_()
+    torch.testing.assert_close((found @ b).detach(), dense @ b.detach())
 
 
 def test_functions_that_are_no_preconditioners():

@@ -1,6 +1,7 @@
 """The life of factors: when they are computed, how they are saved, updated and merged."""
 
 import copy
+import json
 import os
 import pickle
 import subprocess
@@ -220,6 +221,11 @@ def test_wrong_entries(cls: type, how: str):
             wrong[entry] = change(state[entry])
         with pytest.raises(ValueError, match=f"'{entry}'|damaged"):
             operator.load_state_dict(wrong)
+    metadata = json.loads(state["metadata"])
+    for content in (3, {"class": "Saved", "arguments": []}, {"class": "Saved"}):
+        damaged = json.dumps(metadata | {"content": content})
+        with pytest.raises(ValueError, match="damaged|is a int, no Saved"):
+            operator.load_state_dict(state | {"metadata": damaged})
     assert torch.equal(matrix(operator), before)
     operator.load_state_dict(state)
     assert torch.equal(matrix(operator), before)

@@ -505,10 +505,11 @@ EINSUMS: dict[str, list[tuple[int, ...] | None]] = {
 }
 
 
-#: Calls whose rows are not along an axis of samples, and one that writes into a part of a tensor.
+#: Calls without a rule, and calls whose rows are not along an axis of samples.
 UNCOVERED = {
-    "torch.sub, into a part",
-    *("torch.mv", "torch.dot", "torch.outer", "F.linear, of vectors"),
+    *("torch.sub, into a part", "torch.cosine_similarity", "F.pairwise_distance"),
+    *("torch.inner", "torch.outer", "torch.linalg.multi_dot", "torch.addbmm"),
+    *("torch.mv", "torch.dot", "F.linear, of vectors"),
 }
 
 

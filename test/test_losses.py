@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 from curvlinops.kfac_utils import loss_hessian_matrix_sqrt
@@ -56,6 +59,9 @@ LOSSES = {
     "bce-soft": (nn.BCEWithLogitsLoss, soft),
     "bce-weight": (partial(nn.BCEWithLogitsLoss, weight=torch.tensor([2.0])), bits),
     "bce-pos": (partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([3.0])), bits),
+    "bce-probs": (nn.BCELoss, bits),
+    "bce-probs-soft": (nn.BCELoss, soft),
+    "bce-probs-weight": (partial(nn.BCELoss, weight=W[:1]), soft),
     "nll": (partial(nn.NLLLoss, weight=W, ignore_index=2), indices),
     "huber": (partial(nn.HuberLoss, delta=0.6), torch.sin),
     "smooth-l1": (partial(nn.SmoothL1Loss, beta=0.3), torch.sin),
@@ -69,8 +75,9 @@ CLOSED = [name for name in LOSSES if name not in ("nll", "l1")]
 
 
 def outputs(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return outputs of a model for a loss, which are positive rates for one of them."""
-    return logits(shape).exp() if name == "poisson-rate" else logits(shape)
+    """Return outputs of a model for a loss: logits, rates, or probabilities."""
+    z = logits(shape)
+    return z.exp() if name == "poisson-rate" else z.sigmoid() if "probs" in name else z
 
 
 def dense(output: Tensor, matrix) -> Tensor:
@@ -134,6 +141,10 @@ def test_square_roots_and_samples(name: str, reduction: str):
         with pytest.raises(NotImplementedError, match="whose labels could be sampled. Supported"):
             loss.sample(z, y, 2, generator)
         return
+    if name.startswith("bce-probs") and name != "bce-pos":  # the Fisher information of p
+        w = 1.0 if module.weight is None else module.weight
+        k = 1 / C if reduction == "mean" else 1.0
+        expected = (k * w / (z * (1 - z))).diag_embed()
     draws = loss.sample(z, y, 20_000, generator)
     products = torch.einsum("vna,vnb->vnab", draws, draws)
     error = products.std(0) / len(draws) ** 0.5
@@ -161,6 +172,9 @@ def test_hessian_sqrt_closed_forms():
         torch.testing.assert_close(root, (2 * k) ** 0.5 * torch.eye(C, dtype=z.dtype))
         root = loss_hessian_matrix_sqrt(z, bits(z), nn.BCEWithLogitsLoss(reduction=reduction))
         torch.testing.assert_close(root, k**0.5 * (s * (1 - s)).sqrt().diag())
+        root = loss_hessian_matrix_sqrt(s[None], bits(z), nn.BCELoss(reduction=reduction))
+        by_label = torch.where(bits(z)[0] == 1, 1 / s, 1 / (1 - s))
+        torch.testing.assert_close(root, k**0.5 * by_label.diag())
     target = bits(z).requires_grad_()
     assert not loss_hessian_matrix_sqrt(z, target, nn.BCEWithLogitsLoss()).requires_grad
 
@@ -178,6 +192,9 @@ Z1 = logits((1, C))
         (Z1, 2 + bits(Z1), nn.BCEWithLogitsLoss(), ValueError, "outside"),
         (Z1, Z1[0], nn.MSELoss(), ValueError, "output's shape"),
         (Z1, torch.tensor([0]), nn.CrossEntropyLoss(weight=-W), ValueError, "negative"),
+        (-Z1, bits(Z1), nn.BCELoss(), ValueError, "from 0 to 1, .* For logits use BCEWithLogits"),
+        (Z1 * torch.nan, bits(Z1), nn.BCELoss(), ValueError, "from nan to nan"),
+        (Z1 * 0, bits(Z1), nn.BCELoss(), ValueError, "BCELoss has no second .* Use BCEWithLogits"),
         (Z1 * torch.nan, bits(Z1), nn.BCEWithLogitsLoss(), ValueError, "not finite"),
     ],
 )
@@ -186,10 +203,58 @@ def test_hessian_sqrt_refuses(output, target, loss, error, match):
         loss_hessian_matrix_sqrt(output, target, loss)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("label", [0.0, 1.0, 0.3])
+@pytest.mark.parametrize("p", [0.0, 1e-20, 1e-14, 1e-10, 0.4, 1.0])
+def test_probabilities_near_zero_and_one(p: float, label: float, dtype: torch.dtype):
+    z, y = torch.full((1, 1), p, dtype=dtype), torch.full((1, 1), label, dtype=dtype)
+    module, loss, generator = nn.BCELoss(), wrap_loss(nn.BCELoss()), torch.Generator()
+    leaf = z.clone().requires_grad_()
+    value = module(leaf, y)
+    torch.testing.assert_close(loss.sum(z, y), value.detach())
+    torch.testing.assert_close(loss.gradient(z, y), torch.autograd.grad(value, leaf)[0])
+    assert loss.sample(z, y, 5, generator.manual_seed(0)).isfinite().all()
+    labels = [(p, label), (1 - p, 1 - label)]
+    if any(q < 1e-12 and weight for q, weight in labels):
+        with pytest.raises(ValueError, match="no second derivative"):
+            loss.hessian(z, y)
+        return
+    expected = torch.tensor([[sum(weight / q**2 for q, weight in labels if weight)]], dtype=dtype)
+    torch.testing.assert_close(loss.hessian(z, y)(torch.ones(1, 1, 1).to(z))[0], expected)
+
+
+def test_operators_of_probabilities():
+    """Sampled labels have the Fisher information, the exact matrices depend on the target."""
+    torch.manual_seed(0)
+    linear, x, y = nn.Linear(2, 2).double(), torch.randn(1, 2).double(), torch.rand(1, 2).double()
+    model, params, p = nn.Sequential(linear, nn.Sigmoid()), list(linear.parameters()), linear(x)
+    p = p.sigmoid()[0].detach()
+    slope = p * (1 - p)
+    J = torch.cat([torch.kron(slope.diag(), x), slope.diag()], 1)
+    curvature = y[0] / p**2 + (1 - y[0]) / (1 - p) ** 2
+    exact, fisher = J.T @ curvature.diag() @ J, J.T @ (1 / slope).diag() @ J
+    problem = model, nn.BCELoss(reduction="sum"), params, [(x, y)]
+    together = {"separate_weight_and_bias": False}
+    for operator, expected in (
+        (GGNLinearOperator(*problem), exact),
+        (GGNDiagonalLinearOperator(*problem), exact.diag().diag()),
+        (KFACLinearOperator(*problem, fisher_type="type-2", **together), exact),
+    ):
+        torch.testing.assert_close(operator.to_dense(), expected)
+    many = {"mc_samples": 40_000}
+    for operator, expected in (
+        (FisherMCLinearOperator(*problem, **many), fisher),
+        (GGNDiagonalLinearOperator(*problem, **many), fisher.diag().diag()),
+        (KFACLinearOperator(*problem, **many, **together), fisher),
+    ):
+        assert (operator.to_dense() - expected).norm() < 0.02 * expected.norm()
+
+
 KNOWN = [
     (F.cross_entropy, nn.CrossEntropyLoss()),
     (F.mse_loss, nn.MSELoss()),
     (F.nll_loss, nn.NLLLoss()),
+    (F.binary_cross_entropy, nn.BCELoss()),
     (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
     (F.poisson_nll_loss, nn.PoissonNLLLoss()),
     (partial(F.huber_loss, delta=0.5), nn.HuberLoss(delta=0.5)),
@@ -204,7 +269,7 @@ def test_functional_losses_are_known(loss: Any, module: nn.Module):
     one, two = wrap_loss(loss), wrap_loss(module)
     assert type(one) is type(two) is KNOWN_LOSSES[type(module)]
     assert one.reduction == two.reduction
-    z = logits((N, C))
+    z = logits((N, C)).sigmoid()
     y = indices(z) if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) else bits(z)
     torch.testing.assert_close(one.sum(z, y), two.sum(z, y))
 

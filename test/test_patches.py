@@ -15,7 +15,8 @@ from curvlinops.layers.covariance import (
     covariance_by_shifts,
     input_covariance,
 )
-from curvlinops.layers.patches import Patches, Window, make_patches, patch_sums
+from curvlinops.layers.inputs import Patches
+from curvlinops.layers.patches import Window, make_patches, patch_sums
 
 #: of the kernel, the output and the input, as in an index pattern
 LETTERS = ("aix", "bjy", "ckz")

@@ -198,6 +198,14 @@ def test_subsampling_of_other_batches(terms: str, packed: bool):
         P.norms()
 
 
+def test_empirical_fisher_of_batches_whose_size_is_not_evident():
+    torch.manual_seed(0)
+    model, data = Tokens(), _tokens((2, 4), (3, 4), packed=True)
+    rows = _rows(model, [((model(X) - y) ** 2).mean(-1) for X, y in data])
+    E = EFLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    torch.testing.assert_close(E.to_dense(), rows.T @ rows / len(rows))
+
+
 def test_kernels_of_other_numbers_of_rows():
     model, data = Tokens(), _tokens((2, 4), (3, 4))
     J = JacobianLinearOperator(model, list(model.parameters()), data)

@@ -671,13 +671,11 @@ def penalized(z: Tensor, y: Tensor) -> Tensor:
 FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "risk.derivatives.vjp_columns": lambda m: dense(HessianLinearOperator, m),
     "risk.derivatives.forward_ad": lambda m: build(GGNLinearOperator, m) @ torch.ones(31),
-    "risk.sample_coupling.select_samples": lambda m: build(EFLinearOperator, m),
-    "risk.sample_coupling.evaluate": lambda m: build(EFLinearOperator, m),
+    "risk.batch_problem.select_samples": lambda m: build(EFLinearOperator, m),
     "layers.samples.RecordedBatch": rows,
     "layers.recorded.graph_nodes": rows,
     "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(Solve().double(), m)),
     "layers.fallback.gradient": decayed,
-    "operators.per_sample.evaluate": lambda m: rows(m, subsampling=[0, 1]),
     "losses.generic.select_samples": lambda m: build(
         HessianLinearOperator, m, loss=penalized, reduction="sum"
     ),

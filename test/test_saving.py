@@ -83,7 +83,7 @@ def test_plain_data_only(tmp_path):
     operator.save(tmp_path / "file")
     with safe_open(str(tmp_path / "file"), "pt") as file:
         metadata = json.loads(file.metadata()["metadata"])
-    assert metadata["operator"]["objects"][-1]["class"] == "BlockDiagonalLinearOperator"
+    assert metadata["content"]["class"] == "BlockDiagonalLinearOperator"
 
 
 def test_what_is_shared_is_saved_once():
@@ -158,13 +158,19 @@ def test_what_is_no_operator(tmp_path):
         operator.save(path)
         with pytest.raises(ValueError, match=r"'Kronecker factors \d+'.*method load\(path\)"):
             load(path)
-    with pytest.raises(ValueError, match="'structured operator 4'.*by curvlinops.load"):
+    with pytest.raises(ValueError, match="'structured operator 5'.*by curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})
     save_file({"x": torch.ones(1)}, str(path))
     with pytest.raises(ValueError, match="not the state of an operator"):
         load(path)
+    K.inverse(0.1).save(path)
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, 100, 0):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="not a safetensors file.*incomplete"):
+            load(path)
     torch.save({"x": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="not a safetensors file"):
         load(path)
@@ -175,27 +181,31 @@ def test_what_is_no_operator(tmp_path):
 def test_damaged_states():
     state = Kron(B, A).state_dict()
     for name in ("0", "1"):
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match=f"damaged: KeyError.'{name}'"):
             load({key: value for key, value in state.items() if key != name})
-        with pytest.raises(ValueError, match=f"'{name}' of the saved state has NaN"):
+        with pytest.raises(ValueError, match=f"damaged: The entry '{name}' has NaN"):
             load(state | {name: torch.full_like(state[name], torch.nan)})
         with pytest.raises(ValueError, match="damaged"):
             load(state | {name: torch.ones(7, 2, 3).double()})
         with pytest.raises(ValueError, match=f"'{name}' .*float64, got torch.float32"):
             load(state | {name: state[name].float()})
     metadata = json.loads(state["metadata"])
-    for objects in (
-        [{"class": "Unknown", "arguments": []}],
-        [{"class": "KroneckerProductLinearOperator", "arguments": 3}],
-        [{"class": "DiagonalLinearOperator", "arguments": []}],
-        [{"class": "Factor", "arguments": [0.0, 0.0]}],
-        [{"object": 5}],
-        [{}],
+    for content in (
+        {"class": "Unknown", "arguments": []},
+        {"class": "KroneckerProductLinearOperator", "arguments": 3},
+        {"class": "DiagonalLinearOperator", "arguments": []},
+        {"class": "Factor", "arguments": [0.0, 0.0]},
+        {"class": "ParameterSpace", "arguments": [{"items": []}, {"dtype": "save"}]},
+        {"items": [1]},
+        {"items": [[1, 2, 3]]},
+        {"tensor": "0"},
+        {},
+        None,
         3,
     ):
-        damaged = {"objects": objects, "root": {"object": 0}}
-        with pytest.raises(ValueError, match="damaged|no structured operator"):
-            load(state | {"metadata": json.dumps(metadata | {"operator": damaged})})
-    for damaged in ({}, None, 3, {"objects": [], "root": 3}, {"objects": [], "root": {}}):
-        with pytest.raises(ValueError, match="damaged|no structured operator"):
-            load(state | {"metadata": json.dumps(metadata | {"operator": damaged})})
+        damaged = json.dumps(metadata | {"content": content})
+        with pytest.raises(ValueError, match="damaged|no StructuredLinearOperator"):
+            load(state | {"metadata": damaged})
+    for damaged in ("", "{", "3", "{}", json.dumps({"format": metadata["format"]}), 3):
+        with pytest.raises(ValueError, match="damaged"):
+            load(state | {"metadata": damaged})

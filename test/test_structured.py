@@ -10,12 +10,13 @@ import scipy.sparse.linalg as sla
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops import (
     BlockDiagonalLinearOperator,
     DiagonalLinearOperator,
     EighDecomposedLinearOperator,
+    GGNDiagonalLinearOperator,
     IdentityLinearOperator,
     KroneckerProductLinearOperator,
     ParameterSpace,
@@ -25,6 +26,7 @@ from curvlinops import (
     TorchLinearOperator,
     load,
 )
+from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import Layout, ParameterView
 
 DOUBLE = torch.float64
@@ -489,20 +491,38 @@ def test_everything_on_a_gpu(name: str):
 # --- decompositions
 
 
-def test_decompositions_are_computed_once(monkeypatch):
-    sizes, original = [], torch.linalg.eigh
+@pytest.mark.parametrize("is_diagonal", [False, True])
+def test_factors_decompose_themselves(is_diagonal: bool):
+    tensor = (GA.diagonal(dim1=-2, dim2=-1) if is_diagonal else GA).float()
+    factor = Factor(tensor)
+    dense = factor.dense().double()
+    exact = torch.from_numpy(np.linalg.eigvalsh(dense.numpy()))
+    # eigenvalues are computed again only for more precision
+    for in_float64, tolerance in ((False, 1e-6), (True, 1e-12), (False, 1e-12)):
+        values, vectors = factor.eigh(in_float64)
+        assert (values.double().sort().values - exact).abs().max() <= tolerance
+        Q = vectors.dense().double()
+        torch.testing.assert_close(Q * values.unsqueeze(-2) @ Q.mT, dense, rtol=0, atol=1e-6)
+        assert factor.eigh()[0] is values
+    if not is_diagonal:
+        with pytest.raises(ValueError, match="The last one contains NaN"):
+            Factor(tensor / 0, symmetric=True).eigh(name="The last one")
 
-    def counted(matrix: Tensor):
-        sizes.append(tuple(matrix.shape))
-        return original(matrix)
 
-    monkeypatch.setattr(torch.linalg, "eigh", counted)
-    kfac = Blocks([Kron(B, A), Kron(B2, A2), Kron(B, A)])
-    kfac.inverse(0.1)
-    assert sorted(sizes) == [(3, 3, 3), (3, 4, 4)]
-    for damping in (0.2, 0.3):
-        kfac.inverse(damping), (kfac**0.5), kfac.sample(), kfac.eigh().inverse(damping)
-    assert len(sizes) == 2
+FUNCTIONS_OF_FACTORS = {
+    "inverse": (lambda F: F.inverse(0.1, "F"), lambda M: torch.linalg.inv(M + 0.1 * eye(3))),
+    "shifted": (lambda F: F.shifted(0.1), lambda M: M + 0.1 * eye(3)),
+    "power": (lambda F: F.power(-2.0, "F"), lambda M: torch.linalg.inv(M @ M)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_FACTORS)
+def test_functions_of_factors(name: str):
+    function, of_matrix = FUNCTIONS_OF_FACTORS[name]
+    factor, expected = function(Factor(GA)), of_matrix(GA)
+    torch.testing.assert_close(factor.dense(), expected)
+    values, _ = factor.eigh()
+    torch.testing.assert_close(values.sort().values, torch.linalg.eigvalsh(expected))
 
 
 def test_eigendecompositions_are_rescued(monkeypatch):
@@ -689,12 +709,13 @@ def test_views_of_permuted_entries():
         for _ in range(3):
             shape = torch.tensor([2, 4, 2, 4])[torch.randperm(4, generator=generator)].tolist()
             order = torch.randperm(4, generator=generator).tolist()
-            view = view.permuted(shape, order)
+            view = view.undo_permutation(shape, order)
             entries = entries.reshape([shape[axis] for axis in order])
             entries = entries.permute(*(order.index(axis) for axis in range(4))).flatten()
         assert torch.equal(view.of(torch.arange(64).unsqueeze(0)).flatten(), entries)
     six = ParameterView("weight", (4, 6), (1, 4))  # its reshaping to [3, 8] has no strides
-    assert six.permuted((3, 8), (0, 1)) is None and six.permuted((4, 6), (1, 0)) is None
+    for shape, order in (((3, 8), (0, 1)), ((4, 6), (1, 0))):
+        assert six.undo_permutation(shape, order) is None
 
 
 @given(
@@ -719,6 +740,54 @@ def test_any_shapes(sizes: list[tuple[int, int]], groups: int, columns: int):
     )
 
 
+# --- diagonals of parameters
+
+
+def test_diagonals_in_the_shapes_of_parameters():
+    tensors = [positive(6).reshape(2, 3), positive(2), positive(1)[0]]
+    named, x = dict(zip("abc", tensors, strict=True)), [x + 1 for x in tensors]
+    space = ParameterSpace({name: value.shape for name, value in named.items()}, DOUBLE)
+    expected = [d * v for d, v in zip(tensors, x, strict=True)]
+    for operator in (Diag(tensors), Diag(tuple(tensors)), Diag(named), Diag(tensors, space)):
+        torch.testing.assert_close(operator @ x, expected)
+    assert list(Diag(named).inverse() @ named) == ["a", "b", "c"]
+    assert Diag([positive(2).float(), positive(2)]).torch_dtype == DOUBLE
+    assert Diag([positive(2).bfloat16()]).torch_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "change", ["itself", "damped", "scaled", "inverse", "square", "power zero"]
+)
+def test_the_diagonal_of_the_ggn_has_structure(change: str):
+    """For linear regression it is ``2 sum x^2``, and ``2 N`` for the bias."""
+    model, X = nn.Linear(3, 1).double(), randn(5, 3)
+    data = [(X[:2], randn(2, 1)), (X[2:], randn(3, 1))]
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
+    diagonal = torch.cat([2 * X.square().sum(0), torch.tensor([10.0], dtype=DOUBLE)])
+    D = GGNDiagonalLinearOperator(model, loss, params, data)
+    operator, matrix = CHANGES[change](D, diagonal.diag())
+    for quantity, expected in QUANTITIES.values():
+        torch.testing.assert_close(quantity(operator), expected(matrix))
+    draws = operator.sample(seed=0, num_samples=20_000)
+    found = draws @ draws.T / 20_000
+    assert (found - matrix).norm() < 0.1 * matrix.norm()
+
+
+def test_functions_of_the_diagonal_of_the_ggn_do_not_follow_the_model():
+    torch.manual_seed(0)
+    model, X = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(), randn(5, 3)
+    data, params = [(X, randn(5, 2))], list(model.parameters())
+    D = GGNDiagonalLinearOperator(model, nn.MSELoss(), params, data)
+    v, fixed = randn(8), (D.structure, 2 * D, D + Identity(D.space), D @ D, D**0.5, D.inverse(1.0))
+    before, product = [operator @ v for operator in fixed], D @ v
+    with torch.no_grad():
+        params[0].mul_(2)
+    assert not torch.equal(D @ v, product)
+    for operator, expected in zip(fixed, before, strict=True):
+        assert isinstance(operator, StructuredLinearOperator)
+        torch.testing.assert_close(operator @ v, expected, rtol=0, atol=0)
+
+
 # --- errors
 
 
@@ -740,6 +809,9 @@ ERRORS = [
     (lambda: NEGATIVE**0.5, "not positive semidefinite.*lowest eigenvalue"),
     (lambda: Diag(-a[:3]).logdet(), "determinant is negative"),
     (lambda: Diag(A), "diagonal must have 1 axes"),
+    (lambda: Diag([]), "has no tensors"),
+    (lambda: Diag([a, b / 0]), "The diagonal's tensor 1 .* NaN or infinite"),
+    (lambda: Diag([a], ParameterSpace({"x": (2, 2)}, DOUBLE)), "different parameters"),
     (lambda: Diag(a, PLAIN), "4 entries, the space dimension 3"),
     (lambda: EighDecomposedLinearOperator(a, B), r"shape \[4, 4\], got \[3, 3\]"),
     (lambda: Identity(-1), "must not be negative, got -1"),
@@ -761,6 +833,8 @@ TYPE_ERRORS = [
     (lambda: Kron(A, np.eye(2)), "Factor 1 .* must be a tensor, got a ndarray"),
     (lambda: Kron(A.long()), "Factor 0 .* floating-point dtype"),
     (lambda: Kron(A, Kron(B).eigh()), r"EighDecomposed.*to_dense\(\)"),
+    (lambda: Diag({"x": a, "y": 3.0}), "The diagonal's tensor 'y' must be a tensor, got a float"),
+    (lambda: Diag([a, torch.ones(2).long()]), "The diagonal's tensor 1 must be of a real float"),
     (lambda: NEGATIVE.sample(0), "Integers are passed as seed"),
     (lambda: Blocks({"x": A}), "'x' is a Tensor"),
 ]

@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Using
-from test_layers import check, loop, sequences
+from test_layers import check, loop, rows_in_batches, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
@@ -112,7 +112,7 @@ def written_in_place() -> nn.Module:
         y.mul_(s.scale)
         z = F.relu(s.b(y), inplace=True)
         tokens = z.new_zeros(len(z), z.shape[1] + 1, 3)
-        tokens[:, 0] = s.token
+        tokens[:, 0] = 1.0
         tokens[:, 1:] = z
         return tokens
 
@@ -122,7 +122,6 @@ def written_in_place() -> nn.Module:
         shift=weight(3),
         scale=weight(3),
         b=nn.Linear(3, 3),
-        token=weight(3),
     )
 
 
@@ -327,3 +326,40 @@ def test_low_precision(kind: str, dtype: torch.dtype, tolerance: float):
     rows = loop(exact, list(exact.parameters()), double, loss)
     assert float((operator.dense() - rows).norm()) <= tolerance * float(rows.norm())
     assert not operator.fallbacks
+
+
+class Inverse(nn.Module):
+    """Solves equations, which has no rule; what samples share is as long as some batches."""
+
+    sizes: ClassVar[list[int]] = []  # of all calls
+
+    def __init__(self):
+        super().__init__()
+        self.weight = weight(3, 3)
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        x = X["x"]
+        Inverse.sizes.append(len(x))
+        shared = X["shared"].sum() / 4
+        return torch.linalg.solve(self.weight + 3 * torch.eye(3), x.T).T * shared
+
+
+def test_batches_that_cannot_be_cut(caplog: pytest.LogCaptureFixture):
+    """Samples of other batches are still evaluated alone."""
+    torch.manual_seed(0)
+    net = Inverse().double()
+    data = []
+    for n in (3, 4, 3):
+        X = {"x": torch.randn(n, 3).double(), "shared": torch.arange(4.0).double()}
+        data.append((X, torch.randn(n, 3).double()))
+    params, loss = list(net.parameters()), nn.MSELoss(reduction="sum")
+    rows = rows_in_batches(net, data, loss)
+    options = {"batch_size_fn": lambda X: len(X["x"]), "check_deterministic": False}
+    operator = PerSampleGradientLinearOperator(net, loss, params, data, **options)
+    for _ in range(2):
+        Inverse.sizes.clear()
+        torch.testing.assert_close(operator.dense(), rows)
+        torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
+    assert Inverse.sizes.count(1) >= 2
+    [warning] = [r.message for r in caplog.records if "quadratic" in r.message]
+    assert "The samples of batch 1 cannot be evaluated alone (" in warning

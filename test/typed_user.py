@@ -81,6 +81,8 @@ H * "2"  # type: ignore[call-overload]
 H.trase()  # type: ignore[attr-defined]
 
 assert_type(D.diagonal(), Tensor)
+assert_type(D.inverse(1.0), c.StructuredLinearOperator)
+assert_type(D.structure, c.DiagonalLinearOperator)
 assert_type(S.norms(), Tensor)
 assert_type(J.gram(), Tensor)
 

@@ -1,16 +1,18 @@
-"""Finds the axis of a layer's output that numbers the samples.
+"""Finds the axis of a layer's rows that numbers the samples, as a pattern of einops.
 
 Layers see ``[N, T, d]``, ``[N * T, d]``, ``[T, N, d]`` or ``[T * N, d]``. A shape leaves a few
 candidates, and two backward passes decide between them: if the loss of sample n is weighted by
 r_n, so is the gradient of each row that belongs to it.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.check import NOISE, rounding_of, tolerance_of
@@ -36,78 +38,90 @@ class UseKey(NamedTuple):
 
     Attributes:
         call: The call.
-        place: The position or the name of the argument.
+        argument: The position or the name of the argument.
         names: The parameters of which the argument is a function.
     """
 
     call: Call
-    place: int | str
+    argument: int | str
     names: tuple[str, ...]
 
 
-class BatchAxis(NamedTuple):
-    """The axis that numbers the samples, alone or merged with an axis of positions.
+#: All axes of the rows merged, samples in front; a single axis of samples likewise.
+ALL_ROWS = "(n s)"
 
-    Attributes:
-        axis: The place among the axes that number rows; ``None`` for all of them, merged to one.
-        inner: Of an axis that is merged with positions: whether the sample is its faster index.
-            ``None`` for an axis of samples alone.
+#: The names of axes of rows that number no samples.
+_OTHERS = "abcdefghijklm"
+
+
+def fits(pattern: str, row_shape: tuple[int, ...], num_samples: int) -> bool:
+    """Return whether rows have the axes of a pattern, divisible among the samples.
+
+    Args:
+        pattern: The axes of the rows, as einops writes them: ``n`` numbers the samples. ``"n a"``
+            and ``"a n"`` have an axis of samples alone; in ``"(n s) a"`` and ``"(s n) a"`` it is
+            merged with positions, as its slower or its faster index. ``"(n s)"`` also merges any
+            number of axes.
+        row_shape: Their lengths.
+        num_samples: N.
     """
-
-    axis: int | None
-    inner: bool | None = None
-
-    def fits(self, row_shape: tuple[int, ...], num_samples: int) -> bool:
-        """Return whether the axis exists and can be divided among the samples."""
-        if self.axis is not None and self.axis >= len(row_shape):
-            return False
-        if self.axis is None:
-            return prod(row_shape) % num_samples == 0
-        length = row_shape[self.axis]
-        # one of samples alone may be merged with positions on another batch
-        return length == num_samples if self.inner is None else length % num_samples == 0
-
-    def to_front(self, x: Tensor, start: int, num_row_axes: int, num_samples: int) -> Tensor:
-        """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
-
-        Args:
-            x: Rows, behind ``start`` other axes, along ``num_row_axes`` axes.
-            start: Number of other axes.
-            num_row_axes: Number of axes that together number the rows.
-            num_samples: N.
-        """
-        end = start + num_row_axes
-        if not self.axis and not self.inner:  # samples are in front
-            rows = prod(x.shape[start:end]) // num_samples
-            return x.reshape(*x.shape[:start], num_samples, rows, *x.shape[end:])
-        axis = start + (self.axis or 0)
-        rows = x.shape[axis] // num_samples
-        sizes = (rows, num_samples) if self.inner else (num_samples, rows)
-        sample_axis = axis + 1 if self.inner else axis
-        return x.unflatten(axis, sizes).movedim(sample_axis, start).flatten(start + 1, end)
+    if pattern == ALL_ROWS:
+        return prod(row_shape) % num_samples == 0
+    axes = pattern.replace("n s", "ns").replace("s n", "sn").split()
+    if len(axes) != len(row_shape):
+        return False
+    (length, axis), *_ = [(k, axis) for k, axis in zip(row_shape, axes, strict=True) if "n" in axis]
+    # an axis of samples alone may be merged with positions on another batch
+    return length == num_samples if axis == "n" else length % num_samples == 0
 
 
-#: All rows belong to one sample, or to neighboring ones in turn.
-ALL_ROWS = BatchAxis(None)
+def to_front(
+    x: Tensor, pattern: str, num_samples: int, num_row_axes: int, start: int = 0
+) -> Tensor:
+    """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
+
+    Args:
+        x: Rows. The first ``start`` axes do not number them, the next ``num_row_axes`` do.
+        pattern: The axes of the rows, see ``fits``.
+        num_samples: N.
+        num_row_axes: Number of axes that together number the rows.
+        start: Number of axes in front of these.
+    """
+    if pattern.startswith(("n", "(n")):  # reshape takes a tenth of the time of rearrange
+        shape, end = x.shape, start + num_row_axes
+        rows = prod(shape[start:end]) // num_samples
+        return x.reshape(*shape[:start], num_samples, rows, *shape[end:])
+    others = " ".join(axis for axis in re.findall("[a-z]", pattern) if axis != "n")
+    lead = "v " * start  # there is at most one axis of vectors
+    return rearrange(x, f"{lead}{pattern} ... -> {lead}n ({others}) ...", n=num_samples)
 
 
 @lru_cache(maxsize=1024)
-def candidates(row_shape: tuple[int, ...], num_samples: int) -> tuple[BatchAxis, ...]:
-    """Return the axes that may number the samples of rows along some axes, likely ones first."""
+def candidates(row_shape: tuple[int, ...], num_samples: int) -> tuple[str, ...]:
+    """Return the patterns that rows along some axes may have, likely ones first; see ``fits``."""
     if num_samples == 1:
         return (ALL_ROWS,)
+    others = _OTHERS[: len(row_shape)]
+
+    def pattern(axis: int, name: str) -> str:
+        return " ".join([*others[:axis], name, *others[axis + 1 :]])
+
     axes = range(len(row_shape))
-    alone = [BatchAxis(axis) for axis in axes if row_shape[axis] == num_samples]
-    merged = [BatchAxis(axis, inner) for inner in (False, True) for axis in axes]
-    merged = [each for each in merged if row_shape[each.axis] != num_samples]
-    rows = [ALL_ROWS] if len(row_shape) > 1 else []
-    return tuple(each for each in (*alone, *merged, *rows) if each.fits(row_shape, num_samples))
+    alone = [pattern(axis, "n") for axis in axes if row_shape[axis] == num_samples]
+    merged = [
+        pattern(axis, name)
+        for name in ("(n s)", "(s n)")
+        for axis in axes
+        if row_shape[axis] != num_samples
+    ]
+    patterns = dict.fromkeys((*alone, *merged, *([ALL_ROWS] if len(row_shape) > 1 else [])))
+    return tuple(x for x in patterns if fits(x, row_shape, num_samples))
 
 
-def _samples(axis: BatchAxis, row_shape: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
+def _samples(pattern: str, row_shape: tuple[int, ...], num_samples: int) -> tuple[int, ...]:
     """Return the sample of each row."""
     rows = torch.arange(prod(row_shape), device="cpu").reshape(row_shape)
-    rows = axis.to_front(rows, 0, len(row_shape), num_samples)
+    rows = to_front(rows, pattern, num_samples, len(row_shape))
     out = torch.empty(prod(row_shape), dtype=torch.int64, device="cpu")
     out[rows.flatten()] = torch.arange(num_samples, device="cpu").repeat_interleave(rows.shape[1])
     return tuple(out.tolist())
@@ -142,45 +156,56 @@ class Rows(NamedTuple):
     weighted: Tensor
 
 
+class Assignment(NamedTuple):
+    """The pattern of a use's rows that two backward passes have shown.
+
+    Attributes:
+        pattern: The pattern.
+        possible: All patterns that are possible, if there are others. They differ in rows without a
+            gradient.
+    """
+
+    pattern: str
+    possible: tuple[str, ...] = ()
+
+
 def decide(
-    rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[UseKey, BatchAxis]
-) -> tuple[dict[UseKey, BatchAxis], set[UseKey]]:
-    """Find the axis of samples of each use, where there is one.
+    rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[UseKey, str]
+) -> dict[UseKey, Assignment]:
+    """Find the pattern of the rows of each use, where there is one.
 
     Args:
         rows: The gradients.
         r: The samples' weights, ``[N]``.
         dtype: The least precise dtype in which the gradients were computed.
-        known: The axes on other batches.
-
-    Returns:
-        The axes, and the uses for which others are possible: these differ in rows without a
-        gradient.
+        known: The patterns on other batches.
     """
-    largest = max((float(each.plain.double().norm()) for each in rows.values()), default=0.0)
-    chosen, ambiguous = {}, set()
-    for key, each in rows.items():
-        axes = candidates(each.row_shape, len(r))
-        found = [axis for axis in axes if _explains(axis, each, r, dtype)]
-        if not found:  # the gradients may be rounding errors of larger ones
+    largest = max((float(x.plain.double().norm()) for x in rows.values()), default=0.0)
+    decided: dict[UseKey, Assignment] = {}
+    for key, sketches in rows.items():
+        patterns = candidates(sketches.row_shape, len(r))
+        possible = [x for x in patterns if _explains(x, sketches, r, dtype)]
+        if not possible:  # the gradients may be rounding errors of larger ones
             noise = NOISE * rounding_of(dtype) * largest
-            found = [axis for axis in axes if _explains(axis, each, r, dtype, noise)]
-        if not found:
+            possible = [x for x in patterns if _explains(x, sketches, r, dtype, noise)]
+        if not possible:
             continue
-        chosen[key] = known[key] if known.get(key) in found else found[0]
-        is_open = len(found) > 1 and chosen[key] != known.get(key)
-        if is_open and len({_samples(axis, each.row_shape, len(r)) for axis in found}) > 1:
-            ambiguous.add(key)
-    return chosen, ambiguous
+        if known.get(key) in possible:
+            decided[key] = Assignment(known[key])
+        # patterns may mean the same
+        elif len({_samples(x, sketches.row_shape, len(r)) for x in possible}) == 1:
+            decided[key] = Assignment(possible[0])
+        else:
+            decided[key] = Assignment(possible[0], tuple(possible))
+    return decided
 
 
-def _explains(
-    axis: BatchAxis, rows: Rows, r: Tensor, dtype: torch.dtype, noise: float = 0.0
-) -> bool:
+def _explains(pattern: str, rows: Rows, r: Tensor, dtype: torch.dtype, noise: float = 0.0) -> bool:
     """Return whether the weighted gradients are those of samples along an axis."""
-    num_axes = len(rows.row_shape)
-    plain = axis.to_front(rows.plain.double(), 0, num_axes, len(r))
-    weighted = axis.to_front(rows.weighted.double(), 0, num_axes, len(r))
+    plain, weighted = (
+        to_front(x.double(), pattern, len(r), len(rows.row_shape))
+        for x in (rows.plain, rows.weighted)
+    )
     norms, tolerance = plain.norm(dim=2), tolerance_of(dtype)
     error = (weighted - r.double().reshape(-1, 1, 1) * plain).norm(dim=2)
     # rounding errors are relative to the largest numbers

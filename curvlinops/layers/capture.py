@@ -1,8 +1,13 @@
 """Records how a forward pass uses parameters."""
 
+import dis
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property, lru_cache
+from math import prod
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -11,14 +16,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvlinops.layers.batch_axis import Call, candidates
-from curvlinops.layers.decompositions import COMPOSED, WRITING
+from curvlinops.layers.batch_axis import Call, UseKey, candidates
+from curvlinops.layers.decompositions import COMPOSED
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.rules import RULES, Rule, Use
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.autograd_graph import DIFFERENTIATING
 from curvlinops.support.pytree import leaves, map_leaves
-from curvlinops.support.torch_internals import base_of, in_transform, version_of
+from curvlinops.support.torch_internals import (
+    base_of,
+    have_saved_tensor_hooks,
+    in_transform,
+    version_of,
+)
 
 #: Functions that take only shape, dtype and device from their tensor.
 _FACTORIES = {
@@ -36,48 +46,70 @@ _COPIES = {
 #: Functions that take only shape or dtype from their second tensor.
 _LIKE = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 
+# --- what is recorded
+
 
 class ViewOf(NamedTuple):
     """A tensor as a view of entries of a parameter.
 
     Attributes:
         name: The parameter.
+        shape: The parameter's shape.
         view: The same view of a tensor without numbers that has the parameter's shape.
     """
 
     name: str
+    shape: tuple[int, ...]
     view: Tensor
 
     @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> "ViewOf":
+    @lru_cache(maxsize=4096)  # the same parameters come again with each batch
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "ViewOf":
         """Return the view of all entries."""
-        return cls(name, torch.empty(shape, device="meta"))
+        return cls(name, tuple(shape), torch.empty(shape, device="meta"))
 
     def after(self, function: Callable[[Tensor], Any]) -> "list[ViewOf | None]":
         """Return the views that a function makes of this one, ``None`` where it makes a copy."""
         try:
-            found = leaves(function(self.view))
+            results = leaves(function(self.view))
         except (RuntimeError, NotImplementedError):  # there is no such view
             return []
-        return [ViewOf(self.name, x) if _base(x) is _base(self.view) else None for x in found]
+        return [self._replace(view=x) if _base(x) is _base(self.view) else None for x in results]
 
-    def entries(self, layout: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Entries | None:
-        """Return the entries in another order.
-
-        Args:
-            layout: Brings them into this order.
-            shape: The parameter's shape.
+    def entries(self, use: Use) -> Entries | None:
+        """Return the entries in the order of a use's gradients.
 
         Returns:
             ``None`` if that is no view in which each entry occurs once.
         """
-        found = self.after(layout)
-        view = ParameterView.of_tensor(self.name, found[0].view) if found and found[0] else None
-        return None if view is None else Entries(view, tuple(shape))
+        view = self.view
+        memory = tuple(view.shape), view.stride(), view.storage_offset()
+        return _entries(self.name, self.shape, *memory, use.axes)
+
+
+@lru_cache(maxsize=4096)  # the same layers come again with each batch
+def _entries(
+    name: str,
+    parameter: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    axes: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> Entries | None:
+    whole = ViewOf.whole(name, (prod(parameter),))
+    view: ViewOf | None = whole._replace(view=whole.view.as_strided(shape, strides, offset))
+    if axes is not None:
+        new_shape, order = axes
+        (view,) = view.after(lambda x: x.reshape(new_shape).permute(order)) or [None]
+    entries = ParameterView.of_tensor(name, view.view) if view else None
+    return None if entries is None else Entries(entries, parameter)
 
 
 class CallOutput:
     """The output of a call, and the tensors that the call read.
+
+    Only tensors that are still in memory are watched. A tensor that no rule keeps may be freed, and
+    may be written to.
 
     Args:
         output: The output.
@@ -89,52 +121,37 @@ class CallOutput:
         dtype: The output's dtype.
     """
 
-    def __init__(self, output: Tensor, inputs: Iterable[Tensor]):
+    def __init__(self, output: Tensor, inputs: Sequence[Tensor]):
         self.shape, self.dtype = output.shape, output.dtype
-        kept = list(inputs)
+        self._view: Tensor | None = None
+        read = list(inputs)
         # writing to a view takes its node out of the graph, but not the node of its base
         base = base_of(output)
         if base is not None and _covers(output, base):
             output = base
         elif base is not None:
-            kept.append(output.detach())
+            self._view = output.detach()
+            read.append(self._view)
         self.edge: GradientEdge = get_gradient_edge(output)
-        self._versions = [(x, version_of(x)) for x in kept if not x.is_inference()]
+        self._versions = [(ref(x), version_of(x)) for x in read if not x.is_inference()]
 
-    def at_output(self, parts: Sequence[Tensor | None], u: Tensor) -> Tensor:
+    def at_output(self, gradients: Sequence[Tensor | None], u: Tensor) -> Tensor:
         """Return gradients at the output, ``[V, *shape]``.
 
         Args:
-            parts: Gradients that pass the edge, of some vectors each; ``None`` if they are zero.
+            gradients: What passes the edge, for some vectors each; ``None`` if it is zero.
             u: The vectors that were backpropagated, ``[V, *]``.
         """
-        if not parts or parts[0] is None:
+        if not gradients or gradients[0] is None:
             return u.new_zeros(u.shape[0], *self.shape, dtype=self.dtype)
-        g = parts[0] if len(parts) == 1 else torch.cat(parts)
+        g = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         return g.reshape(g.shape[0], *self.shape)
 
     @property
     def overwritten(self) -> bool:
-        """Whether an input was written to after the call, or an output that is part of another."""
-        return any(version_of(x) != version for x, version in self._versions)
-
-
-class RecordedUse(NamedTuple):
-    """A use of a tracked tensor.
-
-    Attributes:
-        use: The way in which the output depends on it.
-        tensor: The tensor as the call got it: a parameter, or a function of parameters.
-        view_of: Its entries of a parameter, ``None`` if it is another function.
-        lookup: The lookup in a table of which it is a function, row by row.
-        output: The call's output, the same for all tensors that it got.
-    """
-
-    use: Use
-    tensor: Tensor
-    view_of: ViewOf | None
-    lookup: "LookedUp | None"
-    output: CallOutput
+        """Whether a watched input, or an output that is a view, was written to after the call."""
+        alive = ((x(), version) for x, version in self._versions)
+        return any(x is not None and version_of(x) != version for x, version in alive)
 
 
 class LookedUp(NamedTuple):
@@ -152,33 +169,98 @@ class LookedUp(NamedTuple):
     tensor: Tensor
     view_of: ViewOf | None
 
+    @property
+    def entries(self) -> Entries | None:
+        """The entries of a parameter that the table has, in the order of gradients."""
+        return self.view_of and self.view_of.entries(self.use)
 
-class _Tensors:
-    """A set of tensors; one that is written to leaves it."""
 
-    def __init__(self, tensors: Iterable[Tensor] = ()):
-        self._entries: dict[int, tuple[ref, int]] = {}
-        self.add(tensors)
+@dataclass(eq=False)
+class RecordedUse:
+    """A use of a parameter, or of a function of parameters, in a forward pass.
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors as they are now."""
-        self._entries |= {id(x): (ref(x), version_of(x)) for x in tensors}
+    Attributes:
+        call: The call.
+        argument: The position or the name of the argument.
+        use: The way in which the call's output depends on it.
+        tensor: The argument that the model passed: a parameter, or a function of parameters.
+        copy: The copy without history that the call got. Autograd's gradient with respect to it
+            is the sum of this use's gradients.
+        view_of: Its entries of a parameter, ``None`` if it is another function.
+        lookup: The lookup whose rows the tensor is a function of, row by row; ``None`` without one.
+        output: The call's output, the same for all tensors that it got.
+        origins: The parameters of which the tensor is a function, by name.
+        rows: The axes of the rows as a pattern that shows the samples, see ``batch_axis.fits``.
+            ``None`` if no axis numbers the samples, or none is known yet.
+        possible: All patterns that are possible, if there are others. They differ in rows without a
+            gradient.
+    """
 
-    def was_added(self, x: Any) -> bool:
-        """Return whether a tensor was ever added."""
-        return id(x) in self._entries and self._entries[id(x)][0]() is x
+    call: Call
+    argument: int | str
+    use: Use
+    tensor: Tensor
+    copy: Tensor
+    view_of: ViewOf | None
+    lookup: LookedUp | None
+    output: CallOutput
+    origins: dict[str, Tensor] = field(default_factory=dict)
+    rows: str | None = None
+    possible: tuple[str, ...] = ()
 
-    def __contains__(self, x: Any) -> bool:
-        return self.was_added(x) and self._entries[id(x)][1] == version_of(x)
+    @property
+    def key(self) -> UseKey:
+        """What identifies the use from one batch to the next."""
+        return UseKey(self.call, self.argument, tuple(self.origins))
+
+    @cached_property
+    def entries(self) -> Entries | None:
+        """The entries of a parameter that the tensor is, in the order of gradients."""
+        return self.view_of and self.view_of.entries(self.use)
+
+
+# --- recording
+
+
+class Role(Enum):
+    """What a tensor is while a forward pass is recorded."""
+
+    #: A tensor of the batch, or computed of such tensors.
+    DATA = auto()
+    #: A tensor that depends neither on data nor on parameters.
+    CONSTANT = auto()
+    #: A parameter, or a function of parameters and constants.
+    FUNCTION = auto()
 
 
 class _Origin(NamedTuple):
-    """The call that returned a tensor, and its place among all that this call returned."""
+    """The call that returned a tensor, and the tensor's position among all that it returned."""
 
     function: Callable
     args: tuple
     kwargs: dict
-    place: int
+    position: int
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of a tensor.
+
+    Attributes:
+        tensor: A weak reference to it.
+        version: Its version, ``None`` if writing to it changes nothing here.
+        role: Its role in this version; a constant or function that was written to is data.
+        view: For a function of parameters: its entries of one, if it is a view.
+        origin: The call that returned the function.
+        recomputed: The same function, computed again from recorded calls.
+    """
+
+    tensor: ref
+    version: int | None
+    role: Role
+    view: ViewOf | None = None
+    origin: _Origin | None = None
+    recomputed: Tensor | None = None
 
 
 class Capture(TorchFunctionMode):
@@ -187,19 +269,19 @@ class Capture(TorchFunctionMode):
     A call that ``RULES`` know gets copies of its parameters without history. If the output's graph
     still reaches a parameter, one of its uses was not recorded.
 
-    Data are the tensors of a batch, and tensors that are computed of them; all others are constant.
     A call without data returns a constant, or a function of parameters, for example the embeddings
     of positions. Such a function may have a row for each sample, as an expanded class token has. If
-    it meets data in a call that shows no axis of samples, the calls that made it are repeated and
-    recorded, with constants as data.
+    such a tensor meets data in a call without an axis of length N, the calls that made it are
+    replayed and recorded, with constants as data, so that its expansion becomes the use.
 
     Args:
-        leaves: The parameters.
+        parameters: The parameters.
         data: The tensors of the batch; if there are none, no tensor is known to be constant.
         num_samples: How many samples the batch has; ``None`` if that is not evident.
 
     Attributes:
         uses: The recorded uses, in the order of the calls.
+        has_replaced: Whether a call was replaced by a composition of others.
 
     Raises:
         RuntimeError: While the model runs, if it differentiates: calls do not show then how
@@ -207,19 +289,48 @@ class Capture(TorchFunctionMode):
     """
 
     def __init__(
-        self, leaves: Mapping[str, Tensor], data: Sequence[Tensor], num_samples: int | None
+        self, parameters: Mapping[str, Tensor], data: Sequence[Tensor], num_samples: int | None
     ):
         super().__init__()
-        self._leaves = {id(leaf) for leaf in leaves.values()}
-        self._knows_data, self._data = bool(data), _Tensors(data)
-        self._constants, self._functions = _Tensors(), _Tensors()
-        self._views = {id(x): ViewOf.whole(name, x.shape) for name, x in leaves.items()}
-        self._origins: dict[int, _Origin] = {}
-        self._recomputed: dict[int, Tensor] = {}
+        self._knows_data = bool(data)
+        self._known: dict[int, _Known] = {}
+        for x in data:
+            self._know(x, Role.DATA)
+        for name, x in parameters.items():
+            self._know(x, Role.FUNCTION, ViewOf.whole(name, x.shape)).version = None
         self._num_samples = num_samples
         self._calls: Counter[Callable] = Counter()
         self._inside: set[tuple] = set()
-        self.uses: dict[tuple[Call, int | str], RecordedUse] = {}
+        self.uses: list[RecordedUse] = []
+        self.has_replaced = False
+
+    # --- roles
+
+    def _know(
+        self, x: Tensor, role: Role, view: ViewOf | None = None, origin: _Origin | None = None
+    ) -> _Known:
+        version = None if role is Role.DATA else version_of(x)
+        known = self._known[id(x)] = _Known(ref(x), version, role, view, origin)
+        return known
+
+    def _function(self, x: Any) -> _Known | None:
+        """Return what is known of a function of parameters, ``None`` for anything else."""
+        known = self._known.get(id(x))
+        if known is None or known.role is not Role.FUNCTION or known.tensor() is not x:
+            return None
+        return known if known.version in (None, version_of(x)) else None
+
+    def role(self, x: Tensor) -> Role:
+        """Return the role of a tensor."""
+        known = self._known.get(id(x))
+        if known is not None and known.tensor() is x:
+            return known.role if known.version in (None, version_of(x)) else Role.DATA
+        is_computed = x.requires_grad and not x.is_leaf
+        if is_computed or not self._knows_data:
+            return Role.DATA
+        return self._know(x, Role.CONSTANT).role
+
+    # --- calls
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -231,24 +342,19 @@ class Capture(TorchFunctionMode):
         if in_transform():
             return func(*args, **kwargs)
         tensors = leaves((args, kwargs))
-        tracked = [x for x in tensors if self.follows(x)]
-        constant = [x for x in tensors if self._is_constant(x)]
-        read = tensors[1:] if func in _FACTORIES else tensors[: 1 if func in _LIKE else None]
-        without_data = self.without_data(read)
-        if not torch.is_grad_enabled() or not tracked:
+        roles = [self.role(x) for x in tensors]
+        read = roles[1:] if func in _FACTORIES else roles[: 1 if func in _LIKE else None]
+        without_data = Role.DATA not in read
+        if Role.FUNCTION not in roles or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
-            if not without_data:
-                self._data.add(x for x in leaves(out) if not x.requires_grad)
-            elif self._knows_data:
-                self._constants.add([*constant, *leaves(out)])
+            self._note_output(out, without_data, tensors, roles)
             return out
-        if func in WRITING:
-            return WRITING[func](self, *args, **kwargs)
         rule = RULES.get(func)
-        inner = func if rule else COMPOSED.get(func) or _unwrapped(func)
-        if without_data and (inner is func or len(tracked) == len(read)):
+        inner = func if rule else _composition(func) or _without_question(func)
+        only_functions = all(role is Role.FUNCTION for role in read)
+        if without_data and (inner is func or only_functions):
             return self._follow(func, args, kwargs)
-        if _selects(func, args):
+        if _is_constant_index(func, args):
             return self._follow(func, args, kwargs)
         if rule is not None:
             return self._record(func, rule, args, kwargs)
@@ -256,6 +362,7 @@ class Capture(TorchFunctionMode):
         if inner is func or call in self._inside:  # it would call itself through this mode
             args, kwargs = self._with_data(args, kwargs)
             return func(*args, **kwargs)
+        self.has_replaced |= func in COMPOSED
         self._inside.add(call)
         try:
             with self:
@@ -263,8 +370,22 @@ class Capture(TorchFunctionMode):
         finally:
             self._inside.discard(call)
 
+    def _note_output(
+        self, out: Any, without_data: bool, tensors: list[Tensor], roles: list[Role]
+    ) -> None:
+        """Note the roles of what a call without functions of parameters returned."""
+        if not without_data:
+            for x in leaves(out):
+                if not x.requires_grad:
+                    self._know(x, Role.DATA)
+        elif self._knows_data:
+            # the call may have written to a constant
+            constants = (x for x, role in zip(tensors, roles, strict=True) if role is Role.CONSTANT)
+            for x in (*constants, *leaves(out)):
+                self._know(x, Role.CONSTANT)
+
     def _record(self, func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
-        constant = {}
+        constant: dict[int, Tensor] = {}
 
         def freeze(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -273,63 +394,41 @@ class Capture(TorchFunctionMode):
                 constant[id(x)] = x.detach().clone() if rule.in_place else x.detach()
             return constant[id(x)]
 
-        known = rule(tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()})
-        places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        recorded = {key: places[key] for key in known if self.follows(places[key])}
-        if not recorded or (rule.in_place and (0 in recorded or _is_part(args[0]))):
+        uses = rule(tuple(freeze(x) for x in args), {key: freeze(x) for key, x in kwargs.items()})
+        arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        functions = {key: self._function(arguments[key]) for key in uses}
+        recorded = {key: arguments[key] for key, known in functions.items() if known is not None}
+        if not recorded or (rule.in_place and (0 in recorded or _is_partial_view(args[0]))):
             return func(*args, **kwargs)
-        unfit = {key: x for key, x in recorded.items() if not self._fits(known[key])}
+        unfit = {key: x for key, x in recorded.items() if not self._fits(uses[key])}
         if self._num_samples == 1:  # a tensor with all axes may have a row for the sample
             num_axes = max(1, *(x.ndim for x in constant.values()))
             unfit |= {k: x for k, x in recorded.items() if x.ndim == num_axes and len(x) == 1}
         data = {key: self.as_data(x) for key, x in unfit.items()}
         if any(x is not unfit[key] for key, x in data.items()):
-            args = tuple(data.get(place, x) for place, x in enumerate(args))
+            args = tuple(data.get(position, x) for position, x in enumerate(args))
             with self:
                 return func(*args, **{key: data.get(key, x) for key, x in kwargs.items()})
         call = func, self._calls[func]
         self._calls[func] += 1
         copies = {key: x.detach().requires_grad_() for key, x in recorded.items()}
-        args = tuple(copies.get(place, x) for place, x in enumerate(args))
-        kwargs = {key: copies.get(key, x) for key, x in kwargs.items()}
-        out = func(*args, **kwargs)
-        output = CallOutput(out, constant.values())
-        for key, tensor in recorded.items():
-            view, lookup = self._views.get(id(tensor)), self._lookup(tensor)
-            self.uses[call, key] = RecordedUse(known[key], tensor, view, lookup, output)
+        args = tuple(copies.get(position, x) for position, x in enumerate(args))
+        out = func(*args, **{key: copies.get(key, x) for key, x in kwargs.items()})
+        output = CallOutput(out, list(constant.values()))
+        for key, x in recorded.items():
+            view, lookup = functions[key].view, self._lookup(x)
+            self.uses.append(
+                RecordedUse(call, key, uses[key], x, copies[key], view, lookup, output)
+            )
         return out
 
     def _fits(self, use: Use) -> bool:
         """Return whether the axes that number a use's rows may number samples."""
         if not self._num_samples:
-            return bool(use.row_shape)
+            return any(length > 1 for length in use.row_shape)
         if self._num_samples == 1:
             return 1 in use.row_shape
         return bool(candidates(use.row_shape, self._num_samples))
-
-    def follows(self, x: Any) -> bool:
-        """Return whether a tensor is a parameter or a function of parameters and constants."""
-        return id(x) in self._leaves or x in self._functions
-
-    def without_data(self, *trees: Any) -> bool:
-        """Return whether all tensors in containers are constants, parameters or their functions."""
-        return all(self.follows(x) or self._is_constant(x) for x in leaves(trees))
-
-    def _is_constant(self, x: Tensor) -> bool:
-        if self._constants.was_added(x):
-            return x in self._constants
-        is_computed = x.requires_grad and not x.is_leaf
-        if not self._knows_data or is_computed or self._data.was_added(x) or self.follows(x):
-            return False
-        self._constants.add([x])
-        return True
-
-    def written(self, x: Tensor) -> None:
-        """Follow a tensor into which parameters, or functions of them, were written."""
-        self._origins.pop(id(x), None)
-        self._recomputed.pop(id(x), None)
-        self._views.pop(id(x), None)
-        self._functions.add([x])
 
     def as_data(self, x: Any) -> Any:
         """Return a function of parameters as data, if it may have a row for each sample.
@@ -337,25 +436,26 @@ class Capture(TorchFunctionMode):
         The tensor is computed again: calls that repeat parameters, or in which they meet constants
         with rows for samples, are recorded. Where there are none, it is the same tensor.
         """
-        if id(x) not in self._origins or not self.follows(x):
+        known = self._function(x)
+        if known is None or known.origin is None:
             return x
-        if id(x) not in self._recomputed:
-            self._recomputed[id(x)] = self._recompute(x, self._origins[id(x)])
-        return self._recomputed[id(x)]
+        if known.recomputed is None:
+            known.recomputed = self._recompute(x, known.origin)
+        return known.recomputed
 
     def _recompute(self, x: Tensor, origin: _Origin) -> Tensor:
-        func, args, kwargs, place = origin
-        rule = None if _selects(func, args) else RULES.get(func)
-        repeats = any(not self.follows(y) for y in leaves((args, kwargs)))
+        func, args, kwargs, position = origin
+        rule = None if _is_constant_index(func, args) else RULES.get(func)
+        repeats = any(self._function(y) is None for y in leaves((args, kwargs)))
         uses = rule(args, kwargs).values() if rule and (repeats or rule.repeats) else ()
         if any(self._fits(use) for use in uses):
-            return leaves(self._record(func, rule, args, kwargs))[place]
+            return leaves(self._record(func, rule, args, kwargs))[position]
         new_args, new_kwargs = self._with_data(args, kwargs)
         before, after = leaves((args, kwargs)), leaves((new_args, new_kwargs))
         if all(old is new for old, new in zip(before, after, strict=True)):
             return x
         with self:
-            return leaves(func(*new_args, **new_kwargs))[place]
+            return leaves(func(*new_args, **new_kwargs))[position]
 
     def _with_data(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return a call's arguments ``as_data``."""
@@ -363,42 +463,45 @@ class Capture(TorchFunctionMode):
 
     def _lookup(self, x: Tensor) -> LookedUp | None:
         """Return the lookup in a table of which a tensor is a function, row by row."""
-        while id(x) in self._origins:
-            func, args, kwargs, _ = self._origins[id(x)]
+        while (known := self._function(x)) is not None and known.origin is not None:
+            func, args, kwargs, _ = known.origin
             if func is torch.embedding:
                 (use,) = RULES[func](args, kwargs).values()
-                return LookedUp(x, use, args[0], self._views.get(id(args[0])))
-            sources = [y for y in leaves((args, kwargs)) if self.follows(y)]
+                table = self._function(args[0])
+                return LookedUp(x, use, args[0], None if table is None else table.view)
+            sources = [y for y in leaves((args, kwargs)) if self._function(y) is not None]
             if len(sources) != 1 or sources[0].shape != x.shape:
                 return None
             (x,) = sources
         return None
 
     def _follow(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Make a call without data, and track what it returns."""
+        """Make a call without data, and note the roles of what it returns."""
         out = func(*args, **kwargs)
         inputs = {id(x) for x in leaves((args, kwargs))}
         views = self._views_after(func, args, kwargs, out)
-        for place, x in enumerate(leaves(out)):
+        for position, x in enumerate(leaves(out)):
             if not x.requires_grad:
-                self._constants.add([x] if self._knows_data else [])
-            elif x.is_floating_point() and not self.follows(x):
-                self.written(x)
-                if id(x) not in inputs:
-                    self._origins[id(x)] = _Origin(func, args, kwargs, place)
-                    self._views[id(x)] = views[place]
+                if self._knows_data:
+                    self._know(x, Role.CONSTANT)
+            elif x.is_floating_point() and self._function(x) is None:
+                if id(x) in inputs:  # the call has written to it
+                    self._know(x, Role.FUNCTION)
+                else:
+                    origin = _Origin(func, args, kwargs, position)
+                    self._know(x, Role.FUNCTION, views[position], origin)
         return out
 
     def _views_after(
         self, func: Callable, args: tuple, kwargs: dict, out: Any
     ) -> "list[ViewOf | None]":
         """Return the views of parameters that a call without data returned."""
-        outputs, sources = leaves(out), [x for x in leaves((args, kwargs)) if self.follows(x)]
+        outputs = leaves(out)
+        sources = [x for x in leaves((args, kwargs)) if self._function(x) is not None]
         unknown: list[ViewOf | None] = [None] * len(outputs)
-        source = sources[0] if len(sources) == 1 else None
-        view = self._views.get(id(source))
-        if source is None or view is None:
+        if len(sources) != 1 or (view := self._function(sources[0]).view) is None:
             return unknown
+        (source,) = sources
         if func in _COPIES and outputs:
             # the derivative of a cast between real and complex numbers is not one
             same = source.is_floating_point() and outputs[0].device == source.device
@@ -413,14 +516,22 @@ class Capture(TorchFunctionMode):
         return view.after(view_without_numbers) or unknown
 
 
+def _composition(func: Callable) -> Callable | None:
+    """Return the composition of other calls that takes a call's place.
+
+    Hooks on saved tensors, as in checkpoints, expect the same calls when these are repeated.
+    """
+    return None if have_saved_tensor_hooks() else COMPOSED.get(func)
+
+
 def _base(x: Tensor) -> Tensor:
     """Return the tensor of which another one is a view, or the tensor itself."""
     base = base_of(x)
     return x if base is None else base
 
 
-def _selects(func: Callable, args: tuple) -> bool:
-    """Return whether a call reads the same for all samples, as the weight of one expert."""
+def _is_constant_index(func: Callable, args: tuple) -> bool:
+    """Return whether a call reads an index without axes and masks, as in ``experts[i]``."""
     indices = leaves(args[1]) if func is Tensor.__getitem__ else None
     return indices is not None and not any(x.ndim or x.dtype == torch.bool for x in indices)
 
@@ -431,28 +542,32 @@ def _covers(view: Tensor, base: Tensor) -> bool:
     return same and base.is_contiguous() and base.requires_grad
 
 
-def _is_part(x: Tensor) -> bool:
+def _is_partial_view(x: Tensor) -> bool:
     """Return whether a tensor is a view of some entries of another one."""
     base = base_of(x)
     return base is not None and not (x.is_contiguous() and x.numel() == base.numel())
 
 
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_UNWRAPPED: dict[Callable, Callable] = {}
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _unwrapped(func: Callable) -> Callable:
+def _without_question(func: Callable) -> Callable:
     """Return a Python function such that the calls inside of it can be watched.
 
-    PyTorch's own would ask whether someone watches, and then call themselves through the watcher.
+    Functions of PyTorch ask whether a mode overrides them, and then call themselves through that
+    mode. The returned function gets "no" as the answer. It has the global names of this moment. A
+    function that assigns to global names is returned unchanged.
     """
-    if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
+    if not isinstance(func, FunctionType) or not _asks(func.__code__):
         return func
-    if func not in _UNWRAPPED:
-        names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *args: False)}
-        inner = FunctionType(
-            func.__code__, names, func.__name__, func.__defaults__, func.__closure__
-        )
-        inner.__kwdefaults__ = func.__kwdefaults__
-        _UNWRAPPED[func] = inner
-    return _UNWRAPPED[func]
+    names = {**func.__globals__, **dict.fromkeys(_QUESTIONS, lambda *args: False)}
+    inner = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner
+
+
+@lru_cache(maxsize=1024)
+def _asks(code: CodeType) -> bool:
+    if not set(_QUESTIONS) & set(code.co_names):
+        return False
+    return not any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(code))

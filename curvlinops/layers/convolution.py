@@ -5,14 +5,15 @@ from dataclasses import replace
 from math import prod
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers import rules
 from curvlinops.layers.gradients import Entries, PerSampleGradient
+from curvlinops.layers.inputs import Patches
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.patches import Lengths, Padding, Patches, Window, lengths, make_patches
-from curvlinops.layers.rules import Sort, Use, contraction, handles
-from curvlinops.support.norms import wide
+from curvlinops.layers.patches import Lengths, Padding, Window, lengths, make_patches
+from curvlinops.layers.rules import Use, contraction, handles
 
 
 @handles(torch.conv1d, torch.conv2d, torch.conv3d)
@@ -32,14 +33,15 @@ def convolution(
 
     def to_rows(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
-        return g.unflatten(2, (groups, -1)).flatten(4)
+        return rearrange(g, "v n (g o) ... -> v n g o (...)", g=groups)
 
-    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
-        patches = Patches(wide(sort(x)), window)
-        # [V, N, S, G, O, P]: images of one sample, and positions in them
-        return OuterProducts(patches, wide(g).movedim(-1, 3).flatten(2, 3), entries)
+    def gradient(images: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:
+        # images of one sample, and positions in them
+        g = rearrange(g, "v n s g o p -> v n (s p) g o")
+        return OuterProducts(Patches(images, window), g, entries)
 
-    return {"weight": Use((x.shape[0],), to_rows, gradient), **_bias(bias, x, window.size, batched)}
+    use = Use((x.shape[0],), to_rows, gradient, inputs=lambda: x, is_product=True)
+    return {"weight": use, **_bias(bias, x, window.size, batched)}
 
 
 @handles(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -56,8 +58,8 @@ def transposed_convolution(
     """Matrix products of the filters with the input, and patches of the output."""
     batched = input.ndim == weight.ndim
     x, dims = input if batched else input.unsqueeze(0), weight.ndim - 2
-    each = (lengths(option, dims) for option in (stride, padding, output_padding, dilation))
-    window, size = _window_of_output(x.shape[2:], weight.shape[2:], *each, groups)
+    options = (lengths(option, dims) for option in (stride, padding, output_padding, dilation))
+    window, size = _window_of_output(x.shape[2:], weight.shape[2:], *options, groups)
 
     def to_product(g: Tensor) -> Tensor:
         g = g if batched else g.unsqueeze(1)
@@ -66,13 +68,13 @@ def transposed_convolution(
 
     use = contraction(
         "n group in position, group in out -> n position group out",
-        x.unflatten(1, (groups, -1)).flatten(3),
+        rearrange(x, "n (g i) ... -> n g i (...)", g=groups),
         [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
         to_product,
     )
     biases = _bias(bias, x, size, batched)
     # the filters are multiplied at the positions of the input
-    biases = {name: replace(each, joins_weight=False) for name, each in biases.items()}
+    biases = {name: replace(of_bias, joins_weight=False) for name, of_bias in biases.items()}
     return {"weight": use, **biases}
 
 

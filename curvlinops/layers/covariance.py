@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from math import prod
 
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.patches import Window, pad, view_patches
@@ -28,15 +29,18 @@ _FEW_NUMBERS = 2**19
 def second_moment(rows: Tensor) -> Tensor:
     """Return ``rows^T rows`` of ``[P, d]``, or of each group, ``[G, P, d]``.
 
-    Many rows are added in parts: products of narrow matrices add one number after the other.
+    Many rows are added in pieces: products of narrow matrices add one number after the other.
     """
-    size, parts = rows.shape[-1], rows.split(_ROWS, dim=-2)
-    if rows.shape[-2] < _MIN_ROWS or size < _MIN_SIZE:
-        return reduce(Tensor.add_, (part.mT @ part for part in parts))
+    num_rows, size = rows.shape[-2:]
+    if num_rows < _MIN_ROWS:
+        return rows.mT @ rows
+    pieces = rows.split(_ROWS, dim=-2)
+    if size < _MIN_SIZE:
+        return reduce(Tensor.add_, (piece.mT @ piece for piece in pieces))
     total = rows.new_zeros(*rows.shape[:-2], size, size)
     groups = total.view(-1, size, size)
-    for part in parts:
-        add_second_moment(groups, part.mT.expand(len(groups), -1, -1))
+    for piece in pieces:
+        add_second_moment(groups, piece.mT.expand(len(groups), -1, -1))
     mirror(groups)
     return total
 
@@ -48,17 +52,17 @@ def add_second_moment(total: Tensor, rows: Tensor) -> None:
         total: Is added to; ``mirror`` completes it.
         rows: ``[G, d, P]``.
     """
-    for part, _ in _quarters(total):
-        total[:, part, part.start :].baddbmm_(rows[:, part], rows[:, part.start :].mT)
+    for some, _ in _quarters(total):
+        total[:, some, some.start :].baddbmm_(rows[:, some], rows[:, some.start :].mT)
 
 
 def mirror(matrix: Tensor) -> None:
     """Complete symmetric matrices ``[G, d, d]`` whose upper half is known."""
-    for part, rest in _quarters(matrix):
-        block = matrix[:, part, part]
+    for some, behind in _quarters(matrix):
+        block = matrix[:, some, some]
         # products of a matrix with its own transpose are symmetric up to rounding only
         block.copy_(block.triu() + block.triu(1).mT)
-        matrix[:, rest, part] = matrix[:, part, rest].mT
+        matrix[:, behind, some] = matrix[:, some, behind].mT
 
 
 def _quarters(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -89,8 +93,8 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
     """Return whether ``covariance_by_shifts`` takes less time than ``covariance_by_patches``.
 
-    It does on a CPU where shifts have most positions in common, and patches are
-    many. Both take the input piece by piece: memory does not count.
+    It does on a CPU where shifts have most positions in common, and patches are many. Both take
+    the input piece by piece: memory does not count.
 
     Args:
         shape: The input's, ``[N, C, *I]``.
@@ -108,9 +112,16 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
     The kernel's other axes are unfolded, next to the channels: rows a with ``C/G * prod(K[1:])``
     entries. The block of the positions k and k' on the first axis is
     ``sum_p a[p] a[p + delta]^T`` over ``k <= p < k + O`` with ``delta = k' - k`` (times the
-    dilation), which depends on k only by where the range begins. The ranges for the same delta
-    have a core in common. The product over it is computed once for each delta (3 instead of 6
-    for K = 3); those over the few positions in front of it and behind it are computed one by one.
+    dilation). It depends on k only by where the range begins. For K = 3 and delta = 0::
+
+        p      0   1   2    ...    O-1  O   O+1
+        k=0    f0  f1  ===============
+        k=1        f1  ===============  b0
+        k=2            ===============  b0  b1
+               front        core        behind
+
+    The product over the core is computed once for each delta (3 instead of 6 for K = 3), those
+    over the few positions in front of it and behind it one by one: ``f0``, ``f1``, ``b0``, ``b1``.
     Nothing is subtracted, and nothing cancels.
 
     Args:
@@ -126,8 +137,8 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
     # for each delta: products over the core, the positions in front of it, and those behind
     sums = [x.new_zeros(2 * n - 1, groups, size, size) for n in range(kernel, 0, -1)]
     # with fewer positions, all would be borders
-    for piece, part in _pieces(x, window, positions, 4 * step * (kernel - 1)):
-        rows, length = _rows(piece, part), part.size[0]
+    for piece, patches in _pieces(x, window, positions, 4 * step * (kernel - 1)):
+        rows, length = _rows(piece, patches), patches.size[0]
         for delta, products in enumerate(sums):
             around = kernel - 1 - delta
             ranges = [(around * step, length - around * step)]
@@ -154,10 +165,10 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
                 block += behind[k - 1]
             if delta == 0:
                 mirror(block)
-            block = block.view(groups, channels, prod(others), channels, prod(others))
+            block = rearrange(block, "g (c i) (d j) -> g c i d j", c=channels, d=channels)
             out[:, :, k, :, :, k + delta] = block
-            out[:, :, k + delta, :, :, k] = block.permute(0, 3, 4, 1, 2)
-    return out.view(groups, kernel * size, kernel * size)
+            out[:, :, k + delta, :, :, k] = rearrange(block, "g c i d j -> g d j c i")
+    return rearrange(out, "g c k i d l j -> g (c k i) (d l j)")
 
 
 def covariance_by_patches(x: Tensor, window: Window, positions: int | None = None) -> Tensor:
@@ -170,14 +181,13 @@ def covariance_by_patches(x: Tensor, window: Window, positions: int | None = Non
     """
     if positions is None:
         positions = max(_UNFOLDED // (x.shape[1] * prod(window.kernel_size)), _POSITIONS)
-    dims, groups = len(window.size), window.groups
+    (kernel, output), groups = window.axes, window.groups
     width = x.shape[1] // groups * prod(window.kernel_size)
     matrix = x.new_zeros(groups, width, width)
-    for piece, part in _pieces(x, window, positions, 1):
-        # [G, d, N O]: positions last in memory, for long runs to copy
-        view = view_patches(piece, part).movedim(0, 1 + dims)
-        patches = view.reshape(groups, width, len(piece) * prod(part.size))
-        add_second_moment(matrix, patches)
+    for piece, patches in _pieces(x, window, positions, 1):
+        # positions last in memory: long runs to copy
+        pattern = f"n (g c) {kernel} {output} -> g (c {kernel}) (n {output})"
+        add_second_moment(matrix, rearrange(view_patches(piece, patches), pattern, g=groups))
     mirror(matrix)
     return matrix
 
@@ -194,24 +204,23 @@ def _pieces(
         least: The smallest number of positions on the first axis.
     """
     rows = max(positions // prod(window.size[1:]), least, 1)
-    samples, parts = max(rows // window.size[0], 1), max(window.size[0] // rows, 1)
+    samples, pieces = max(rows // window.size[0], 1), max(window.size[0] // rows, 1)
     for some in x.split(samples):
         padded = pad(some, window.pads)
         for axis, size in enumerate(window.size):
             padded = padded.narrow(axis + 2, 0, window.reach(axis, size))
-        for part in range(parts):
-            start, stop = (window.size[0] * i // parts for i in (part, part + 1))
+        for i in range(pieces):
+            start, stop = window.size[0] * i // pieces, window.size[0] * (i + 1) // pieces
             piece = padded.narrow(2, start * window.stride[0], window.reach(0, stop - start))
             yield piece, window._replace(size=(stop - start, *window.size[1:]))
 
 
 def _rows(x: Tensor, window: Window) -> Tensor:
     """Unfold all axes but the first: ``[N, C, *I]`` to ``[G, C/G * prod(K[1:]), I, positions]``."""
-    whole = window._replace(
+    first = window._replace(
         kernel_size=(1, *window.kernel_size[1:]), size=(x.shape[2], *window.size[1:])
     )
-    view = view_patches(x, whole).squeeze(2)  # [N, C, *K[1:], I, *O[1:]]
-    dims = len(window.size)
-    rows = view.movedim(0, 1 + dims).unflatten(0, (window.groups, -1))
-    width = x.shape[1] // window.groups * prod(window.kernel_size[1:])
-    return rows.reshape(window.groups, width, x.shape[2], -1).contiguous()
+    kernel, output = first.axes
+    position, _, others = output.partition(" ")
+    pattern = f"n (g c) {kernel} {output} -> g (c {kernel}) {position} (n {others})"
+    return rearrange(view_patches(x, first), pattern, g=window.groups).contiguous()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops.layers.rules import Use, contraction, handles
-from curvlinops.support.torch_internals import base_of
 
 with suppress(ImportError):
     import torch._decomp.decompositions  # registers the Python kernels
@@ -120,35 +119,23 @@ def _gates(
     hidden: Tensor,
     w_ih: Tensor,
     w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh)
 
 
 def _lstm_cell(
-    input: Tensor,
-    hx: tuple[Tensor, Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, hx: tuple[Tensor, Tensor], *weights: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    ours, theirs = _gates(input, hx[0], w_ih, w_hh, b_ih, b_hh)
+    ours, theirs = _gates(input, hx[0], *weights, **named)
     write, forget, new, out = (ours + theirs).chunk(4, -1)
     memory = forget.sigmoid() * hx[1] + write.sigmoid() * new.tanh()
     return out.sigmoid() * memory.tanh(), memory
 
 
-def _gru_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    ours, theirs = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
+def _gru_cell(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
+    ours, theirs = _gates(input, hx, *weights, **named)
     (r1, z1, n1), (r2, z2, n2) = ours.chunk(3, -1), theirs.chunk(3, -1)
     update = (z1 + z2).sigmoid()
     new = (n1 + (r1 + r2).sigmoid() * n2).tanh()
@@ -156,15 +143,8 @@ def _gru_cell(
 
 
 def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def cell(
-        input: Tensor,
-        hx: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
-    ) -> Tensor:
-        return activation(sum(_gates(input, hx, w_ih, w_hh, b_ih, b_hh)))
+    def cell(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
+        return activation(sum(_gates(input, hx, *weights, **named)))
 
     return cell
 
@@ -208,22 +188,6 @@ def _baddbmm(
     return input * beta + batch1 @ batch2 * alpha
 
 
-def _addbmm(
-    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    return input * beta + (batch1 @ batch2).sum(0) * alpha
-
-
-def _outer(input: Tensor, vec2: Tensor) -> Tensor:
-    return input.unsqueeze(-1) * vec2
-
-
-def _inner(input: Tensor, other: Tensor) -> Tensor:
-    if input.ndim == 0 or other.ndim == 0:
-        return input * other
-    return _tensordot(input, other, ([-1], [-1]))
-
-
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
     if isinstance(dims, Tensor):
         dims = dims.tolist()
@@ -236,25 +200,6 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
         right[j] = left[i]
     output = [axis for axis in (*left, *right) if (axis in left) != (axis in right)]
     return torch.einsum(a, left, b, right, output)
-
-
-def _multi_dot(tensors: list[Tensor], *, out: None = None) -> Tensor:
-    product = tensors[0]
-    for factor in tensors[1:]:
-        product = product @ factor
-    return product
-
-
-def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    norms = (x.norm(dim=dim).clamp(min=eps) for x in (x1, x2))
-    first, second = norms
-    return (x1 * x2).sum(dim) / (first * second)
-
-
-def _pairwise_distance(
-    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Tensor:
-    return (x1 - x2 + eps).norm(p, dim=-1, keepdim=keepdim)
 
 
 def _attention(
@@ -297,64 +242,22 @@ def _grouped_mm(
     elif mat_a.ndim == 2 and mat_b.ndim == 3:
         ends = offs.tolist()
         rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        parts = [mat_a[own] @ mat_b[i] for i, own in enumerate(rows) if own.start < own.stop]
+        products = [
+            mat_a[group] @ mat_b[i] for i, group in enumerate(rows) if group.start < group.stop
+        ]
         rest = mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[-1])
-        product = torch.cat([*parts, rest])
+        product = torch.cat([*products, rest])
     else:
         raise NotImplementedError("There is no rule for grouped_mm but for rows and matrices.")
     product = product if bias is None else product + bias
     return product if out_dtype is None else product.to(out_dtype)
 
 
-def _written(
-    watch: Any, input: Tensor, key: Any, part: Callable[[], Tensor], value: Any, write: Callable
-) -> Any:
-    """Assign to a part of a tensor. Functions of parameters are repeated first, by a known call."""
-    without_data, shape = watch.without_data(input, key, value), part().shape
-    if watch.follows(value) and value.shape != shape:
-        with watch:
-            repeated = torch.broadcast_to(value, shape)
-        value = watch.as_data(repeated)
-        without_data = without_data and value is repeated
-    base = base_of(input)
-    follows_base = without_data and base is not None and watch.without_data(base)
-    out = write(value)
-    for target in [input] * without_data + [base] * follows_base:
-        watch.written(target)
-    return out
-
-
-def _setitem(watch: Any, input: Tensor, key: Any, value: Any) -> None:
-    def write(x: Any) -> None:
-        input[key] = x
-
-    return _written(watch, input, key, lambda: input[key], value, write)
-
-
-def _copy(watch: Any, input: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    return _written(watch, input, None, lambda: input, src, input.copy_)
-
-
-#: Replacements of calls that write. They get the recording mode, which is off, as first argument.
-WRITING: dict[Callable, Callable] = {Tensor.__setitem__: _setitem, Tensor.copy_: _copy}
-
-
 COMPOSED: dict[Callable, Callable] = RECURRENT | {
     torch.einsum: einsum,
     torch.baddbmm: _baddbmm,
     Tensor.baddbmm: _baddbmm,
-    torch.addbmm: _addbmm,
-    Tensor.addbmm: _addbmm,
-    torch.outer: _outer,
-    Tensor.outer: _outer,
-    torch.ger: _outer,
-    Tensor.ger: _outer,
-    torch.inner: _inner,
-    Tensor.inner: _inner,
     torch.tensordot: _tensordot,
-    torch.linalg.multi_dot: _multi_dot,
-    torch.cosine_similarity: _cosine_similarity,
-    torch.pairwise_distance: _pairwise_distance,
     F.scaled_dot_product_attention: _attention,
 }
 if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls

@@ -11,43 +11,47 @@ from curvlinops.layers.rules import Slope, Use, broadcast, handles
 
 
 def _slope(
-    function: Callable, args: list, options: dict, place: int | str, shape: torch.Size
+    function: Callable, args: list, options: dict, argument: int | str, shape: torch.Size
 ) -> Tensor:
     """Return the derivative with respect to one of an elementwise function's real arguments.
 
     Of a complex function it is conjugate: the real part of its product with a gradient counts.
     """
     args, options = list(args), dict(options)
-    where = args if isinstance(place, int) else options
+    container = args if isinstance(argument, int) else options
     with torch.enable_grad():
-        where[place] = where[place].expand(shape).clone().requires_grad_()
+        container[argument] = container[argument].expand(shape).clone().requires_grad_()
         out = function(*args, **options).sum()
-        parts = [out.real, out.imag] if out.is_complex() else [out]
+        components = [out.real, out.imag] if out.is_complex() else [out]
         slopes = [
             torch.autograd.grad(
-                part, where[place], retain_graph=True, allow_unused=True, materialize_grads=True
+                component,
+                container[argument],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
             )[0]
-            for part in parts
+            for component in components
         ]
     return torch.complex(*slopes).conj() if out.is_complex() else slopes[0]
 
 
 def _elementwise(function: Callable) -> Callable[..., dict[int | str, Use]]:
     def uses(*args: Any, **options: Any) -> dict[int | str, Use]:
-        places = {**dict(enumerate(args)), **options}
-        tensors = {place: x for place, x in places.items() if isinstance(x, Tensor)}
+        arguments = {**dict(enumerate(args)), **options}
+        tensors = {argument: x for argument, x in arguments.items() if isinstance(x, Tensor)}
         shape = torch.broadcast_shapes(*(x.shape for x in tensors.values()))
-        is_plain = len(places) == 2 and not any(x.is_complex() for x in tensors.values())
+        is_plain = len(arguments) == 2 and not any(x.is_complex() for x in tensors.values())
         is_sum = function is torch.add and is_plain
 
-        def slope(place: int | str) -> Slope:
+        def slope(argument: int | str) -> Slope:
             if is_sum:
                 return 1.0
-            return partial(_slope, function, args, options, place, shape)
+            return partial(_slope, function, args, options, argument, shape)
 
         return {
-            place: broadcast(x.shape, shape, slope(place))
-            for place, x in tensors.items()
+            argument: broadcast(x.shape, shape, slope(argument))
+            for argument, x in tensors.items()
             if x.is_floating_point()
         }
 

@@ -1,15 +1,17 @@
 """Tables whose rows, or entries, are looked up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
 from curvlinops.layers.gradients import BYTES, Entries, PerSampleGradient
-from curvlinops.layers.rules import Sort, Use, handles
-from curvlinops.support.norms import wide
+from curvlinops.layers.rules import Use, handles
 
 
 @handles(torch.embedding)
@@ -21,11 +23,15 @@ def embedding(
     sparse: bool = False,
 ) -> dict[str, Use]:
     """Rows of ``weight``. An override makes the padding row constant."""
-
-    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
-        return EmbeddingGradient(sort(indices), wide(g), entries, padding_idx)
-
-    return {"weight": Use(tuple(indices.shape), lambda g: g, gradient)}
+    return {
+        "weight": Use(
+            tuple(indices.shape),
+            to_rows=lambda g: g,
+            gradient=partial(EmbeddingGradient, padding=padding_idx),
+            inputs=lambda: indices,
+            is_product=True,
+        )
+    }
 
 
 def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
@@ -45,13 +51,16 @@ def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
         row_shape = row_shape or (1,)
         indices = indices.reshape(row_shape)
 
-        def to_rows(g: Tensor) -> Tensor:
-            return g.reshape(len(g), *row_shape, width if whole else 1)
-
-        def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
-            return EmbeddingGradient(sort(indices), wide(g), entries)
-
-        return {0: Use(row_shape, to_rows, gradient)}
+        size = width if whole else 1
+        return {
+            0: Use(
+                row_shape,
+                to_rows=lambda g: g.reshape(len(g), *row_shape, size),
+                gradient=EmbeddingGradient,
+                inputs=lambda: indices,
+                is_product=True,
+            )
+        }
 
     return uses
 
@@ -85,8 +94,10 @@ for _same in _CALLS:
     handles(*_same)(_lookup(_same[0]))
 
 
-class EmbeddingGradient(PerSampleGradient):
+class EmbeddingGradient(FactoredGradient):
     """Sums of output gradients over the positions that looked up a row of a table.
+
+    As sums of outer products, the inputs are rows of an identity matrix.
 
     Args:
         indices: The rows that were looked up, ``[N, S]``.
@@ -97,10 +108,69 @@ class EmbeddingGradient(PerSampleGradient):
 
     def __init__(self, indices: Tensor, g: Tensor, entries: Entries, padding: int = -1):
         self.indices, self.g, self.padding = indices, g, padding
-        self.num_positions = indices.shape[1]
         self.num_vectors, self.num_samples = g.shape[:2]
         self.entries = entries
         self.num_rows = entries.view.size // max(g.shape[-1], 1)
+
+    @property
+    def layout(self) -> Hashable:
+        """Equal for gradients whose entries mean the same, in the same dtype."""
+        # a table may be read by rows or by entries
+        return self.entries, self.num_rows, self.padding, self.g.dtype
+
+    @property
+    def kronecker_shape(self) -> KroneckerShape:
+        """The shape with an input for each row, and an output for each column."""
+        width = self.g.shape[-1]
+        view = self.entries.view.undo_permutation((width, self.num_rows), (1, 0))
+        return KroneckerShape(1, width, self.num_rows, view, one_hot_inputs=True)
+
+    def inputs(self) -> Tensor:
+        """Return rows of an identity matrix, ``[N, S, 1, rows]``, zeros for the padding."""
+        is_lookup = (self.indices != self.padding).to(self.g).unsqueeze(-1)
+        rows = torch.nn.functional.one_hot(self.indices, self.num_rows) * is_lookup
+        return rearrange(rows, "n s i -> n s 1 i")
+
+    def output_gradients(self) -> Tensor:
+        """Return output gradients, ``[V, N, S, 1, I]``."""
+        return rearrange(self.g, "v n s i -> v n s 1 i")
+
+    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+        """Return how often each row was looked up, on a diagonal, and the number of lookups."""
+        indices = self.indices[self.indices != self.padding]
+        counts = torch.bincount(indices, minlength=self.num_rows).to(self.g).unsqueeze(0)
+        return counts if diagonal else counts.diag_embed(), counts.sum()
+
+    def input_sums(self) -> tuple[Tensor, Tensor]:
+        """Return how often each sample looked up each row, and its number of lookups."""
+        is_lookup = (self.indices != self.padding).to(self.g)
+        counts = self.g.new_zeros(self.num_samples, self.num_rows)
+        counts.scatter_add_(1, self.indices, is_lookup)
+        return rearrange(counts, "n i -> n 1 i"), counts.sum(1)
+
+    def matrices(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples, transposed, ``[V, n, 1, I, rows]``."""
+        return rearrange(self.values(samples), "v n rows i -> v n 1 i rows")
+
+    def squares_in_basis(
+        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
+    ) -> Tensor:
+        """Return the sum of squared entries in another basis; of lookups, if rows keep theirs."""
+        if inputs is not None or has_bias:
+            return super().squares_in_basis(outputs, inputs, has_bias)
+        g = rotated(self.output_gradients(), outputs).squeeze(3)
+        table = Entries.all([self.num_rows, g.shape[-1]])
+        squares = EmbeddingGradient(self.indices, g, table).sum_of_squares()
+        return rearrange(squares, "rows i -> 1 i rows")
+
+    def plus(self, others: Sequence[PerSampleGradient]) -> "EmbeddingGradient | None":
+        """Return the sum with others of the same layout: lookups side by side."""
+        gradients = [self, *others]
+        if not all(isinstance(x, EmbeddingGradient) and x.layout == self.layout for x in gradients):
+            return None
+        indices = torch.cat([gradient.indices for gradient in gradients], dim=1)
+        g = torch.cat([gradient.g for gradient in gradients], dim=2)
+        return EmbeddingGradient(indices, g, self.entries, self.padding)
 
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples, mostly zero."""
@@ -132,28 +202,19 @@ class EmbeddingGradient(PerSampleGradient):
 
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
-        # a table may be read by rows or by entries
-        return (
-            isinstance(other, EmbeddingGradient)
-            and self.entries == other.entries
-            and self.num_rows == other.num_rows
-        )
+        return isinstance(other, EmbeddingGradient) and self.layout == other.layout
 
     def inner_products(self, other: "EmbeddingGradient") -> Tensor:
         """Return all inner products; only rows that both looked up count."""
         (left, n, rows), (right, m, columns) = self._sums(), other._sums()
-        out = left.new_zeros(
-            self.num_vectors, self.num_samples, other.num_vectors, other.num_samples
-        )
-        for row in range(0, len(n), step := max(BYTES // (4 * max(len(m), 1)), 1)):
-            chunk = slice(row, row + step)
-            a, b = (rows[chunk, None] == columns).nonzero(as_tuple=True)
-            a = a + row
+        N, M = self.num_samples, other.num_samples
+        out = left.new_zeros(self.num_vectors, other.num_vectors, N * M)
+        for start in range(0, len(n), step := max(BYTES // (4 * max(len(m), 1)), 1)):
+            a, b = (rows[start : start + step, None] == columns).nonzero(as_tuple=True)
+            a = a + start
             products = torch.einsum("vpi,wpi->vwp", left[:, a], right[:, b])
-            flat = out.permute(0, 2, 1, 3).flatten(2)
-            flat = flat.index_add(2, n[a] * other.num_samples + m[b], products)
-            out = flat.unflatten(2, (self.num_samples, other.num_samples)).permute(0, 2, 1, 3)
-        return out
+            out.index_add_(2, n[a] * M + m[b], products)
+        return rearrange(out, "v w (n m) -> v n w m", n=N, m=M)
 
     def _table(self, values: Tensor) -> Tensor:
         """Return sums of values ``[K, N, S, I]`` at their rows, ``[K, *shape]``."""

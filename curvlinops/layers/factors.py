@@ -6,18 +6,16 @@ with the mean input and the sum of output gradients (Eschenhagen et al., Kroneck
 approximate curvature for modern neural network architectures, NeurIPS 2023, arXiv:2311.00636).
 """
 
-from collections.abc import Iterable, Sequence
-from functools import reduce as fold
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.covariance import input_covariance, second_moment
-from curvlinops.layers.embedding import EmbeddingGradient
-from curvlinops.layers.gradients import PerSampleGradient
-from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.patches import Patches, patch_sums
+from curvlinops.layers.covariance import second_moment
+from curvlinops.layers.gradients import PerSampleGradient, squared_sum, total
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import recorded
 
@@ -44,60 +42,167 @@ class KroneckerShape(NamedTuple):
 
     @classmethod
     def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "KroneckerShape | None":
-        """Return the kind of a use's gradients, ``None`` if they are no sums of outer products."""
-        if isinstance(gradient, OuterProducts):
-            groups, inputs = gradient.x.shape[2:]
-            return cls(groups, gradient.g.shape[-1], inputs, gradient.entries.view, is_bias=is_bias)
-        if isinstance(gradient, EmbeddingGradient):
-            rows, width = gradient.num_rows, gradient.g.shape[-1]
-            view = gradient.entries.view.permuted((width, rows), (1, 0))
-            return cls(1, width, rows, view, one_hot_inputs=True)
-        return None
+        """Return the shape of a use's gradients, ``None`` if they have no Kronecker factors."""
+        shape = gradient.kronecker_shape
+        return shape._replace(is_bias=True) if shape and is_bias else shape
 
 
-def relation(kind: KroneckerShape, other: KroneckerShape) -> str | None:
+def relation(shape: KroneckerShape, other: KroneckerShape) -> str | None:
     """Return how the entries of two Kronecker products for one parameter are related.
 
     Returns:
         ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
         ``None``.
     """
-    if (kind.groups, kind.is_bias) != (other.groups, other.is_bias):
+    if (shape.groups, shape.is_bias) != (other.groups, other.is_bias):
         return None
-    groups, outputs, inputs = kind.groups, kind.outputs, kind.inputs
-    if (outputs, inputs, kind.view) == (other.outputs, other.inputs, other.view):
+    groups, outputs, inputs = shape.groups, shape.outputs, shape.inputs
+    if (outputs, inputs, shape.view) == (other.outputs, other.inputs, other.view):
         return "same"
-    transposed = other.view.permuted((groups, outputs, inputs), (0, 2, 1))
-    is_transposed = (outputs, inputs) == (other.inputs, other.outputs) and kind.view == transposed
+    transposed = other.view.undo_permutation((groups, outputs, inputs), (0, 2, 1))
+    is_transposed = (outputs, inputs) == (other.inputs, other.outputs) and shape.view == transposed
     return "transposed" if is_transposed else None
 
 
+class FactoredGradient(PerSampleGradient):
+    """Sums of outer products of output gradients and inputs, ``sum_s g[v, n, s] x[n, s]^T``.
+
+    There is one such matrix for each of G groups. KFAC and EKFAC know gradients by these methods
+    only: a class that has inputs and output gradients has Kronecker factors. Subclasses override
+    the other methods where there are cheaper ways.
+    """
+
+    @property
+    @abstractmethod
+    def kronecker_shape(self) -> KroneckerShape:
+        """G, O and I, and the entries of the parameter that the matrices ``[G, O, I]`` have."""
+
+    @abstractmethod
+    def inputs(self) -> Tensor:
+        """Return x, ``[N, S, G, I]``."""
+
+    @abstractmethod
+    def output_gradients(self) -> Tensor:
+        """Return g, ``[V, N, S, G, O]``."""
+
+    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+        """Return the sum of the inputs' outer products, and the number of inputs.
+
+        Args:
+            diagonal: Whether only the diagonal is wanted.
+
+        Returns:
+            The sum over samples and positions, ``[G, I, I]`` or ``[G, I]``, and a scalar.
+        """
+        x = self.inputs()
+        count = torch.tensor(x.shape[0] * x.shape[1], device=x.device)
+        return moment(x.flatten(0, 1), diagonal), count
+
+    def input_sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``."""
+        x = self.inputs()
+        return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
+
+    def matrices(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples as matrices, ``[V, n, G, O, I]``."""
+        values, shape = self.values(samples), self.kronecker_shape
+        return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
+
+    def squares_in_basis(
+        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
+    ) -> Tensor:
+        """Return the sum of all gradients' squared entries in another basis, ``[G, O, I]``.
+
+        Args:
+            outputs: The basis of the matrices' columns, ``[G, O, O]``; ``None`` for the standard
+                basis.
+            inputs: The basis of their rows, ``[G, I, I]``; ``None`` for the standard basis.
+            has_bias: Whether the gradient of a bias is appended to the matrices, as last column. I
+                counts it.
+        """
+        squares: Tensor | float = 0.0
+        for samples in self.slices():
+            rows = self.matrices(samples)
+            if has_bias:
+                bias = self.output_gradients()[:, samples].sum(2)
+                rows = torch.cat([rows, bias.unsqueeze(-1)], dim=-1)
+            squares = squares + squares_of_rows(rows.flatten(0, 1), outputs, inputs)
+        return squares
+
+
+def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    """Return the sum of squares of ``[P, G, O, I]`` in another basis, ``[G, O, I]``."""
+    rows = rotated(rearrange(rows, "p g o i -> p o g i"), inputs)
+    rows = rotated(rearrange(rows, "p o g i -> p i g o"), outputs)
+    squares = squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
+    return rearrange(squares, "i g o -> g o i")
+
+
+def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
+    """Multiply ``[*, G, n]`` by the transposed basis of each group, ``[G, n, n]``."""
+    if basis is None:
+        return x
+    if len(basis) == 1:
+        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(x.shape)
+    return torch.einsum("...gi,gij->...gj", x, basis)
+
+
 def input_factor(
-    gradients: Sequence[PerSampleGradient], reduce: bool, bias: bool, diagonal: bool
+    gradients: Sequence[FactoredGradient], reduce: bool, bias: bool, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of inputs' outer products, and the number of summands.
 
     Args:
-        gradients: The gradients of a parameter's uses on a batch, of one kind.
+        gradients: The gradients of a parameter's uses on a batch, of one ``KroneckerShape``.
         reduce: Whether a sample's inputs are averaged first.
         bias: Whether the inputs get a one as last entry.
         diagonal: Whether only the diagonal is wanted.
 
     Returns:
-        The sum, ``[G, I, I]`` or ``[G, I]``, and a scalar.
+        The sum, ``[G, I, I]`` or ``[G, I]``, and a scalar. Of inputs with a single one among zeros,
+        the diagonal.
     """
+    diagonal = diagonal or gradients[0].kronecker_shape.one_hot_inputs
     if reduce:
         return _reduced_inputs(gradients, bias, diagonal)
-    summed = [_expanded_inputs(gradient, bias, diagonal) for gradient in gradients]
-    return total(found for found, _ in summed), total(count for _, count in summed)
+    moments, counts = zip(*(x.input_moment(diagonal) for x in gradients), strict=True)
+    matrix, count = total(moments), total(counts)
+    return _with_bias(matrix, gradients, count) if bias else matrix, count
 
 
-def gradient_factor(gradients: Sequence[PerSampleGradient], reduce: bool, diagonal: bool) -> Tensor:
+def _with_bias(matrix: Tensor, gradients: Sequence[FactoredGradient], count: Tensor) -> Tensor:
+    """Return the moment of inputs that have one more entry, a one."""
+    corner = count.to(matrix).expand(len(matrix), 1)
+    if matrix.ndim == 2:
+        return torch.cat([matrix, corner], dim=1)
+    size = matrix.shape[1]
+    out = matrix.new_empty(len(matrix), size + 1, size + 1)
+    out[:, :size, :size] = matrix
+    out[:, size, :size] = out[:, :size, size] = total(x.input_sums()[0].sum(0) for x in gradients)
+    out[:, size, size:] = corner
+    return out
+
+
+def _reduced_inputs(
+    gradients: Sequence[FactoredGradient], bias: bool, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of outer products of the samples' mean inputs, and how many there are."""
+    sums, numbers = zip(*(x.input_sums() for x in gradients), strict=True)
+    numbers = total(numbers)
+    has_inputs = numbers > 0
+    means = total(sums) / rearrange(numbers.clamp(min=1), "n -> n 1 1")
+    if bias:
+        ones = has_inputs.to(means).view(-1, 1, 1).expand(-1, means.shape[1], 1)
+        means = torch.cat([means, ones], dim=2)
+    return moment(means, diagonal), has_inputs.sum()
+
+
+def gradient_factor(gradients: Sequence[FactoredGradient], reduce: bool, diagonal: bool) -> Tensor:
     """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
-    found = [_gradients(gradient) for gradient in gradients]
+    outputs = [gradient.output_gradients() for gradient in gradients]
     if reduce:
-        return moment(total(g.sum(2) for g in found).flatten(0, 1), diagonal)
-    return total(_expanded_gradients(g, diagonal) for g in found)
+        return moment(total(g.sum(2) for g in outputs).flatten(0, 1), diagonal)
+    return total(_expanded_gradients(g, diagonal) for g in outputs)
 
 
 def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
@@ -111,78 +216,11 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
         squares = g.square().sum((0, 1, 2))
         return squares if diagonal else squares.unsqueeze(2)
     if groups > 1:
-        return second_moment(g.permute(3, 4, 0, 1, 2).reshape(groups, outputs, -1).mT)
+        return second_moment(rearrange(g, "v n s g o -> g o (v n s)").mT)
     if g.stride(2) == 1 and positions > outputs:
-        rows = g.squeeze(3).mT.flatten(0, 1)
+        rows = rearrange(g, "v n s 1 o -> (v n) o s")
         return (rows @ rows.mT).sum(0, keepdim=True)
     return moment(g.flatten(0, 2), diagonal=False)
-
-
-def _gradients(gradient: PerSampleGradient) -> Tensor:
-    """Return output gradients, ``[V, N, S, G, O]``."""
-    return gradient.g.unsqueeze(3) if isinstance(gradient, EmbeddingGradient) else gradient.g
-
-
-def _expanded_inputs(
-    gradient: PerSampleGradient, bias: bool, diagonal: bool
-) -> tuple[Tensor, Tensor]:
-    if isinstance(gradient, EmbeddingGradient):
-        found = gradient.indices[gradient.indices != gradient.padding]
-        counts = torch.bincount(found, minlength=gradient.num_rows).to(gradient.g).unsqueeze(0)
-        return counts, counts.sum()
-    if isinstance(gradient.x, Patches) and not diagonal:
-        found = input_covariance(gradient.x.images.flatten(0, 1), gradient.x.window)
-    else:
-        some = (gradient.x[some].flatten(0, 1) for some in gradient.slices(gradient.num_inputs))
-        found = total(moment(x, diagonal) for x in some)
-    count = _count(gradient.num_samples * gradient.num_positions, found)
-    return _with_bias(found, _totals(gradient).sum(0), count) if bias else found, count
-
-
-def _with_bias(found: Tensor, total: Tensor, count: Tensor) -> Tensor:
-    """Return the moment of inputs that have one more entry, a one."""
-    size = found.shape[1]
-    corner = count.to(found).expand(len(found), 1)
-    if found.ndim == 2:
-        return torch.cat([found, corner], dim=1)
-    out = found.new_empty(len(found), size + 1, size + 1)
-    out[:, :size, :size] = found
-    out[:, size, :size] = out[:, :size, size] = total
-    out[:, size, size:] = corner
-    return out
-
-
-def _reduced_inputs(
-    gradients: Sequence[PerSampleGradient], bias: bool, diagonal: bool
-) -> tuple[Tensor, Tensor]:
-    if isinstance(gradients[0], EmbeddingGradient):
-        counts = total(map(_lookups, gradients))
-        positions = counts.sum(-1, keepdim=True)
-        return (counts / positions.clamp(min=1.0)).square().sum(0), (positions > 0).sum()
-    positions = sum(gradient.num_positions for gradient in gradients)
-    means = total(map(_totals, gradients)) / max(positions, 1)
-    if bias:
-        means = torch.cat([means, means.new_full((*means.shape[:2], 1), float(positions > 0))], 2)
-    return moment(means, diagonal), _count(len(means) * (positions > 0), means)
-
-
-def _count(number: int, like: Tensor) -> Tensor:
-    return torch.tensor(number, dtype=torch.float64, device=like.device)
-
-
-def _totals(gradient: OuterProducts) -> Tensor:
-    """Return the sums of the samples' inputs, ``[N, G, I]``."""
-    if isinstance(gradient.x, Patches):
-        sums = patch_sums(gradient.x.images.flatten(0, 1), gradient.x.window)
-        return sums.unflatten(0, gradient.x.images.shape[:2]).sum(1)
-    return torch.cat([gradient.x[some].sum(1) for some in gradient.slices(gradient.num_inputs)])
-
-
-def _lookups(gradient: EmbeddingGradient) -> Tensor:
-    """Return the number of each sample's lookups of each row, ``[N, 1, I]``, without padding."""
-    counts = gradient.g.new_zeros(gradient.num_samples, gradient.num_rows)
-    is_lookup = (gradient.indices != gradient.padding).to(counts)
-    return counts.scatter_add_(1, gradient.indices, is_lookup).unsqueeze(1)
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:
@@ -191,9 +229,4 @@ def moment(rows: Tensor, diagonal: bool) -> Tensor:
         return rows.square().sum(0)
     if rows.shape[1] == 1:
         return second_moment(rows[:, 0]).unsqueeze(0)
-    return second_moment(rows.transpose(0, 1))
-
-
-def total(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a sum of tensors; of one, itself."""
-    return fold(torch.add, tensors)
+    return second_moment(rearrange(rows, "p g i -> g p i"))

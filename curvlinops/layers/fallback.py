@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import vjp_columns
-from curvlinops.layers.check import TOLERANCES, disagreeing, sample_weights
+from curvlinops.layers.check import disagreeing, norms, sample_weights, tolerance_of
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.batch_problem import BatchProblem
@@ -22,6 +22,7 @@ from curvlinops.risk.derivatives import evaluate, gradient
 from curvlinops.risk.sample_coupling import differs
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
+from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -32,8 +33,8 @@ class _Task(NamedTuple):
     Attributes:
         problem: The model on the batch.
         space: The parameters.
-        output: The model's output on the batch, samples first.
-        u: The vectors, ``[V, *output]``.
+        output: The model's output on the batch, ``[N, S, *]``, with S rows for each sample.
+        u: The vectors, ``[V, N, S, *]``.
         samples: The samples whose gradients are wanted.
         apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
     """
@@ -45,22 +46,32 @@ class _Task(NamedTuple):
     samples: slice
     apply: Callable[[Tensor, Columns], None]
 
-    def check_output(self, found: Tensor, samples: slice) -> None:
+    def check_output(self, output: Tensor, samples: slice) -> None:
         """Raise an error if samples alone have other outputs than in the batch."""
         expected = self.output[samples]
-        if found.shape != expected.shape or differs(found, expected, expected):
+        if output.shape != expected.shape or differs(output, expected, expected):
             raise ValueError("samples alone have other outputs.")
+
+
+#: Returns gradients ``[V, n, *parameter]`` of some samples.
+Way = Callable[[_Task], Columns]
+
+#: The shapes of a batch's output and tensors.
+Shapes = tuple[torch.Size, ...]
 
 
 class OneByOne:
     """Backpropagates vectors to parameters without rules, sample by sample.
 
-    It remembers which ways fail. A way is compared with the graph of a whole batch once.
+    It remembers the ways that fail on batches of some shapes. A way is compared with the graph of a
+    whole batch once; if it has failed on other shapes, on each batch.
     """
 
     def __init__(self):
-        #: The ways that have not failed, the fastest first, and whether they were compared.
-        self._ways = {_by_vmap: False, _in_a_loop: False}
+        self._compared: set[Way] = set()
+        #: Why a way fails, by the way and the shapes of the batch's tensors.
+        self._failed: dict[tuple[Way, Shapes], str] = {}
+        self._has_warned = False
 
     def gradients(
         self,
@@ -79,27 +90,43 @@ class OneByOne:
             u: The vectors to backpropagate, ``[V, *output]``.
             names: The parameters.
         """
-        space = problem.space.restricted(names)
-        for samples in chunks(u.shape[1], len(u) * space.dim):
+        space, num_samples = problem.space.restricted(names), problem.samples_of(output)
+        sizes = num_samples, len(output) // max(num_samples, 1)
+        output, u = output.unflatten(0, sizes), u.unflatten(1, sizes)
+        for samples in chunks(num_samples, len(u) * space.dim):
             task = _Task(problem, space, output, u, samples, apply)
             columns = {name: x.to(space.dtype) for name, x in self._compute(task).items()}
             yield samples, {name: DenseGradient(columns[name]) for name in names}
 
     def _compute(self, task: _Task) -> Columns:
         """Return gradients ``[V, n, *parameter]``."""
-        for way in list(self._ways) if task.u.numel() else []:
+        if not task.u.numel():
+            return _in_whole(task)
+        shapes = tuple(x.shape for x in (task.output, *leaves(task.problem.batch.X)))
+        for way in _WAYS:
+            if (way, shapes) in self._failed:
+                continue
             try:
-                found = way(task)
-                if not self._ways[way]:
-                    _check_gradients(found, task)
-                    self._ways[way] = True
+                gradients = way(task)
+                if way not in self._compared or any(failed is way for failed, _ in self._failed):
+                    _check_gradients(gradients, task)
+                    self._compared.add(way)
             except Exception as error:  # a user's model may raise anything on a part of a batch
                 if not is_refusal(error):
                     raise
-                _LOGGER.info("Samples are not backpropagated by way of %s: %s", way, error)
-                del self._ways[way]
+                self._failed[way, shapes] = first_line(error).rstrip(".")
             else:
-                return found
+                return gradients
+        if len(task.output) > 1 and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "The samples of batch %d cannot be evaluated alone (%s). Their gradients pass the "
+                "graph of the whole batch, which takes time quadratic in the number of samples. "
+                "Let X consist of tensors whose first axis numbers the samples, or let the data "
+                "yield batches of one sample.",
+                task.problem.batch.index,
+                self._failed[_in_a_loop, shapes],
+            )
         return _in_whole(task)
 
 
@@ -109,26 +136,26 @@ def _by_vmap(task: _Task) -> Columns:
     if not problem.can_substitute:
         raise NotImplementedError("no closures.")
     values = problem.constants()
-    own = {name: values[name] for name in task.space.names}
+    parameters = {name: values[name] for name in task.space.names}
     cut = {id(leaf): leaf for leaf in leaves(X) if has_length(leaf, task.u.shape[1])}
 
-    def of_one(parts: list[Tensor], u: Tensor) -> tuple[Tensor, Columns]:
-        part_of = dict(zip(cut, parts, strict=True))
+    def of_one(tensors: list[Tensor], u: Tensor) -> tuple[Tensor, Columns]:
+        tensor_of = dict(zip(cut, tensors, strict=True))
         one = map_leaves(
-            X, lambda leaf: part_of[id(leaf)].unsqueeze(0) if id(leaf) in part_of else leaf
+            X, lambda leaf: tensor_of[id(leaf)].unsqueeze(0) if id(leaf) in tensor_of else leaf
         )
 
-        def function(own: Columns) -> Tensor:
-            evaluation = problem.evaluation({**values, **own}, "once")
+        def function(parameters: Columns) -> Tensor:
+            evaluation = problem.evaluation({**values, **parameters}, "once")
             with evaluation.active():
                 return problem.on(Batch(problem.batch.index, one, None)).output(evaluation)
 
-        output, vjp = torch.func.vjp(function, own)
-        return output.squeeze(0), torch.func.vmap(lambda v: vjp(v.unsqueeze(0))[0])(u)
+        output, vjp = torch.func.vjp(function, parameters)
+        return output, torch.func.vmap(lambda v: vjp(v)[0])(u)
 
-    parts = [leaf.detach()[task.samples] for leaf in cut.values()]
-    found, rows = torch.func.vmap(of_one, (0, 1), (0, 1))(parts, task.u[:, task.samples])
-    task.check_output(found.detach(), task.samples)
+    tensors = [leaf.detach()[task.samples] for leaf in cut.values()]
+    outputs, rows = torch.func.vmap(of_one, (0, 1), (0, 1))(tensors, task.u[:, task.samples])
+    task.check_output(outputs.detach(), task.samples)
     return {name: x.detach() for name, x in rows.items()}
 
 
@@ -136,11 +163,11 @@ def _in_a_loop(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, with a forward pass for each sample."""
     problem, rows = task.problem, []
     for n in range(task.samples.start, task.samples.stop):
-        here = slice(n, n + 1)
-        with _alone(problem, n, task.u.shape[1]).recording("once") as (_, leaves, output):
-            task.check_output(output, here)
+        alone = _alone(problem, n, *task.output.shape[:2])
+        with alone.recording("once") as (_, leaves, output):
+            task.check_output(output.unsqueeze(0), slice(n, n + 1))
             inputs = {name: leaves[name] for name in task.space.names}
-            rows.append(vjp_columns({"": output}, {"": task.u[:, here]}, inputs))
+            rows.append(vjp_columns({"": output}, {"": task.u[:, n]}, inputs))
     return {name: torch.stack([row[name] for row in rows], 1) for name in task.space.names}
 
 
@@ -148,17 +175,21 @@ def _in_whole(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, through the graph of the whole batch."""
     u = task.u[:, task.samples]
     sizes = u.shape[:2]
-    alone, place = (
+    alone, numbers = (
         task.u.new_zeros(*sizes, *task.u.shape[1:]),
         torch.arange(sizes[1], device=u.device),
     )
-    alone[:, place, place + task.samples.start] = u
+    alone[:, numbers, numbers + task.samples.start] = u
     out = task.space.zeros(sizes.numel())
-    task.apply(alone.flatten(0, 1), out)
+    task.apply(alone.flatten(0, 1).flatten(1, 2), out)
     return {name: x.unflatten(0, sizes) for name, x in out.items()}
 
 
-def _check_gradients(found: Columns, task: _Task) -> None:
+#: The ways to evaluate samples alone, the fastest first.
+_WAYS: tuple[Way, ...] = (_by_vmap, _in_a_loop)
+
+
+def _check_gradients(gradients: Columns, task: _Task) -> None:
     """Compare with the graph of the whole batch, with another weight for each sample.
 
     Raises:
@@ -169,26 +200,37 @@ def _check_gradients(found: Columns, task: _Task) -> None:
     weights = r[task.samples].reshape(-1, *(1,) * (task.u.ndim - 2))
     weighted[:, task.samples] = task.u[:, task.samples] * weights
     truth = task.space.zeros(len(task.u))
-    task.apply(weighted, truth)
+    task.apply(weighted.flatten(1, 2), truth)
 
     def total(x: Tensor) -> Tensor:
         return torch.einsum("vn...,n->v...", x, r[task.samples].to(x))
 
-    own = {name: total(x) for name, x in found.items()}
-    summands = {name: total(x.abs()) for name, x in found.items()}
+    sums = {name: total(x) for name, x in gradients.items()}
     dtype = task.output.dtype
-    eps = torch.finfo(dtype).eps
-    if disagreeing(task.space.names, own, summands, truth, dtype, eps):
+
+    def summands() -> Columns:
+        return {name: total(x.abs()) for name, x in gradients.items()}
+
+    if disagreeing(sums, summands, truth, norms(truth), dtype, torch.finfo(dtype).eps):
         raise ValueError("samples alone have other gradients.")
 
 
-def _alone(problem: BatchProblem, n: int, num_samples: int) -> BatchProblem:
+def _alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> BatchProblem:
     """Return the problem on a batch that consists of one sample.
 
-    Tensors whose first axis numbers the samples are cut; what is one tensor in X and y (points at
-    which a loss differentiates) stays one.
+    Tensors whose first axis numbers the samples are cut, and targets whose first axis numbers the
+    rows of the output; what is one tensor in X and y (points at which a loss differentiates) stays
+    one.
+
+    Args:
+        problem: The problem on the whole batch.
+        n: The sample.
+        num_samples: The number of samples.
+        num_rows: The number of rows of the output for each sample.
     """
     X, y = select_samples((problem.batch.X, problem.batch.y), slice(n, n + 1), num_samples)
+    if num_rows > 1:
+        y = select_samples(y, slice(n * num_rows, (n + 1) * num_rows), num_samples * num_rows)
     return problem.on(Batch(problem.batch.index, X, y))
 
 
@@ -217,14 +259,16 @@ class LossesOneByOne:
         #: What is checked of one operator's data does not hold for another's.
         self.is_complete = False
 
-    def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece]]:
-        """Return the number of a batch's samples, and the gradients of some at a time."""
+    def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece], Tensor]:
+        """Return a batch's number of samples, the gradients of some at a time, and its weight."""
         self._say(problem)
-        num_samples = len(evaluate(problem))
+        output = evaluate(problem)
+        num_samples = problem.samples_of(output)
+        sizes = num_samples, len(output) // max(num_samples, 1)
         if num_samples > 1 and not self._checked:
-            _check_sum(problem, num_samples)
+            _check_sum(problem, *sizes)
             self._checked = True
-        return num_samples, _loss_gradients(problem, num_samples)
+        return num_samples, _loss_gradients(problem, *sizes), problem.weight(output)
 
     def _say(self, problem: BatchProblem) -> None:
         if self.fallbacks:
@@ -238,20 +282,22 @@ def _reason(problem: BatchProblem) -> str:
     return f"{problem.loss.name} differentiates the model's output, or uses the parameters itself"
 
 
-def _loss_gradients(problem: BatchProblem, num_samples: int) -> Iterator[Piece]:
+def _loss_gradients(problem: BatchProblem, num_samples: int, num_rows: int) -> Iterator[Piece]:
     for samples in chunks(num_samples, problem.space.dim):
         out = problem.space.zeros(samples.stop - samples.start)
-        for place, n in enumerate(range(samples.start, samples.stop)):
-            add(out, slice(place, place + 1), _loss_gradient(problem, n, num_samples)[1])
+        for i, n in enumerate(range(samples.start, samples.stop)):
+            add(out, slice(i, i + 1), _loss_gradient(problem, n, num_samples, num_rows)[1])
         yield samples, {name: DenseGradient(x.unsqueeze(0)) for name, x in out.items()}
 
 
-def _loss_gradient(problem: BatchProblem, n: int, num_samples: int) -> tuple[Tensor, Columns]:
-    """Return the loss of one sample, and its gradient (one column)."""
-    alone = _alone(problem, n, num_samples)
+def _loss_gradient(
+    problem: BatchProblem, n: int, num_samples: int, num_rows: int
+) -> tuple[Tensor, Columns]:
+    """Return the loss of one sample, and its gradient (one column); see ``_alone``."""
+    alone = _alone(problem, n, num_samples, num_rows)
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor]:
-        if len(output) != 1:
+        if len(output) != num_rows:
             raise ValueError(
                 f"the batch cannot be cut. Its tensors with a first axis of length {num_samples} "
                 f"were, and the model still returned {len(output)} outputs. Let the data yield "
@@ -271,7 +317,7 @@ def _loss_gradient(problem: BatchProblem, n: int, num_samples: int) -> tuple[Ten
     return value, columns
 
 
-def _check_sum(problem: BatchProblem, num_samples: int) -> None:
+def _check_sum(problem: BatchProblem, num_samples: int, num_rows: int) -> None:
     """Compare the samples' losses and their gradients with those of the batch.
 
     Raises:
@@ -282,12 +328,12 @@ def _check_sum(problem: BatchProblem, num_samples: int) -> None:
     rest, size = space.join(columns).clone(), 0.0
     value, largest = total.double(), 0.0
     for n in range(num_samples):
-        loss, columns = _loss_gradient(problem, n, num_samples)
+        loss, columns = _loss_gradient(problem, n, num_samples, num_rows)
         row = space.join(columns)
         rest -= row
         value, largest = value - loss.double(), largest + float(loss.double().abs())
         size += float(row.double().norm())
-    tolerance = max(TOLERANCES[leaf.dtype] for leaf in problem.leaves().values())
+    tolerance = max(tolerance_of(leaf.dtype) for leaf in problem.leaves().values())
     off = float(rest.double().norm()) > tolerance * size + 1e-12
     if off or float(value.abs()) > tolerance * largest + 1e-12:
         raise ValueError(

@@ -1,11 +1,12 @@
 """Gradients of single samples with respect to a parameter, not necessarily written down.
 
-An object has the V x N gradients of V backpropagated vectors and N samples. A kind of gradient
-knows cheaper ways to norms, inner products and sums where there are any.
+An object has the V x N gradients of V backpropagated vectors and N samples. Its class knows cheaper
+ways to norms, inner products and sums where there are any.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from math import prod
 from typing import NamedTuple
 
@@ -57,11 +58,13 @@ class PerSampleGradient(ABC):
         num_vectors: V.
         num_samples: N.
         entries: The entries of the parameter of which there are gradients; others are zero.
+        kronecker_shape: The ``KroneckerShape`` of sums of outer products, ``None`` for others.
     """
 
     num_vectors: int
     num_samples: int
     entries: Entries
+    kronecker_shape: tuple | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,8 +72,8 @@ class PerSampleGradient(ABC):
         return self.entries.shape
 
     @property
-    def of_value(self) -> "PerSampleGradient":
-        """The gradients with respect to the tensor that a layer uses, a function of the parameter.
+    def before_pullback(self) -> "PerSampleGradient":
+        """Gradients w.r.t. the tensor that the layer got, before they are pulled back.
 
         The same gradients if that tensor is the parameter, or some entries of it.
         """
@@ -99,20 +102,23 @@ class PerSampleGradient(ABC):
 
     def sum_over_samples(self) -> Tensor:
         """Return the sum over samples, ``[V, *shape]``."""
-        total = sum(_flat(self.values(part)).sum(1) for part in self.slices())
-        return self.entries.spread(total.unsqueeze(1))[:, 0]
+        sums = (_flat(self.values(samples)).sum(1) for samples in self.slices())
+        return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each gradient, ``[V, N]``."""
         # norms need no memory for squares
         norms = (
-            torch.linalg.vector_norm(_flat(self.values(part)), dim=2) for part in self.slices()
+            torch.linalg.vector_norm(_flat(self.values(samples)), dim=2)
+            for samples in self.slices()
         )
         return torch.cat(list(norms), dim=1).square()
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of all gradients' squared entries, ``[*shape]``."""
-        total = sum(squared_sum(_flat(self.values(part)).flatten(0, 1)) for part in self.slices())
+        total = sum(
+            squared_sum(_flat(self.values(samples)).flatten(0, 1)) for samples in self.slices()
+        )
         return self.entries.spread(total[None, None])[0, 0]
 
     def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
@@ -122,6 +128,10 @@ class PerSampleGradient(ABC):
     def inner_products(self, other: "PerSampleGradient") -> Tensor:
         """Return all inner products with other gradients, ``[V, N, W, M]``."""
         raise NotImplementedError
+
+    def plus(self, others: Sequence["PerSampleGradient"]) -> "PerSampleGradient | None":
+        """Return the sum with other gradients, ``None`` if it has to be written down."""
+        return None
 
     def slices(self, size: int | None = None) -> Iterator[slice]:
         """Yield slices of samples whose gradients, of ``size`` numbers each, fit the memory."""
@@ -161,11 +171,11 @@ class GradientSum(PerSampleGradient):
 
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return sum(each.rows(samples) for each in self._summands)
+        return sum(summand.rows(samples) for summand in self._summands)
 
     def to(self, dtype: torch.dtype) -> "GradientSum":
         """Return the same gradients in another dtype."""
-        return GradientSum([each.to(dtype) for each in self._summands])
+        return GradientSum([summand.to(dtype) for summand in self._summands])
 
 
 class PulledBackGradient(PerSampleGradient):
@@ -188,8 +198,8 @@ class PulledBackGradient(PerSampleGradient):
         self.entries = Entries.all(shape)
 
     @property
-    def of_value(self) -> PerSampleGradient:
-        """The gradients with respect to the function's value."""
+    def before_pullback(self) -> PerSampleGradient:
+        """Gradients w.r.t. the function's value."""
         return self._inner
 
     def values(self, samples: slice) -> Tensor:
@@ -199,6 +209,18 @@ class PulledBackGradient(PerSampleGradient):
     def to(self, dtype: torch.dtype) -> "PulledBackGradient":
         """Return the same gradients in another dtype."""
         return PulledBackGradient(self._inner.to(dtype), self._pullback, self.shape)
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a sum of tensors; of one, itself."""
+    return reduce(torch.add, tensors)
+
+
+def sum_of(gradients: list[PerSampleGradient]) -> PerSampleGradient:
+    """Return the sum of several uses' gradients."""
+    if len(gradients) == 1:
+        return gradients[0]
+    return gradients[0].plus(gradients[1:]) or GradientSum(gradients)
 
 
 #: Some of a batch's samples, and their gradients by parameter.
@@ -215,21 +237,21 @@ def chunks(num_samples: int, size: int) -> Iterator[slice]:
 def write_rows(
     pieces: Iterable[Piece],
     out: Columns,
-    place: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
+    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
 ) -> None:
     """Write the gradients of all samples to ``{name: [M, *shape]}``.
 
     Args:
         pieces: The gradients. They leave their dictionaries, which gives memory back on the way.
         out: The tensors that they are written to.
-        place: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that is written to. Default: all
+        view: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that is written to. Default: all
             rows, for the only vector.
     """
     for samples, gradients in pieces:
         for name in list(gradients):
-            gradient, rows = gradients.pop(name), place(out[name])[:, samples]
-            for part in gradient.slices():
-                gradient.write(part, rows[:, part])
+            gradient, rows = gradients.pop(name), view(out[name])[:, samples]
+            for some in gradient.slices():
+                gradient.write(some, rows[:, some])
 
 
 def add_sums(
@@ -243,14 +265,16 @@ def add_sums(
 
 def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:
     """Return the gradients of all samples; those of several pieces are written side by side."""
-    found: dict[str, list[PerSampleGradient]] = {}
+    by_name: dict[str, list[PerSampleGradient]] = {}
     for _, gradients in pieces:
         for name, gradient in gradients.items():
-            found.setdefault(name, []).append(gradient)
-    return {name: own[0] if len(own) == 1 else _side_by_side(own) for name, own in found.items()}
+            by_name.setdefault(name, []).append(gradient)
+    return {name: _side_by_side(gradients) for name, gradients in by_name.items()}
 
 
-def _side_by_side(gradients: list[PerSampleGradient]) -> DenseGradient:
+def _side_by_side(gradients: list[PerSampleGradient]) -> PerSampleGradient:
+    if len(gradients) == 1:
+        return gradients[0]
     return DenseGradient(torch.cat([gradient.rows(slice(None)) for gradient in gradients], 1))
 
 

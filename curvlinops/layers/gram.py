@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from itertools import accumulate, combinations_with_replacement
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.covariance import add_second_moment, mirror
 from curvlinops.layers.gradients import BYTES, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 
-#: Samples of batches: their gradients, their places in the batch, and their rows in the result.
+#: Gradients of a batch, some of its samples, and the rows of the result that these have.
 Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
 
@@ -47,19 +48,19 @@ def _add(gradients: list[PerSampleGradient], out: Tensor) -> None:
     pairs = list(combinations_with_replacement(range(len(gradients)), 2))
     if all(gradients[i].prefers_inner_products(gradients[j]) for i, j in pairs):
         ends = list(accumulate(map(_num_rows, gradients)))
-        places = [slice(end - _num_rows(f), end) for end, f in zip(ends, gradients, strict=True)]
+        rows = [slice(end - _num_rows(x), end) for end, x in zip(ends, gradients, strict=True)]
         for i, j in pairs:
             products = gradients[i].inner_products(gradients[j])
-            out[places[i], places[j]] += products.flatten(2).flatten(0, 1)
+            out[rows[i], rows[j]] += rearrange(products, "v n w m -> (v n) (w m)")
         return
     for piece in _pieces(gradients, len(out)):
         _add_products(piece, out)
 
 
 def _pieces(gradients: list[PerSampleGradient], num_rows: int) -> Iterator[list[PerSampleGradient]]:
-    """Yield the gradients with respect to parts of the parameter that fit the memory."""
+    """Yield the gradients with respect to some outputs' weights at a time that fit the memory."""
     outer = all(isinstance(gradient, OuterProducts) for gradient in gradients)
-    if not outer or len({gradient.kind for gradient in gradients}) > 1:
+    if not outer or len({gradient.layout for gradient in gradients}) > 1:
         yield gradients
         return
     if sum(gradient.num_samples * gradient.num_inputs for gradient in gradients) * 4 <= BYTES:
@@ -76,44 +77,43 @@ def _add_products(gradients: list[PerSampleGradient], out: Tensor) -> None:
     if len(blocks) == 1:
         rows = _written(blocks[0], out)
         if len(blocks[0]) > len(gradients):  # the rows of several vectors alternate
-            rows = rows[_places(blocks[0]).argsort()]
+            rows = rows[_rows(blocks[0]).argsort()]
         add_second_moment(out.unsqueeze(0), rows.unsqueeze(0))
         return
     for i, first in enumerate(blocks):
         left = _written(first, out)
         for second in blocks[i:]:
             right = left if second is first else _written(second, out)
-            found = left @ right.T
-            rows, columns = _places(first), _places(second)
-            out[rows[:, None], columns] += found
+            products = left @ right.T
+            rows, columns = _rows(first), _rows(second)
+            out[rows[:, None], columns] += products
             if second is not first:
-                out[columns[:, None], rows] += found.T
+                out[columns[:, None], rows] += products.T
 
 
 def _blocks(gradients: list[PerSampleGradient], out: Tensor) -> Iterator[Block]:
     """Yield samples whose gradients fit the memory at once."""
     block, size, start = [], 0, 0
     for gradient in gradients:
-        places = torch.arange(start, start + _num_rows(gradient), device=out.device)
-        places = places.reshape(gradient.num_vectors, gradient.num_samples)
-        start += places.numel()
-        for part in gradient.slices():
-            place = places[:, part].flatten()
-            more = len(place) * gradient.num_entries * 4
+        rows = torch.arange(start, start + _num_rows(gradient), device=out.device)
+        rows = rows.reshape(gradient.num_vectors, gradient.num_samples)
+        start += rows.numel()
+        for samples in gradient.slices():
+            more = rows[:, samples].numel() * gradient.num_entries * 4
             if block and size + more > BYTES:
                 yield block
                 block, size = [], 0
-            block.append((gradient, part, place))
+            block.append((gradient, samples, rows[:, samples].flatten()))
             size += more
     yield block
 
 
-def _places(block: Block) -> Tensor:
+def _rows(block: Block) -> Tensor:
     """Return the rows of the result that belong to a block."""
-    return torch.cat([place for *_, place in block])
+    return torch.cat([rows for *_, rows in block])
 
 
 def _written(block: Block, out: Tensor) -> Tensor:
     """Return gradients as rows."""
-    rows = [each.rows(part).reshape(len(at), each.num_entries) for each, part, at in block]
-    return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(out)
+    written = [x.rows(samples).reshape(len(rows), x.num_entries) for x, samples, rows in block]
+    return (written[0] if len(written) == 1 else torch.cat(written)).to(out)

@@ -108,8 +108,8 @@ def _vector_factor(x: Tensor, w: Tensor, left: bool, to_product: Callable[[Tenso
     matrix = x if w.ndim == 1 else w
     others = [f"a{axis}" for axis in range(matrix.ndim - 1)]
     # a vector on the left of a matrix contracts the axis before the last
-    place = len(others) - 1 if left == (w.ndim == 1) else len(others)
-    place = max(place, 0)
-    of_matrix, out = " ".join([*others[:place], "i", *others[place:]]), " ".join(others)
+    position = len(others) - 1 if left == (w.ndim == 1) else len(others)
+    position = max(position, 0)
+    of_matrix, out = " ".join([*others[:position], "i", *others[position:]]), " ".join(others)
     equation = f"{of_matrix}, i -> {out}" if w.ndim == 1 else f"i, {of_matrix} -> {out}"
     return contraction(equation, x, w.shape, to_product)

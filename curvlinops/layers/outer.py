@@ -1,24 +1,18 @@
 """Gradients of matrix products and convolutions: sums of outer products."""
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.layers.gradients import Entries, GradientSum, PerSampleGradient, squared_sum
-from curvlinops.layers.patches import Patches
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
+from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum, total
+from curvlinops.layers.inputs import Inputs, StoredInputs
 
 
-class Inputs(Protocol):
-    """Inputs ``[N, S, G, I]``: a tensor, or something that makes those of some samples."""
-
-    shape: Sequence[int]
-
-    def __getitem__(self, samples: slice) -> Tensor: ...
-
-
-class OuterProducts(PerSampleGradient):
+class OuterProducts(FactoredGradient):
     """Sums of outer products over positions: ``sum_s g[v, n, s] x[n, s]^T``, for each group.
 
     Args:
@@ -27,27 +21,52 @@ class OuterProducts(PerSampleGradient):
         entries: The entries of the parameter, as matrices ``[G, O, I]``.
     """
 
-    def __init__(self, x: Inputs, g: Tensor, entries: Entries):
-        self.x, self.g, self.entries = x, g, entries
+    def __init__(self, x: Tensor | Inputs, g: Tensor, entries: Entries):
+        self.x = StoredInputs(x) if isinstance(x, Tensor) else x
+        self.g, self.entries = g, entries
         self.num_vectors, self.num_samples = g.shape[:2]
         self.num_positions = x.shape[1]
 
     @property
-    def kind(self) -> Hashable:
+    def layout(self) -> Hashable:
         """Equal for gradients whose entries mean the same, in the same dtype."""
         return self.entries, self.g.dtype, *self.x.shape[2:]
+
+    @property
+    def kronecker_shape(self) -> KroneckerShape:
+        """G, O and I, and the entries of the parameter."""
+        groups, inputs = self.x.shape[2:]
+        return KroneckerShape(groups, self.g.shape[-1], inputs, self.entries.view)
+
+    def inputs(self) -> Tensor:
+        """Return x, ``[N, S, G, I]``."""
+        return self.x[:]
+
+    def output_gradients(self) -> Tensor:
+        """Return g, ``[V, N, S, G, O]``."""
+        return self.g
+
+    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+        """Return the sum of the inputs' outer products, and the number of inputs."""
+        count = torch.tensor(self.num_samples * self.num_positions, device=self.g.device)
+        return self.x.moment(diagonal), count
+
+    def input_sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of each sample's inputs, and their number."""
+        count = torch.tensor(self.num_positions, device=self.g.device)
+        return self.x.sums(), count.expand(self.num_samples)
 
     def values(self, samples: slice) -> Tensor:
         """Return the matrices of some samples, ``[V, n, G, O, I]``."""
         g = self.g[:, samples]
-        if self._by_convolution:
+        if self.x.prefers_convolution(self.g):
             return self.x.filter_gradients(samples, g[0]).unsqueeze(0)
         return self._multiply(samples, g.new_empty(*g.shape[:2], *g.shape[3:], self.x.shape[3]))
 
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
-        indirect = self._by_convolution or not self.entries.are_all or groups > 1
+        indirect = self.x.prefers_convolution(self.g) or not self.entries.are_all or groups > 1
         if indirect or out.dtype != self.g.dtype:
             super().write(samples, out)
         else:
@@ -58,34 +77,30 @@ class OuterProducts(PerSampleGradient):
         g, x = self.g[:, samples], self.x[samples]
         if x.shape[1] == 1:
             return torch.mul(g[:, :, 0].unsqueeze(-1), x[:, 0].unsqueeze(-2), out=out)
+        # in this inner loop, einops' patterns would take longer than the axes' moves
         x = x.transpose(1, 2).flatten(0, 1)
-        for one, matrices in zip(g, out, strict=True):  # without copying x for each vector
-            torch.bmm(one.permute(0, 2, 3, 1).flatten(0, 1), x, out=matrices.flatten(0, 1))
+        for vector, matrices in zip(g, out, strict=True):  # without copying x for each vector
+            torch.bmm(vector.permute(0, 2, 3, 1).flatten(0, 1), x, out=matrices.flatten(0, 1))
         return out
 
     def to(self, dtype: torch.dtype) -> "OuterProducts":
         """Return the same gradients, made of inputs and output gradients of another dtype."""
-        return OuterProducts(self.x.to(dtype), self.g.to(dtype), self.entries)
+        x, g = self.x.to(dtype), self.g.to(dtype)
+        is_same = x is self.x and g is self.g
+        return self if is_same else OuterProducts(x, g, self.entries)
 
     def sum_over_samples(self) -> Tensor:
         """Return the sum over samples, as one matrix product."""
-        total: Tensor | float = 0.0
-        for part in self.slices(16 * self.num_inputs):  # the product copies both factors
-            total = total + torch.einsum("vnsgo,nsgi->vgoi", self.g[:, part], self.x[part])
-        return self.entries.spread(total.unsqueeze(1))[:, 0]
-
-    @property
-    def _by_convolution(self) -> bool:
-        """Whether rows are faster without patches."""
-        alone = isinstance(self.x, Patches) and self.num_vectors == 1
-        # several vectors share the patches; measured on CPUs only
-        return alone and self.g.device.type == "cpu" and self.x.cost_more(self.g.shape[-1])
+        sums = (
+            torch.einsum("vnsgo,nsgi->vgoi", self.g[:, some], self.x[some])
+            for some in self.slices(16 * self.num_inputs)  # the product copies both factors
+        )
+        return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
 
     @property
     def num_inputs(self) -> int:
         """The number of a sample's inputs."""
-        positions, groups, inputs = self.x.shape[1:]
-        return positions * groups * inputs
+        return prod(self.x.shape[1:])
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
@@ -98,8 +113,8 @@ class OuterProducts(PerSampleGradient):
         if positions * (inputs + self.num_vectors * outputs) >= self.num_vectors * inputs * outputs:
             return super().squared_norms()
         norms = []
-        for part in self.slices(self.num_vectors * positions**2 * groups + self.num_inputs):
-            x, g = self.x[part], self.g[:, part]
+        for some in self.slices(self.num_vectors * positions**2 * groups + self.num_inputs):
+            x, g = self.x[some], self.g[:, some]
             inner = torch.einsum("nsgi,ntgi->ngst", x, x)
             norms.append((torch.einsum("vnsgo,vntgo->vngst", g, g) * inner).sum((2, 3, 4)))
         return torch.cat(norms, dim=1)
@@ -112,9 +127,29 @@ class OuterProducts(PerSampleGradient):
         squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
         return self.entries.spread(squares[None, None])[0, 0]
 
+    def squares_in_basis(
+        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
+    ) -> Tensor:
+        """Return the sum of squared entries in another basis, of rotated factors if cheaper."""
+        groups, num_outputs, num_inputs, *_ = self.kronecker_shape
+        of_factors = self.num_positions * (num_inputs**2 + num_outputs**2)
+        if of_factors > num_inputs * num_outputs * (num_inputs + num_outputs):
+            return super().squares_in_basis(outputs, inputs, has_bias)
+        g, width = rotated(self.g, outputs), num_inputs + has_bias
+        entries = Entries.all([groups, num_outputs, width])
+        size = self.num_vectors * groups * num_outputs * width + self.num_inputs
+        squares: Tensor | float = 0.0
+        # of one position, matrices are not written down
+        for some in [slice(None)] if self.num_positions == 1 else self.slices(size):
+            # where a sample has fewer positions than others, output gradients are zero
+            x = F.pad(self.x[some], (0, 1), value=1.0) if has_bias else self.x[some]
+            products = OuterProducts(rotated(x, inputs), g[:, some], entries)
+            squares = squares + products.sum_of_squares()
+        return squares
+
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
-        alike = isinstance(other, OuterProducts) and self.kind == other.kind
+        alike = isinstance(other, OuterProducts) and self.layout == other.layout
         return alike and self._is_cheaper_by_positions(other)
 
     def inner_products(self, other: "OuterProducts") -> Tensor:
@@ -124,11 +159,11 @@ class OuterProducts(PerSampleGradient):
         size = pairs * (other.g[:, 0].numel() // other.g.shape[-1])
         columns = list(other.slices(other.num_inputs))
         widest = max(across.stop - across.start for across in columns)
-        for part in self.slices(size * widest + self.num_inputs):
+        for some in self.slices(size * widest + self.num_inputs):
             blocks = []
             for across in columns:
-                left = torch.einsum("nsgi,mtgi->nsmtg", self.x[part], other.x[across])
-                g, h = self.g[:, part], other.g[:, across]
+                left = torch.einsum("nsgi,mtgi->nsmtg", self.x[some], other.x[across])
+                g, h = self.g[:, some], other.g[:, across]
                 right = torch.einsum("vnsgo,wmtgo->vnswmtg", g, h)
                 blocks.append(torch.einsum("nsmtg,vnswmtg->vnwm", left, right))
             rows.append(torch.cat(blocks, dim=3))
@@ -136,25 +171,32 @@ class OuterProducts(PerSampleGradient):
 
     def with_patches(self) -> "OuterProducts":
         """Return the same gradients with all patches in memory, unless convolutions are faster."""
-        return self if self._by_convolution else OuterProducts(self.x[:], self.g, self.entries)
+        if self.x.in_memory or self.x.prefers_convolution(self.g):
+            return self
+        return OuterProducts(self.x[:], self.g, self.entries)
 
     def of_outputs(self, outputs: slice) -> "OuterProducts":
         """Return the gradients with respect to the weights of some outputs, in any order."""
         g = self.g[..., outputs]
         return OuterProducts(self.x, g, Entries.all([*g.shape[3:], self.x.shape[3]]))
 
-    @staticmethod
-    def merge(gradients: list["OuterProducts"]) -> "OuterProducts":
-        """Return the sum of gradients of one kind: their positions side by side."""
+    def plus(self, others: Sequence[PerSampleGradient]) -> "OuterProducts | None":
+        """Return the sum with others of the same layout: positions side by side."""
+        gradients = [self, *others]
+        if not all(isinstance(x, OuterProducts) and x.layout == self.layout for x in gradients):
+            return None
+        # written down, patches take much memory
+        if not all(gradient.x.in_memory for gradient in gradients):
+            return None
         x = torch.cat([gradient.x[:] for gradient in gradients], dim=1)
         g = torch.cat([gradient.g for gradient in gradients], dim=2)
-        return OuterProducts(x, g, gradients[0].entries)
+        return OuterProducts(x, g, self.entries)
 
-    def slices(self, size: int | None = None):
+    def slices(self, size: int | None = None) -> Iterator[slice]:
         """Yield samples in parts whose gradients and inputs fit the memory."""
         if size is None:
             outputs = self.g.shape[-1] * self.x.shape[2] * self.x.shape[3]
-            inputs = 0 if self._by_convolution else self.num_inputs
+            inputs = 0 if self.x.prefers_convolution(self.g) else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().slices(size)
 
@@ -166,14 +208,3 @@ class OuterProducts(PerSampleGradient):
         by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
         formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
-
-
-def sum_of(gradients: list[PerSampleGradient]) -> PerSampleGradient:
-    """Return the sum of several uses' gradients."""
-    if len(gradients) == 1:
-        return gradients[0]
-    # written down, patches take much memory
-    outer = all(isinstance(g, OuterProducts) and not isinstance(g.x, Patches) for g in gradients)
-    if outer and len({gradient.kind for gradient in gradients}) == 1:
-        return OuterProducts.merge(gradients)
-    return GradientSum(gradients)

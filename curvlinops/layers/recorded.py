@@ -1,37 +1,44 @@
 """One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import batched_vjp, in_chunks, vjp_columns
+from curvlinops.autodiff.backward import batched_vjp, in_chunks, vjp, vjp_columns
+from curvlinops.autodiff.evaluation import check_graph
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
     ROW_ARGUMENTS,
-    BatchAxis,
-    Call,
     Rows,
     UseKey,
     decide,
+    fits,
     moves_rows,
     sketch,
+    to_front,
 )
 from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
-from curvlinops.layers.check import disagreeing, probe, sample_weights, weighted
+from curvlinops.layers.check import disagreeing, norms, probe, sample_weights, weighted
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
     PerSampleGradient,
     PulledBackGradient,
+    sum_of,
+    total,
 )
-from curvlinops.layers.outer import OuterProducts, sum_of
-from curvlinops.layers.rules import Sort, Use
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, least_precise, signature
+from curvlinops.support.autograd_graph import (
+    graph_nodes,
+    leaf_variables,
+    least_precise,
+    signature,
+)
+from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
 
 #: The caller knows how many vectors the memory allows.
@@ -42,43 +49,30 @@ class UseGradient(NamedTuple):
     """The gradients that one use contributes to a parameter.
 
     Attributes:
-        call: The call.
-        use: The use of one of its arguments.
+        recorded: The use.
         name: The parameter.
         gradient: The gradients.
-        ambiguous: Whether some rows have no gradient. The samples of these rows are not known.
-        unsorted: Whether the sample of no row is known. The gradients are then those of one sample
-            that has all rows of the batch.
-    """
-
-    call: Call
-    use: Use
-    name: str
-    gradient: PerSampleGradient
-    ambiguous: bool
-    unsorted: bool
-
-
-@dataclass
-class BatchUse:
-    """A recorded use, and what is known of its rows.
-
-    Attributes:
-        recorded: The use.
-        origins: The parameters of which the argument is a function, by name.
-        axis: The axis that numbers the samples, ``None`` if no axis does, or none is known yet.
-        ambiguous: Whether other axes are possible. They differ in rows without a gradient.
+        is_unassigned: Whether no axis numbers the samples; all rows are stored as one sample,
+            which suffices for sums.
     """
 
     recorded: RecordedUse
-    origins: dict[str, Tensor]
-    axis: BatchAxis | None = None
-    ambiguous: bool = False
+    name: str
+    gradient: PerSampleGradient
+    is_unassigned: bool
 
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Lengths of the axes that number the rows."""
-        return self.recorded.use.row_shape
+
+class BackwardPass(NamedTuple):
+    """The results of a backward pass.
+
+    Attributes:
+        outputs: The gradient at each use's output, ``[V, *output]``.
+        copies: Autograd's gradient with respect to the copy that each call got, ``[V, *tensor]``;
+            empty if not asked for.
+    """
+
+    outputs: dict[RecordedUse, Tensor]
+    copies: dict[RecordedUse, Tensor]
 
 
 class RecordedBatch:
@@ -87,50 +81,52 @@ class RecordedBatch:
     Args:
         problem: The model on a batch.
         names: The parameters.
+        noise: The seed of random numbers that are added to the parameters. Default: none are.
 
     Attributes:
         names: The parameters.
         output: The model's output, with samples along the first axis.
-        num_samples: The number of samples. Each has the same number of neighboring output rows.
+        num_samples: The number of samples. Each has the same number of neighboring output rows. Who
+            records the batch sets it.
         uses: The recorded uses of parameters.
-        unconnected: Uses on which the output does not depend.
+        has_replaced: Whether a call was replaced by a composition of others.
     """
 
-    def __init__(self, problem: BatchProblem, names: list[str]):
+    def __init__(self, problem: BatchProblem, names: list[str], noise: int | None = None):
         self.names = names
         self._problem = problem
-        self._leaves = problem.leaves()
+        parameters = problem.leaves()
+        self._leaves = parameters if noise is None else _perturbed(parameters, noise)
         self._evaluation = problem.evaluation(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
-        capture = Capture(tracked, leaves(problem.batch.X), evident_samples(problem))
+        # rows of outputs that are not grouped by samples show that X's axes number something else
+        num_samples = None if problem.facts.groups_rows is False else problem.evident_samples
+        capture = Capture(tracked, leaves(problem.batch.X), num_samples)
         with capture, self._evaluation.active():
             output = problem.output(self._evaluation)
-        problem.check_memory(output, self._leaves)
         with torch.enable_grad():
             self.output = capture.as_data(output)
-        self.num_samples = len(self.output)
-        self.uses: dict[UseKey, BatchUse] = {}
-        self.unconnected: set[UseKey] = set()
+        self.num_samples = 0
+        self.has_replaced = capture.has_replaced
+        self.uses: list[RecordedUse] = []
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
         by_id = {id(leaf): name for name, leaf in tracked.items()}
         self._nodes = dict.fromkeys(graph_nodes(self.output))
+        check_graph(self._nodes, problem.model, self._leaves, must_depend=False)
         reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
         self._lost = {name for name in reached if name is not None}
-        for (call, place), recorded in capture.uses.items():
-            found, overwritten = _origins(recorded.tensor, by_id), recorded.output.overwritten
-            key = UseKey(call, place, tuple(found))
-            if recorded.output.edge.node in self._nodes:
-                self.uses[key] = BatchUse(recorded, found)
-            elif not overwritten:
-                self.unconnected.add(key)
-            if overwritten:  # its place in the graph may have changed
-                self._lost |= set(found)
+        for use in capture.uses:
+            use.origins = _origins(use.tensor, by_id)
+            if use.output.edge.node in self._nodes:
+                self.uses.append(use)
+            if use.output.overwritten:  # its place in the graph may have changed
+                self._lost |= set(use.origins)
 
     @property
     def num_bytes(self) -> int:
-        """The memory of one gradient of all recorded outputs."""
-        outputs = (use.recorded.output for use in self.uses.values())
+        """The memory of one gradient at the output of each use."""
+        outputs = (use.output for use in self.uses)
         return sum(output.shape.numel() * output.dtype.itemsize for output in outputs)
 
     @cached_property
@@ -148,207 +144,245 @@ class RecordedBatch:
         """A hash of the number of samples, and of the graph up to sizes."""
         return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
 
-    @cached_property
+    @property
     def moves_rows(self) -> bool:
         """Whether an operation may move rows of layers depending on their values."""
-        return moves_rows(
-            self._nodes, {use.recorded.output.edge.node for use in self.uses.values()}
-        )
-
-    @property
-    def has_lookups(self) -> bool:
-        """Whether a table is read at the same indices for all samples."""
-        return any(use.recorded.lookup is not None for use in self.uses.values())
+        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses})
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
         return sorted(self._lost.intersection(self.names))
 
-    def unsorted(self) -> list[str]:
-        """Return the parameters with uses whose rows have no axis of samples."""
-        without = (use for use in self.uses.values() if use.axis is None)
-        return sorted({name for use in without for name in use.origins})
-
-    def drop(self, names: Iterable[str]) -> None:
+    def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
-        names = set(names)
+        if not names:
+            return
         self.names = [name for name in self.names if name not in names]
-        for use in self.uses.values():
+        for use in self.uses:
             use.origins = {name: x for name, x in use.origins.items() if name not in names}
-        self.uses = {key: use for key, use in self.uses.items() if use.origins}
+        self.uses = [use for use in self.uses if use.origins]
 
     # --- backward passes
 
-    def backward(self, u: Tensor, last: bool = False) -> dict[UseKey, Tensor]:
-        """Return the gradient at each use's output, ``[V, *output]``.
+    def backward(
+        self,
+        u: Tensor,
+        uses: Iterable[RecordedUse] | None = None,
+        last: bool = False,
+        with_copies: bool = False,
+    ) -> BackwardPass:
+        """Backpropagate vectors to the outputs of the calls that use parameters.
 
         Args:
-            u: The vectors to backpropagate, ``[V, *output]``.
+            u: The vectors, ``[V, *output]``.
+            uses: The uses. Default: all.
             last: Whether this is the last call. A single vector then frees the graph.
+            with_copies: Whether autograd's gradients are computed, too.
         """
+        uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        outputs = {key: use.recorded.output for key, use in self.uses.items()}
-        calls = {output: output.edge for output in outputs.values()}
+        inputs = {use.output: use.output.edge for use in uses}
+        inputs |= {use: use.copy for use in uses} if with_copies else {}
         # several vectors may need one pass each
-        retain, parts = not (last and len(u) == 1 and self._problem.can_substitute), []
+        retain, chunks = not (last and len(u) == 1 and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
-                parts = [part for _, part in self._chunks({"": u}, {"": u.dtype}, calls, retain)]
-        found = {c: c.at_output([part.pop(c) for part in parts], u) for c in calls}
-        return {key: found[output] for key, output in outputs.items()}
+                chunks = [
+                    chunk for _, chunk in self._chunks({"": u}, {"": u.dtype}, inputs, retain)
+                ]
+        arrived = {
+            output: output.at_output([chunk.pop(output) for chunk in chunks], u)
+            for output in {use.output: None for use in uses}
+        }
+        copies = {
+            use: torch.cat([_or_zeros(chunk[use], use.copy) for chunk in chunks])
+            for use in (uses if with_copies and chunks else ())
+        }
+        return BackwardPass({use: arrived[use.output] for use in uses}, copies)
 
-    # --- the axis of samples, and the check of rules
+    # --- the samples of rows, and the check of rules
 
-    def recall(self, axes: Mapping[UseKey, BatchAxis]) -> None:
-        """Take the axes that uses had on other batches, where they fit."""
-        for key, use in self.uses.items():
-            axis = ALL_ROWS if self.num_samples == 1 else axes.get(key)
-            if axis is not None and axis.fits(use.row_shape, self.num_samples):
-                use.axis = axis
+    def recall(self, patterns: Mapping[UseKey, str], uses: Iterable[RecordedUse]) -> None:
+        """Take the patterns that rows of uses had on other batches, where they fit."""
+        for use in uses:
+            pattern = ALL_ROWS if self.num_samples == 1 else patterns.get(use.key)
+            if pattern is not None and fits(pattern, use.use.row_shape, self.num_samples):
+                use.rows = pattern
 
-    def examine(self, axes: Mapping[UseKey, BatchAxis] | None) -> dict[UseKey, Tensor]:
-        """Find the axis of samples of each use.
+    def find_rows(
+        self, known: Mapping[UseKey, str], uses: Collection[RecordedUse], with_copies: bool
+    ) -> BackwardPass:
+        """Find out which rows of some uses belong to which samples.
 
         Args:
-            axes: The axes on other batches; ``None`` if the axes of this batch are known.
+            known: The patterns of rows on other batches.
+            uses: The uses.
+            with_copies: Whether the second backward pass is for all uses, and for ``check``.
 
         Returns:
-            The gradients at the uses' outputs of a sum of the samples' losses with weights.
+            The second pass, of a sum of the samples' losses with weights.
         """
         u = probe(self.output.detach())
         r = sample_weights(self.num_samples, u)
-        plain = {} if axes is None else self._sketches(self.backward(u[None]))
-        gradients = self.backward(weighted(u, r)[None])
-        if axes is not None:
-            found = self._sketches(gradients)
-            rows = {
-                key: Rows(use.row_shape, plain[key], found[key]) for key, use in self.uses.items()
-            }
-            chosen, ambiguous = decide(rows, r, self.precision, axes)
-            for key, use in self.uses.items():
-                use.axis, use.ambiguous = chosen.get(key), key in ambiguous
-        return gradients
+        plain = _sketches(self.backward(u[None], uses), uses)
+        last = self.backward(
+            weighted(u, r)[None], None if with_copies else uses, with_copies=with_copies
+        )
+        again = _sketches(last, uses)
+        rows = {use.key: Rows(use.use.row_shape, plain[use], again[use]) for use in uses}
+        decided = decide(rows, r, self.precision, known)
+        for use in uses:
+            assignment = decided.get(use.key)
+            use.rows = assignment and assignment.pattern
+            use.possible = () if assignment is None else assignment.possible
+        return last
 
-    def _sketches(self, gradients: Mapping[UseKey, Tensor]) -> dict[UseKey, Tensor]:
-        return {
-            key: sketch(use.recorded.use.to_rows(gradients[key])[0], len(use.row_shape))
-            for key, use in self.uses.items()
-        }
-
-    def check(self, gradients: Mapping[UseKey, Tensor], truth: Mapping[str, Tensor]) -> list[str]:
-        """Return the parameters whose gradients do not add up to ``autograd_sums``.
+    def check(self, one: BackwardPass) -> tuple[list[str], set[str]]:
+        """Compare the sums of gradients of samples with autograd's gradients.
 
         Args:
-            gradients: The result of ``examine``.
-            truth: The result of ``autograd_sums``.
+            one: A backward pass of one vector, with copies.
+
+        Returns:
+            The parameters for which they differ, and those whose gradients are zero, so that the
+            comparison shows nothing.
         """
-        names = [name for name in self.names if name not in self.unrecorded()]
-        own, eps = self._sums(gradients), torch.finfo(self.output.dtype).eps
-        wrong = disagreeing(names, own, {}, truth, self.precision, eps)
-        summands = self._sums(gradients, absolute=True) if wrong else {}
-        return disagreeing(wrong, own, summands, truth, self.precision, eps)
+        truth = self._autograd_sums(one.copies)
+        sizes, eps = norms(truth), torch.finfo(self.output.dtype).eps
+        sums = self._sums(one.outputs)
+        summands = partial(self._sums, one.outputs, absolute=True)
+        wrong = disagreeing(sums, summands, truth, sizes, self.precision, eps)
+        return wrong, {name for name, size in sizes.items() if size == 0}
+
+    def _autograd_sums(self, copies: Mapping[RecordedUse, Tensor]) -> dict[str, Tensor]:
+        """Return autograd's gradients with respect to parameters, given those of the copies."""
+        functions: dict[int, Tensor] = {}
+        cotangents: dict[int, Tensor] = {}
+        summands: dict[str, list[Tensor]] = {}
+        for number, (use, (gradient,)) in enumerate(copies.items()):
+            (name, leaf), *_ = use.origins.items()
+            if use.tensor is leaf:
+                summands.setdefault(name, []).append(gradient)
+            else:
+                functions[number], cotangents[number] = use.tensor, gradient
+        origins = {name: self._leaves[name] for use in copies for name in use.origins}
+        pulled: dict[str, Tensor | None] = {}
+        if functions:
+            with self._evaluation.active():  # inputs of closures require gradients only inside
+                pulled = vjp(functions, cotangents, origins)
+        for name, leaf in origins.items():
+            if pulled.get(name) is not None:
+                summands.setdefault(name, []).append(pulled[name])
+            summands.setdefault(name, [torch.zeros_like(leaf)])
+        return {name: total(gradients) for name, gradients in summands.items()}
 
     def _sums(
-        self, gradients: Mapping[UseKey, Tensor], absolute: bool = False
+        self, outputs: Mapping[RecordedUse, Tensor], absolute: bool = False
     ) -> dict[str, Tensor]:
         """Return the sums of gradients over all rows; no use is kept in memory."""
         sums: dict[str, Tensor] = {}
-        for part in self._parts(dict(gradients), by_sample=False, absolute=absolute):
-            total = part.gradient.sum_over_samples()[0]
-            sums[part.name] = sums[part.name] + total if part.name in sums else total
+        for contribution in self._of_uses(dict(outputs), by_sample=False, absolute=absolute):
+            name, gradient = contribution.name, contribution.gradient.sum_over_samples()[0]
+            sums[name] = sums[name] + gradient if name in sums else gradient
         return sums
 
     # --- gradients of samples
 
-    def by_use(self, gradients: dict[UseKey, Tensor]) -> Iterator[UseGradient]:
+    def by_use(self, outputs: dict[RecordedUse, Tensor]) -> Iterator[UseGradient]:
         """Yield the gradients of the uses, one by one.
 
         Args:
-            gradients: The gradients at the uses' outputs, which are freed on the way. Gradients of
+            outputs: The gradients at the uses' outputs, which are freed on the way. Gradients of
                 biases become sums over positions, with inputs of one, and are not written down.
         """
-        return self._parts(gradients, by_position=True)
+        return self._of_uses(outputs, by_position=True)
 
     def by_parameter(
-        self, gradients: dict[UseKey, Tensor], num_vectors: int
+        self, outputs: dict[RecordedUse, Tensor], num_vectors: int
     ) -> dict[str, PerSampleGradient]:
         """Return the gradients of all parameters.
 
         Args:
-            gradients: The gradients at the uses' outputs, which are freed on the way.
+            outputs: The gradients at the uses' outputs, which are freed on the way.
             num_vectors: The number of vectors that were backpropagated.
         """
-        found: dict[str, list[PerSampleGradient]] = {}
-        for part in self._parts(gradients):
-            found.setdefault(part.name, []).append(part.gradient)
+        gradients: dict[str, list[PerSampleGradient]] = {}
+        for contribution in self._of_uses(outputs):
+            gradients.setdefault(contribution.name, []).append(contribution.gradient)
         for name in self.names:
-            if name not in found:  # the gradients are zero
+            if name not in gradients:  # they are zero
                 leaf = self._leaves[name]
                 zeros = leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape)
-                found[name] = [DenseGradient(zeros)]
-        return {name: sum_of(found[name]) for name in self.names}
+                gradients[name] = [DenseGradient(zeros)]
+        return {name: sum_of(gradients[name]) for name in self.names}
 
-    def _parts(
+    def _of_uses(
         self,
-        gradients: dict[UseKey, Tensor],
+        outputs: dict[RecordedUse, Tensor],
         by_sample: bool = True,
         by_position: bool = False,
         absolute: bool = False,
     ) -> Iterator[UseGradient]:
-        """Yield the gradients of the uses. Without an axis, all rows are those of one sample.
+        """Yield the gradients of the uses. Without a pattern, all rows are those of one sample.
 
         Args:
-            gradients: See ``by_use``.
+            outputs: See ``by_use``.
             by_sample: Whether rows belong to samples. Else all are those of one sample.
             by_position: Whether gradients of biases are not written down.
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
-        for key, found in self.uses.items():
-            recorded, use = found.recorded, found.recorded.use
-            is_sorted = by_sample and found.axis is not None
-            axis, count = (found.axis, self.num_samples) if is_sorted else (ALL_ROWS, 1)
-
-            def sort(
-                x: Tensor, start: int = 0, use: Any = use, axis: Any = axis, count: int = count
-            ) -> Tensor:
-                rows = axis.to_front(x, start, len(use.row_shape), count)
-                return rows.abs() if absolute else rows
-
-            g = sort(use.to_rows(gradients.pop(key)), 1)
-            if by_position and use.is_bias:
-                use = replace(use, gradient=_as_products)
-            for name, leaf in found.origins.items():
-                lookup = recorded.lookup if is_sorted else None
-                own = _on_parameter(use, g, sort, recorded, leaf, lookup)
-                yield UseGradient(key.call, use, name, own, found.ambiguous, not is_sorted)
+        for recorded in self.uses:
+            use, is_assigned = recorded.use, by_sample and recorded.rows is not None
+            pattern, count = (recorded.rows, self.num_samples) if is_assigned else (ALL_ROWS, 1)
+            num_axes = len(use.row_shape)
+            g = use.to_rows(outputs.pop(recorded))
+            g = wide(to_front(g, pattern, count, num_axes, start=1))
+            x = use.inputs and wide(to_front(use.inputs(), pattern, count, num_axes))
+            if absolute:
+                x, g = x if x is None else x.abs(), g.abs()
+            make = _as_products if by_position and use.is_bias else use.gradient
+            for name, leaf in recorded.origins.items():
+                lookup = recorded.lookup if is_assigned else None
+                gradient = _on_parameter(partial(make, x, g), recorded, leaf, lookup)
+                yield UseGradient(recorded, name, gradient, not is_assigned)
 
 
-def evident_samples(problem: BatchProblem) -> int | None:
-    """Return the number of samples in a batch, ``None`` if its tensors do not show it."""
-    try:
-        return problem.num_samples
-    except ValueError:
-        return None
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).unsqueeze(0) if gradient is None else gradient
+
+
+def _perturbed(leaves: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return tensors plus random numbers of about their size."""
+    generator, perturbed = torch.Generator().manual_seed(seed), {}
+    for name, leaf in leaves.items():
+        size = leaf.detach().square().mean().sqrt().nan_to_num() + 0.1
+        noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf)
+        perturbed[name] = (leaf.detach() + size * noise).requires_grad_()
+    return perturbed
+
+
+def _sketches(one: BackwardPass, uses: Iterable[RecordedUse]) -> dict[RecordedUse, Tensor]:
+    return {
+        use: sketch(use.use.to_rows(one.outputs[use])[0], len(use.use.row_shape)) for use in uses
+    }
 
 
 def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
     """Return the parameters of which a tensor is a function."""
     if id(tensor) in by_id:
         return {by_id[id(tensor)]: tensor}
-    found = leaf_variables(graph_nodes(tensor))
-    return {by_id[id(leaf)]: leaf for leaf in found if id(leaf) in by_id}
+    variables = leaf_variables(graph_nodes(tensor))
+    return {by_id[id(leaf)]: leaf for leaf in variables if id(leaf) in by_id}
 
 
-def _as_products(g: Tensor, sort: Sort, entries: Entries) -> OuterProducts:
+def _as_products(x: None, g: Tensor, entries: Entries) -> OuterProducts:
     """Return gradients of a bias as outer products with inputs of one, see ``Use.gradient``."""
     ones = g.new_ones(*g.shape[1:3], 1, 1)
     return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
 
 
 def _on_parameter(
-    use: Use,
-    g: Tensor,
-    sort: Sort,
+    make: Callable[[Entries], PerSampleGradient],
     source: RecordedUse | LookedUp,
     leaf: Tensor,
     lookup: LookedUp | None = None,
@@ -356,19 +390,15 @@ def _on_parameter(
     """Return gradients with respect to a parameter.
 
     Args:
-        use: The use of a function of the parameter.
-        g: Rows sorted by samples, see ``Use.gradient``.
-        sort: Sorts others in the same way.
-        source: Has the function's value, and says which entries of the parameter it has.
+        make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
+        source: The use of a function of the parameter.
         leaf: The parameter.
         lookup: The lookup of which it is a function, row by row.
     """
+    if source.entries is not None:
+        return make(source.entries)
     tensor = source.tensor
-    entries = source.view_of and source.view_of.entries(use.layout, leaf.shape)
-    if entries is not None:
-        return use.gradient(g, sort, entries)
-    whole = ViewOf.whole("", tensor.shape)
-    gradient = use.gradient(g, sort, whole.entries(use.layout, tensor.shape))
+    gradient = make(ViewOf.whole("", tensor.shape).entries(source.use))
     if lookup is not None and isinstance(gradient, DenseGradient):
         return _on_table(gradient, tensor, lookup, leaf)
     return PulledBackGradient(gradient, _pull_back(tensor, leaf), leaf.shape)
@@ -382,8 +412,8 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
 
     def pull_back(rows: Tensor) -> Tensor:
         out = rows.new_empty(*rows.shape[:2], *source.shape)
-        for places, part in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
-            out.flatten(0, 1)[places] = part[""].to(rows.dtype)
+        for columns, chunk in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+            out.flatten(0, 1)[columns] = chunk[""].to(rows.dtype)
         return out
 
     return pull_back
@@ -395,11 +425,7 @@ def _on_table(
     """Return gradients with respect to a table that all samples read at the same indices."""
     rows = _pull_back(tensor, lookup.output)(gradient.rows(slice(None)))
     num_vectors, num_samples = rows.shape[:2]
-    num_axes = len(lookup.use.row_shape)
-    rows = lookup.use.to_rows(rows.flatten(0, 1)).flatten(1, num_axes)
-
-    def of_each_sample(x: Tensor) -> Tensor:
-        return x.flatten(0, num_axes - 1).expand(num_samples, *[-1] * (x.ndim - num_axes + 1))
-
-    g = rows.unflatten(0, (num_vectors, num_samples))
-    return _on_parameter(lookup.use, g, of_each_sample, lookup, leaf)
+    rows = lookup.use.to_rows(rows.flatten(0, 1)).flatten(1, len(lookup.use.row_shape))
+    g = wide(rows.unflatten(0, (num_vectors, num_samples)))
+    indices = lookup.use.inputs().flatten().expand(num_samples, -1)
+    return _on_parameter(partial(lookup.use.gradient, indices, g), lookup, leaf)

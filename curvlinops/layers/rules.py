@@ -7,10 +7,10 @@ import the file in ``layers/__init__.py``.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradien
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
 
-#: Sorts rows ``[*rows, *features]`` by samples, to ``[N, S, *features]``.
-Sort = Callable[[Tensor], Tensor]
-
-#: A derivative, the same everywhere, or a function that returns it in the output's shape.
+#: Derivative of the output: a constant, or a function that computes it elementwise.
 Slope = Callable[[], Tensor] | float
 
 
@@ -34,21 +31,30 @@ class Use:
         row_shape: Lengths of the axes that number the rows.
         to_rows: Turns gradients of the output, ``[V, *output]``, into rows
             ``[V, *row_shape, *features]``. Each row belongs to one sample.
-        gradient: Takes rows that are sorted by samples, ``[V, N, S, *features]``, a function that
-            sorts others in the same way, and the entries of the parameter in the order of
-            ``layout``. Returns the samples' gradients.
-        layout: Turns the argument into a view of its entries in the order of the gradients.
+        gradient: Returns the gradients of the samples. Its arguments are inputs ``[N, S, *]``
+            (``None`` without ``inputs``), rows ``[V, N, S, *features]``, and the entries of the
+            parameter in the order of the gradients.
+        inputs: Returns the other factor's rows, ``[*row_shape, *]``.
+        axes: A shape and an order of axes. The argument's entries are in the order of the gradients
+            after it is reshaped to this shape and its axes are permuted. Default: no change.
+        is_product: Whether gradients are sums of outer products, a ``FactoredGradient``.
         is_bias: Whether the argument is added to a product with a matrix.
-        joins_weight: Whether such a bias is added once to each row of the product, so that it is
-            the weight of a further input, which is one.
+        joins_weight: Whether this bias is added once to each row of the product. It is then the
+            weight of one more input, the constant one.
     """
 
     row_shape: tuple[int, ...]
     to_rows: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Sort, Entries], PerSampleGradient]
-    layout: Callable[[Tensor], Tensor] = lambda argument: argument
+    gradient: Callable[[Any, Tensor, Entries], PerSampleGradient]
+    inputs: Callable[[], Tensor] | None = None
+    axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    is_product: bool = False
     is_bias: bool = False
     joins_weight: bool = False
+
+
+class RuleError(RuntimeError):
+    """An error inside of a rule: a mistake in it, or arguments that it does not foresee."""
 
 
 class Rule:
@@ -69,16 +75,37 @@ class Rule:
         self._uses, self.repeats, self.in_place = uses, repeats, in_place
         self._signature = inspect.signature(uses)
         self._names = list(self._signature.parameters)
+        self._takes: dict[tuple, bool] = {}  # whether it takes so many arguments, and these names
 
     def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
-        """Return the uses by position, or name if passed by name; none if the call is unknown."""
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError:
+        """Return the uses by position, or name if passed by name; none if the call is unknown.
+
+        Raises:
+            RuleError: If the rule raises an error, other than a ``NotImplementedError`` for a call
+                that it does not know.
+        """
+        key = len(args), *kwargs
+        if key not in self._takes:
+            try:
+                self._signature.bind(*args, **kwargs)
+                self._takes[key] = True
+            except TypeError:
+                self._takes[key] = False
+        if not self._takes[key]:
             return {}
+        try:
+            uses = self._uses(*args, **kwargs)
+        except NotImplementedError:
+            return {}
+        except Exception as error:
+            name = getattr(self._uses, "__qualname__", repr(self._uses))
+            raise RuleError(
+                f"The rule {name} for gradients of a layer fails: {error!r}. See above for where; "
+                "it may raise a NotImplementedError for calls that it does not know."
+            ) from error
         return {
             name if isinstance(name, int) or name in kwargs else self._names.index(name): use
-            for name, use in self._uses(*args, **kwargs).items()
+            for name, use in uses.items()
             if use is not None
         }
 
@@ -93,7 +120,7 @@ def handles(
 
     Args:
         *functions: The PyTorch functions.
-        repeats: Whether calls with a parameter alone may repeat it, e.g. a token for each sample.
+        repeats: Whether calls without data may repeat a parameter, as a token for each sample.
         in_place: Whether they write to their first argument.
     """
 
@@ -122,13 +149,13 @@ def contraction(
         x_shape: The other factor's shape, if ``x`` is a function.
 
     Returns:
-        The use, or ``None`` if an axis is repeated, or summed that only ``w`` has.
+        The use; ``None`` if a tensor repeats an axis, or if an axis of ``w`` alone is summed.
     """
     x_shape = x.shape if x_shape is None else x_shape
     axes = _Axes.of(equation, len(x_shape))
     if axes is None:
         return None
-    lengths = [w_shape[place] for place in axes.of_argument]
+    lengths = [w_shape[axis] for axis in axes.of_argument]
     num_groups, num_outer = prod(lengths[: axes.num_groups]), prod(lengths[axes.outer])
     num_inner = prod(lengths[axes.outer.stop :])
     num_axes = len(axes.rows)
@@ -144,13 +171,14 @@ def contraction(
         value = value.permute(axes.of_inputs)
         return value.reshape(*value.shape[:num_axes], num_groups, num_inner)
 
-    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
-        return OuterProducts(wide(sort(inputs())), wide(g), entries)
-
-    def layout(w: Tensor) -> Tensor:
-        return w.reshape(w_shape).permute(axes.of_argument)
-
-    return Use(tuple(x_shape[place] for place in axes.rows), to_rows, gradient, layout)
+    return Use(
+        tuple(x_shape[axis] for axis in axes.rows),
+        to_rows,
+        OuterProducts,
+        inputs,
+        axes=(tuple(w_shape), axes.of_argument),
+        is_product=True,
+    )
 
 
 class _Axes(NamedTuple):
@@ -160,13 +188,13 @@ class _Axes(NamedTuple):
     three, *outer* those of argument and output, and *inner* those that are summed.
 
     Attributes:
-        rows: Places of rows in the other factor.
+        rows: The axes of the other factor that are rows.
         num_groups: The number of groups.
-        outer: The place of outer in the sequence of groups, outer and inner.
-        summed: Places of axes that only the other factor has.
+        outer: The positions of outer in the sequence of groups, outer and inner.
+        summed: The axes that only the other factor has.
         of_rows: Axes of the output gradient ``[V, *output]``, in the order rows, groups, outer.
-        of_inputs: Places of rows, groups and inner in the other factor, without ``summed``.
-        of_argument: Places of groups, outer and inner in the argument.
+        of_inputs: Axes of the other factor without ``summed``, in the order rows, groups, inner.
+        of_argument: Axes of the argument, in the order groups, outer, inner.
     """
 
     rows: tuple[int, ...]
@@ -180,7 +208,7 @@ class _Axes(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)  # the same layers come again with each batch
     def of(cls, equation: str, x_ndim: int) -> "_Axes | None":
-        """Find the roles; ``None`` if an axis is repeated, or summed that only ``w`` has."""
+        """Find the roles; ``None`` if an axis is repeated, or if one of ``w`` alone is summed."""
         factors, _, output = equation.partition("->")
         x, w, out = ([*term.split()] for term in (*factors.split(","), output))
         dots = [f"...{axis}" for axis in range(x_ndim - len(x) + 1)] if "..." in x else []
@@ -209,7 +237,7 @@ class _Axes(NamedTuple):
 def broadcast(
     shape: Sequence[int], output: Sequence[int], slope: Slope = 1.0, aligned: int = 0
 ) -> Use:
-    """Return the use of an argument that is broadcast, in a function without other mixing of axes.
+    """Return the use of an argument of an elementwise function, broadcast to the output's shape.
 
     Args:
         shape: The argument's shape.
@@ -228,7 +256,7 @@ def broadcast(
             g = g.real if g.is_complex() else g
         return g.permute(0, *(1 + axis for axis in (*rows, *kept)))
 
-    def gradient(g: Tensor, sort: Sort, entries: Entries) -> PerSampleGradient:
+    def gradient(x: None, g: Tensor, entries: Entries) -> PerSampleGradient:
         return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
     return Use(tuple(output[axis] for axis in rows), to_rows, gradient)
@@ -237,4 +265,5 @@ def broadcast(
 def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
     use = broadcast(shape, output, scale, aligned)
-    return replace(use, is_bias=True, joins_weight=scale == 1.0)
+    use.is_bias, use.joins_weight = True, scale == 1.0
+    return use

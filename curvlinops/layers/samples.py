@@ -7,19 +7,25 @@ from itertools import chain
 
 from torch import Tensor
 
-from curvlinops.layers.batch_axis import BatchAxis, UseKey
-from curvlinops.layers.check import autograd_sums, reason_of
+from curvlinops.layers.batch_axis import UseKey
+from curvlinops.layers.capture import RecordedUse
+from curvlinops.layers.check import probe, tolerance_of
 from curvlinops.layers.fallback import OneByOne
 from curvlinops.layers.gradients import BYTES, Piece
-from curvlinops.layers.recorded import RecordedBatch, UseGradient, evident_samples
+from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
+from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import transposed_jacobian
+from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
-from curvlinops.support.refusals import is_refusal, lacks_memory
-from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.norms import double_norm
+from curvlinops.support.refusals import is_refusal
+from curvlinops.support.rng import GeneratorStates, preserved_rng
 from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
+
+#: How often parameters are perturbed to find the samples of rows without a gradient.
+_NUM_PERTURBED = 4
 
 
 class SampleGradients:
@@ -28,36 +34,42 @@ class SampleGradients:
     Args:
         problem: The model on the batch.
         batch: The recorded batch, ``None`` if no parameter has a rule.
-        fallbacks: Parameters that are treated sample by sample, each with the reason.
-        fallback: Computes their gradients.
+        rules: Keeps the checks and patterns of earlier batches.
+        fallback: Computes gradients without rules.
+        states: The states of random number generators before the forward pass.
 
     Attributes:
         output: The model's output.
         num_samples: N.
-        fallbacks: Why parameters are treated sample by sample.
     """
 
     def __init__(
         self,
         problem: BatchProblem,
         batch: RecordedBatch | None,
-        fallbacks: dict[str, str],
+        rules: "SampleBackward",
         fallback: OneByOne,
+        states: GeneratorStates,
     ):
-        self._problem, self._batch, self._fallback = problem, batch, fallback
-        self.fallbacks = dict(fallbacks)
-        self._known = [] if batch is None else batch.names
-        if len(self._known) < len(problem.space.names):
+        self._problem, self._batch, self._rules = problem, batch, rules
+        self._fallback, self._states = fallback, states
+        if batch is None or len(batch.names) < len(problem.space.names):
             self.output = self._whole[1]
             if batch is None and len(self.output):  # a recorded output was checked before
                 problem.check(self.output)
         else:
             self.output = batch.output.detach()
-        self.num_samples = len(self.output) if batch is None else batch.num_samples
+        self.num_samples = problem.samples_of(self.output)
 
     @cached_property
     def _whole(self) -> tuple[Callable, Tensor]:
+        self._states.restore()
         return transposed_jacobian(self._problem)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Why parameters are treated sample by sample."""
+        return self._rules.fallbacks
 
     @property
     def vectors_at_once(self) -> int:
@@ -74,10 +86,10 @@ class SampleGradients:
         """
         if self._batch is None:
             return iter(())
-        return self._batch.by_use(self._batch.backward(u, last))
+        return self._batch.by_use(self._backward(self._batch, u, last))
 
     def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
-        """Backpropagate vectors; a sample's gradient is that of its own share of the output.
+        """Backpropagate vectors; a sample's gradient is that of its rows of the output.
 
         Args:
             u: See ``by_use``.
@@ -89,13 +101,26 @@ class SampleGradients:
         """
         known: list[Piece] = []
         if self._batch is not None:
-            gradients = self._batch.by_parameter(self._batch.backward(u, last), len(u))
-            known.append((slice(0, self.num_samples), gradients))
+            outputs = self._backward(self._batch, u, last)
+            known.append((slice(0, self.num_samples), self._batch.by_parameter(outputs, len(u))))
         return chain(known, self.rest(u))
+
+    def _backward(self, batch: RecordedBatch, u: Tensor, last: bool) -> dict[RecordedUse, Tensor]:
+        """Backpropagate vectors, and check rules that were not checked before."""
+        is_new = self._rules.lacks_check(batch)
+        if is_new and len(u) != 1:
+            self._rules.check(batch, batch.backward(probe(batch.output)[None], with_copies=True))
+            is_new = False
+        arrived = batch.backward(u, last=last, with_copies=is_new)
+        if is_new:
+            self._rules.check(batch, arrived)
+        uses = set(batch.uses)
+        return {use: g for use, g in arrived.outputs.items() if use in uses}
 
     def rest(self, u: Tensor) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that have no rule."""
-        return self.one_by_one(u, {*self._problem.space.names}.difference(self._known))
+        known = () if self._batch is None else self._batch.names
+        return self.one_by_one(u, {*self._problem.space.names}.difference(known))
 
     def one_by_one(self, u: Tensor, names: Collection[str]) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
@@ -105,143 +130,200 @@ class SampleGradients:
         return self._fallback.gradients(self._problem, *self._whole, u, names)
 
 
+class LayerFacts:
+    """What passes have shown of a model's layers, for all operators on the model.
+
+    Attributes:
+        patterns: The axes of samples of uses' rows, by the wiring of the graph.
+        checked: Uses whose rules agree with autograd, with the graph's operations.
+        compared: Operations of graphs whose output was compared.
+    """
+
+    is_complete = True
+
+    def __init__(self):
+        self.patterns: dict[int, dict[UseKey, str]] = {}
+        self.checked: set[tuple[int, UseKey]] = set()
+        self.compared: set[int] = set()
+
+    def latest_patterns(self) -> dict[UseKey, str]:
+        """Return the patterns that were found last, whatever the wiring."""
+        return {key: rows for patterns in self.patterns.values() for key, rows in patterns.items()}
+
+
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
-    On a first batch, each rule is compared with autograd, and two backward passes show which axis
-    of each layer's output numbers the samples. They do so again where they left a choice, and on
-    batches whose graph is wired in a new way or may move rows by their numbers. Parameters without
-    a rule, or without such an axis, get one backward pass for each sample.
+    In the first backward pass through a graph, sums of the rules' gradients are compared with
+    autograd's gradients, which the same pass yields. Where samples matter, two backward passes show
+    which axis of a layer's rows numbers them. These are repeated if several axes were possible, if
+    the graph is wired in a new way, or if it may move rows depending on their values. Parameters
+    without a rule, or without such an axis, get one backward pass for each sample.
 
     Args:
         name: Names the operator in messages.
         independent: Whether samples that interact are refused.
-        sums_rows: Whether the caller can use sums over all rows of a layer where the samples of the
-            rows are not known, as KFAC-expand can. If rows of the output are not independent, they
-            are then taken for tokens of samples.
+        allow_unassigned: Whether rules are kept whose rows have no axis of samples. Their rows can
+            only be added up, as in KFAC-expand.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    def __init__(self, name: str, independent: bool = True, sums_rows: bool = False):
-        self._name, self._independent, self._sums_rows = name, independent, sums_rows
+    def __init__(self, name: str, independent: bool = True, allow_unassigned: bool = False):
+        self._name, self._independent = name, independent
+        self._allow_unassigned = allow_unassigned
         self.fallbacks: dict[str, str] = {}
-        self._axes: dict[int, dict[UseKey, BatchAxis]] = {}  # by the wiring of the graph
-        self._checked: set[tuple[int, UseKey]] = set()  # with the graph's operations
-        self._rows_are_tokens = False
+        self._facts = LayerFacts()
         self._fallback = OneByOne()
+        #: What an operator cannot do without a rule on its data does not hold for another's.
+        self.is_complete = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether rules are known for all parameters."""
-        return not self.fallbacks
-
-    def capture(self, problem: BatchProblem, by_sample: bool = True) -> SampleGradients:
+    def capture(
+        self,
+        problem: BatchProblem,
+        need_samples: Callable[[list[RecordedUse]], list[RecordedUse]] = lambda uses: uses,
+    ) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed.
 
         Args:
             problem: The model on a batch.
-            by_sample: Whether the caller needs to know the sample of each row of a product.
+            need_samples: Returns the uses of which the caller needs to know the samples of rows.
+                Rows of others may be stored as those of one sample.
         """
-        is_first = not (self._checked or self.fallbacks)
+        self._facts = problem.rules(LayerFacts)
         states = GeneratorStates()
-        batch = self._record(problem, by_sample)
-        if is_first and not states.are_current():
-            # the model is random, and was evaluated several times
-            del batch
-            states.restore()
-            batch = self._record(problem, by_sample)
-        if self.fallbacks:  # fallbacks evaluate the model again
-            states.restore()
-        return SampleGradients(problem, batch, self.fallbacks, self._fallback)
+        batch = self._record(problem, need_samples, states)
+        return SampleGradients(problem, batch, self, self._fallback, states)
 
-    def _record(self, problem: BatchProblem, by_sample: bool) -> RecordedBatch | None:
+    def _record(
+        self,
+        problem: BatchProblem,
+        need_samples: Callable[[list[RecordedUse]], list[RecordedUse]],
+        states: GeneratorStates,
+    ) -> RecordedBatch | None:
         """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
-        if not names:
+        batch = self._run(problem, names, states) if names else None
+        if batch is None:
             return None
-        # on the first batch while no other graph is in memory
-        truth = None if self._checked else autograd_sums(problem)
-        batch = self._run(problem, names)
-        if batch is None or batch.num_samples == 0:
+        batch.num_samples = problem.samples_of(batch.output)
+        if batch.num_samples == 0:
             return None
         problem.check(batch.output)  # NaN would be taken for a wrong axis
+        if not (batch.uses or batch.unrecorded()):
+            with problem.recording("once"):  # raises if the output depends on no parameter
+                pass
         self._use_fallback(batch.unrecorded(), "a call that no rule knows uses it")
-        if self._rows_are_tokens:
-            _group_tokens(problem, batch)
-        batch.recall(self._axes.get(batch.wiring, {}))
-        seen = {(batch.operations, key) for key in batch.uses.keys() | batch.unconnected}
-        new = seen - self._checked
-        may_move = (by_sample or batch.has_lookups) and batch.moves_rows
-        lacks_axes = may_move or any(use.axis is None for use in batch.uses.values())
-        self._examine(problem, batch, lacks_axes and batch.num_samples > 1, bool(new), truth)
-        self._checked |= new
+        if batch.has_replaced and batch.operations not in self._facts.compared:
+            self._check_compositions(problem, batch, states)
         batch.drop(self.fallbacks)
-        return batch
+        uses = need_samples(batch.uses)
+        if uses:
+            self._assign_samples(problem, batch, uses)
+        return batch if batch.names else None
 
-    def _run(self, problem: BatchProblem, names: list[str]) -> RecordedBatch | None:
+    def _run(
+        self, problem: BatchProblem, names: list[str], states: GeneratorStates
+    ) -> RecordedBatch | None:
         """Run the model and record it, ``None`` if it can only run without."""
         try:
             return RecordedBatch(problem, names)
         except Exception as error:  # a model that looks at its own graph may raise anything
-            if not is_refusal(error):
+            if isinstance(error, RuleError) or not is_refusal(error):
                 raise
-            autograd_sums(problem)  # raises what the model raises without being recorded
+            states.restore()
+            evaluate(problem)  # raises what the model raises without being recorded
             self._use_fallback(names, f"the model cannot be recorded: {first_line(error)}")
             return None
 
-    def _examine(
-        self,
-        problem: BatchProblem,
-        batch: RecordedBatch,
-        lacks_axes: bool,
-        is_new: bool,
-        truth: dict[str, Tensor] | None,
+    def _check_compositions(
+        self, problem: BatchProblem, batch: RecordedBatch, states: GeneratorStates
     ) -> None:
-        """Find the axes of a batch's samples, and compare the rules with autograd."""
-        if not (lacks_axes or is_new):
-            return
-        try:
-            gradients = batch.examine(self._latest_axes() if lacks_axes else None)
-            if is_new:
-                truth = truth or autograd_sums(problem, batch.num_samples)
-                wrong = batch.check(gradients, truth)
-                self._use_fallback(wrong, reason_of(wrong, truth, problem, batch.num_samples))
-        except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
-            if lacks_memory(error):
-                raise
-            # a combination of arguments that the rule does not foresee
-            self._use_fallback(
-                batch.names, f"a rule for layers fails on this model: {first_line(error)}"
-            )
-            return
-        del gradients
-        if lacks_axes:
-            self._take_axes(problem, batch)
+        """Compare the output with one without compositions in the place of calls."""
+        with preserved_rng():
+            states.restore()
+            plain = evaluate(problem).detach()
+        error = float(double_norm(plain - batch.output.detach()))
+        if error > tolerance_of(batch.precision) * float(double_norm(plain)):
+            reason = "a call that was replaced by a composition of others returns other numbers"
+            self._use_fallback(batch.names, reason)
+        self._facts.compared.add(batch.operations)
 
-    def _take_axes(self, problem: BatchProblem, batch: RecordedBatch) -> None:
-        """Remember the axes of samples; refuse the parameters for which there are none."""
+    # --- checks of rules
+
+    def _unchecked(self, batch: RecordedBatch) -> set[tuple[int, UseKey]]:
+        return {(batch.operations, use.key) for use in batch.uses} - self._facts.checked
+
+    def lacks_check(self, batch: RecordedBatch) -> bool:
+        """Return whether the rules of a batch's graph were not checked yet."""
+        return bool(self._unchecked(batch))
+
+    def check(self, batch: RecordedBatch, one: BackwardPass) -> None:
+        """Compare the rules with autograd; see ``RecordedBatch.check``."""
+        wrong, zero = batch.check(one)
+        self._use_fallback(wrong, "its rule does not agree with autograd")
+        open_names = zero.union(wrong)
+        new = self._unchecked(batch)
+        self._facts.checked |= {one for one in new if open_names.isdisjoint(one[1].names)}
         batch.drop(self.fallbacks)
-        if batch.unsorted() and self._sums_rows and not self._rows_are_tokens:
-            num_samples = evident_samples(problem) or batch.num_samples
-            if num_samples < batch.num_samples and batch.num_samples % num_samples == 0:
-                self._rows_are_tokens = True
-                self._axes.clear()
-                _group_tokens(problem, batch)
-                batch.examine({})
-        if batch.unsorted() and self._independent and couples_samples(problem, batch.output, 1):
-            raise ValueError(COUPLED)
-        if not self._sums_rows:
-            self._use_fallback(batch.unsorted(), "its gradients could not be assigned to samples")
-        axes = self._axes.setdefault(batch.wiring, {})
-        for key, use in batch.uses.items():
-            if use.axis is not None and not use.ambiguous:
-                axes[key] = use.axis
 
-    def _latest_axes(self) -> dict[UseKey, BatchAxis]:
-        """Return the axes that were found last, whatever the wiring."""
-        return {key: axis for axes in self._axes.values() for key, axis in axes.items()}
+    # --- samples of rows
+
+    def _assign_samples(
+        self, problem: BatchProblem, batch: RecordedBatch, uses: list[RecordedUse]
+    ) -> None:
+        """Find out which rows of some uses belong to which samples."""
+        batch.recall(self._facts.patterns.get(batch.wiring, {}), uses)
+        if batch.num_samples == 1:
+            return
+        if all(use.rows is not None for use in uses) and not batch.moves_rows:
+            return
+        is_new = self.lacks_check(batch)
+        one = batch.find_rows(self._facts.latest_patterns(), uses, with_copies=is_new)
+        if is_new:
+            self.check(batch, one)
+        del one
+        uses = [use for use in uses if use.origins]
+        unassigned = sorted({name for use in uses if use.rows is None for name in use.origins})
+        if unassigned and self._independent and couples_samples(problem, batch.output, 1):
+            raise ValueError(COUPLED)
+        if not self._allow_unassigned:
+            self._use_fallback(unassigned, "its gradients could not be assigned to samples")
+            batch.drop(self.fallbacks)
+        elif problem.can_substitute:
+            for seed in range(_NUM_PERTURBED):
+                if not (open_uses := [use for use in uses if use.possible]):
+                    break
+                self._settle(problem, batch, open_uses, seed)
+        patterns = self._facts.patterns.setdefault(batch.wiring, {})
+        patterns |= {use.key: use.rows for use in uses if use.rows and not use.possible}
+
+    def _settle(
+        self, problem: BatchProblem, batch: RecordedBatch, uses: list[RecordedUse], seed: int
+    ) -> None:
+        """Choose one of several possible patterns, with other values of the parameters.
+
+        Rows may have no gradient because of the values alone: behind a layer that is initialized
+        with zeros, or with dead units. Which samples they belong to does not depend on values if
+        the graph is wired in the same way.
+        """
+        try:
+            with preserved_rng():
+                other = RecordedBatch(problem, batch.names, noise=seed)
+        except Exception as error:  # a user's model may refuse other values
+            if not is_refusal(error):
+                raise
+            return
+        other.num_samples = batch.num_samples
+        if other.wiring != batch.wiring or not bool(other.output.isfinite().all()):
+            return
+        by_key = {use.key: use for use in other.uses}
+        twins = {use: by_key[use.key] for use in uses if use.key in by_key}
+        other.find_rows({}, list(twins.values()), with_copies=False)
+        for use, twin in twins.items():
+            if twin.rows in use.possible and not twin.possible:
+                use.rows, use.possible = twin.rows, ()
 
     def _use_fallback(self, names: Iterable[str], reason: str) -> None:
         names = [name for name in names if name not in self.fallbacks]
@@ -254,19 +336,3 @@ class SampleBackward:
                 said if len(names) <= 3 else f"{said} and {len(names) - 3} more",
                 reason,
             )
-
-
-def _group_tokens(problem: BatchProblem, batch: RecordedBatch) -> None:
-    """Count neighboring rows of the output as the tokens of one sample.
-
-    Raises:
-        ValueError: If samples have unequal numbers of rows.
-    """
-    num_rows, num_samples = len(batch.output), problem.num_samples
-    if num_samples == 0 or num_rows % num_samples:
-        raise ValueError(
-            f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
-            "earlier batch had as many rows each. Give samples an axis in front of their rows, "
-            "or say with batch_size_fn how many a batch has."
-        )
-    batch.num_samples = num_samples

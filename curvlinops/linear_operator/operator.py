@@ -1,7 +1,7 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
@@ -327,7 +327,8 @@ class TorchLinearOperator(LinearOperator):
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[M, D]``, from products with the unit vectors.
 
-        Matrices with fewer rows than columns are computed row by row, with their adjoint.
+        Matrices with fewer rows than columns are computed row by row, with their adjoint if they
+        have one.
 
         Raises:
             ValueError: If the matrix needs more than 4 GiB.
@@ -341,7 +342,14 @@ class TorchLinearOperator(LinearOperator):
                 "with SubmatrixLinearOperator, multiply a few vectors with A @ X, or use eigsh, "
                 "hutchinson_trace or hutchinson_diag, which need no matrix."
             )
-        by_rows = rows < columns
+        if rows < columns:
+            with suppress(NotImplementedError):  # no adjoint
+                return self._dense(by_rows=True)
+        return self._dense(by_rows=False)
+
+    def _dense(self, by_rows: bool) -> Tensor:
+        """Return the matrix from products with unit vectors, or from those of the adjoint."""
+        rows, columns = self.shape
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)

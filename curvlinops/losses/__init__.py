@@ -9,7 +9,13 @@ from torch import nn
 
 from curvlinops.losses.base import KNOWN_LOSSES, Loss
 from curvlinops.losses.cross_entropy import CrossEntropy, NegativeLogLikelihood
-from curvlinops.losses.elementwise import BinaryCrossEntropy, Huber, PoissonNLL, SquaredError
+from curvlinops.losses.elementwise import (
+    BinaryCrossEntropy,
+    Huber,
+    PoissonNLL,
+    ProbabilityCrossEntropy,
+    SquaredError,
+)
 from curvlinops.losses.generic import AdditiveLoss
 from curvlinops.support.torch_internals import has_forward_hooks
 
@@ -21,6 +27,7 @@ _LOSSES: list[tuple[type[nn.Module], Callable, type[Loss]]] = [
     (nn.CrossEntropyLoss, F.cross_entropy, CrossEntropy),
     (nn.NLLLoss, F.nll_loss, NegativeLogLikelihood),
     (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, BinaryCrossEntropy),
+    (nn.BCELoss, F.binary_cross_entropy, ProbabilityCrossEntropy),
     (nn.PoissonNLLLoss, F.poisson_nll_loss, PoissonNLL),
     (nn.HuberLoss, F.huber_loss, Huber),
     (nn.SmoothL1Loss, F.smooth_l1_loss, Huber),

@@ -136,7 +136,8 @@ class Loss(ABC):
         """Draw would-be gradients ``[num_samples, *output]``.
 
         Terms are independent. In each, the expectation of the outer product is the Hessian of l_t,
-        for all weights, label smoothing and targets.
+        for all weights, label smoothing and targets. If that Hessian depends on the target
+        (BCELoss), it is the expectation of the Hessian over labels of the model.
 
         Raises:
             NotImplementedError: If the loss has no likelihood to sample from.

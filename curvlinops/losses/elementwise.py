@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from curvlinops.losses.base import Loss, constant
 from curvlinops.support.norms import wide
 
+#: The smallest divisor of PyTorch's derivative of ``binary_cross_entropy``.
+_SMALLEST = 1e-12
+
 
 class ElementwiseLoss(Loss):
     """``l_t = k sum_c f(z_tc, y_tc)`` with k = 1/C for "mean", 1 for "sum".
@@ -164,12 +167,10 @@ class PoissonNLL(ElementwiseLoss):
         return self._inner_scale(z) ** 0.5 * (rates - torch.poisson(rates, generator=generator))
 
 
-class BinaryCrossEntropy(ElementwiseLoss):
-    """``torch.nn.BCEWithLogitsLoss`` with its ``weight`` and ``pos_weight``.
+class _LabelWeights(ElementwiseLoss):
+    """A cross-entropy of two labels, with weights p of the positive and n of the negative one.
 
-    ``f = p log(1 + e^-z) + n log(1 + e^z)``, with the weights ``p = weight pos_weight y`` and ``n =
-    weight (1 - y)`` of both labels. Its second derivative ``(p + n) sigmoid(z) sigmoid(-z)`` is
-    accurate even if one of the sigmoids rounds to one.
+    ``p = weight pos_weight y`` and ``n = weight (1 - y)``, for targets y from zero to one.
     """
 
     can_sample = True
@@ -178,22 +179,31 @@ class BinaryCrossEntropy(ElementwiseLoss):
         """Require equal shapes, and weights that do not depend on the sample."""
         super().check(output, target)
         for option in ("weight", "pos_weight"):
-            value = getattr(self.module, option)
+            value = getattr(self.module, option, None)
             if value is not None and value.ndim >= output.ndim and value.shape[:1] != (1,):
                 raise ValueError(
-                    f"BCEWithLogitsLoss's {option} of shape {list(value.shape)} has a batch axis "
+                    f"{self.name}'s {option} of shape {list(value.shape)} has a batch axis "
                     f"(the output is {list(output.shape)}), so it belongs to one batch only. Give "
                     "it the shape of one sample."
                 )
 
     def _target_rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of both labels."""
+        """Return the weights p and n."""
         y = target.to(output.device, wide(output).dtype)
-        weight, pos_weight = (constant(x, y) for x in (self.module.weight, self.module.pos_weight))
+        options = (getattr(self.module, name, None) for name in ("weight", "pos_weight"))
+        weight, pos_weight = (constant(x, y) for x in options)
         labels = y if pos_weight is None else pos_weight * y, 1 - y
         weighted = (x if weight is None else weight * x for x in labels)
         positive, negative = (self.to_terms(x.unsqueeze(0))[0] for x in weighted)
         return positive, negative
+
+
+class BinaryCrossEntropy(_LabelWeights):
+    """``torch.nn.BCEWithLogitsLoss``: ``f = p log(1 + e^-z) + n log(1 + e^z)``.
+
+    The second derivative ``(p + n) sigmoid(z) sigmoid(-z)`` is accurate even if one of the sigmoids
+    rounds to one.
+    """
 
     def _value(self, z: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
         positive, negative = y
@@ -215,3 +225,53 @@ class BinaryCrossEntropy(ElementwiseLoss):
         labels = torch.bernoulli(sigmoid, generator=generator)
         scale = self._inner_scale(z) ** 0.5 * self._sqrt(*y)
         return scale * torch.where(labels == 1, -(-z).sigmoid(), sigmoid)
+
+
+class ProbabilityCrossEntropy(_LabelWeights):
+    """``torch.nn.BCELoss``: ``f = -p log z - n log(1 - z)`` of probabilities z.
+
+    The second derivative ``p / z^2 + n / (1 - z)^2`` depends on the target. Sampled labels have the
+    Fisher information instead, its expectation over labels of the model: ``(p + n) / (z (1 - z))``.
+
+    The first derivative is PyTorch's, which divides by at least 1e-12. Closer than that to 0 or 1
+    there is no second derivative if the target has the other label: PyTorch's has no relation to
+    the loss, whose logarithms end at -100.
+    """
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Require probabilities, too; on a GPU, PyTorch's own check ends the process."""
+        super().check(output, target)
+        if not bool(((output >= 0) & (output <= 1)).all()):
+            low, high = (float(x) for x in output.detach().aminmax())
+            raise ValueError(
+                f"{self.name} needs probabilities from 0 to 1, the model's output is from {low:g} "
+                f"to {high:g}. For logits use BCEWithLogitsLoss."
+            )
+
+    def _value(self, z: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        labels = (torch.ones_like(z), torch.zeros_like(z))
+        pairs = zip(labels, y, strict=True)
+        return sum(F.binary_cross_entropy(z, t, w, reduction="sum") for t, w in pairs)
+
+    def _first(self, z: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        positive, negative = y
+        return ((positive + negative) * z - positive) / (z * (1 - z)).clamp(min=_SMALLEST)
+
+    def _second(self, z: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        return sum(self._curvature(p, w) for p, w in zip((z, 1 - z), y, strict=True))
+
+    def _curvature(self, probability: Tensor, weight: Tensor) -> Tensor:
+        """Return the second derivatives of a label's share of f."""
+        counts = weight != 0
+        if bool((counts & (probability < _SMALLEST)).any()):
+            raise ValueError(
+                f"{self.name} has no second derivative where the probability of a label in the "
+                f"target is below {_SMALLEST:g}, or rounds to zero. Use BCEWithLogitsLoss, and let "
+                "the model return logits, or bound the probabilities."
+            )
+        return torch.where(counts, weight / probability.square(), 0.0)
+
+    def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
+        labels = torch.bernoulli(z.expand(num_samples, *z.shape), generator=generator)
+        scale = self._inner_scale(z) ** 0.5 * self._sqrt(*y)
+        return scale * torch.where(labels == 1, -1 / z, 1 / (1 - z))

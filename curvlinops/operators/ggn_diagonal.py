@@ -9,30 +9,34 @@ from torch import Tensor
 from curvlinops.layers.gradients import add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
-from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import (
     check_sampling,
     hessian_roots,
     mark_last,
     sampled_gradients,
 )
+from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.diagonal import DiagonalLinearOperator
 from curvlinops.support.torch_modes import in_default_modes
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class GGNDiagonalLinearOperator(DataLinearOperator):
-    """The diagonal of the generalized Gauss-Newton matrix, as a matrix.
+class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
+    """The diagonal of the generalized Gauss-Newton matrix, as a matrix with structure.
 
     ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact diagonal
     (``mc_samples=0``) backpropagates C vectors if a sample has one term, else C vectors for each
     term (token, pixel) of a sample. They are columns of square roots of the loss Hessians. The
-    sampled diagonal backpropagates ``mc_samples`` vectors, and its expectation is the exact one.
-    The losses are those of ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and
-    SmoothL1Loss.
+    sampled diagonal backpropagates ``mc_samples`` vectors, and its expectation is the exact one,
+    for BCELoss its average over labels of the model. The losses are those of
+    ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and SmoothL1Loss.
 
-    Inside of ``linearized()``, products share the diagonal. For inverses, powers and a determinant
-    build ``DiagonalLinearOperator(G.diagonal(), G.space)``, which does not follow the model.
+    Products ``D @ v`` follow the model. Inverses, powers, multiples, ``damped(delta)``, and sums
+    and products with operators that have structure (``D + prior``) are structured operators of the
+    diagonal at the time of the call, and do not follow. Each call passes over the data; inside of
+    ``linearized()``, all but ``trace`` share one pass. To compute several, keep ``D.structure``.
 
     Args:
         mc_samples: Number of samples per term; 0 for the exact diagonal.
@@ -57,8 +61,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         )
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
-        found = problem.rules(SampleBackward, type(self).__name__)
-        return found.capture(problem)
+        backward = problem.rules(SampleBackward, type(self).__name__)
+        return backward.capture(problem)
 
     def _apply(self, columns: Columns) -> Columns:
         return self._apply_restricted(columns, self.space.names)
@@ -67,10 +71,13 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
         diagonal = self._columns()
         return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
 
+    inverse = of_structure(StructuredLinearOperator.inverse)
+
+    @property
     @in_default_modes
-    def diagonal(self) -> Tensor:
-        """Return the diagonal, ``[D]``."""
-        return self.space.join(self._columns())[0].clone()
+    def structure(self) -> DiagonalLinearOperator:
+        """The diagonal at this moment, as an operator that does not follow the model."""
+        return DiagonalLinearOperator(self.space.join(self._columns())[0], self.space)
 
     @in_default_modes
     def trace(self) -> Tensor:
@@ -84,8 +91,8 @@ class GGNDiagonalLinearOperator(DataLinearOperator):
                 gradients = self._capture(problem)
                 weight = weight + problem.weight(gradients.output)
                 for u, last in mark_last(self._vectors(problem, gradients)):
-                    for _, own in gradients.backward(u, last):
-                        trace = trace + sum(x.squared_norms().sum() for x in own.values())
+                    for _, by_name in gradients.backward(u, last):
+                        trace = trace + sum(x.squared_norms().sum() for x in by_name.values())
         scale = self.risk.scale(ranks.total(weight))
         trace = ranks.total(trace).to(self.torch_dtype) * scale
         self._check_finite({"": trace.reshape(1, 1)})

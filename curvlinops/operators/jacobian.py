@@ -1,6 +1,7 @@
 """The Jacobian of the model's outputs, and its transpose."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from curvlinops.layers.gradients import PerSampleGradient, merged
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.operator import AdjointLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.operators.rows import RowMaps, RowPlaces, RowsLinearOperator, flat
+from curvlinops.operators.rows import RowMaps, RowSlices, RowsLinearOperator, flat
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
 
+@dataclass(eq=False, repr=False)
 class JacobianLinearOperator(RowsLinearOperator):
     """The Jacobian of the model's outputs with respect to the parameters.
 
@@ -27,32 +29,11 @@ class JacobianLinearOperator(RowsLinearOperator):
     there are no blocks.
     """
 
-    def __init__(
-        self,
-        model_func: nn.Module | Callable,
-        params: Iterable[Tensor] | Mapping[str, Tensor],
-        data: Iterable[tuple[Any, Any]],
-        progressbar: bool = False,
-        check_deterministic: bool = True,
-        num_data: int | None = None,
-        batch_size_fn: Callable[[Any], int] | None = None,
-        *,
-        cache: str | int = "auto",
-        chunk_size: int | None = None,
-    ):
-        super().__init__(
-            model_func,
-            None,
-            params,
-            data,
-            progressbar,
-            check_deterministic,
-            num_data,
-            None,
-            batch_size_fn,
-            cache=cache,
-            chunk_size=chunk_size,
-        )
+    # what the Jacobian does not have
+    loss_func: None = field(init=False, default=None)
+    block_sizes: None = field(init=False, default=None)
+    reduction: None = field(init=False, default=None)
+    process_group: None = field(init=False, default=None)
 
     def _wrap_loss(self, loss_func: Any, reduction: str | None) -> None:
         return None
@@ -60,7 +41,7 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
         return flat(output)
 
-    def _num_rows(self, output: Tensor) -> int:
+    def _num_rows(self, problem: BatchProblem, output: Tensor) -> int:
         return output.numel()
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
@@ -75,18 +56,19 @@ class JacobianLinearOperator(RowsLinearOperator):
         """
         batches: list[tuple[dict[str, PerSampleGradient], Tensor]] = []
         with self._batches("gram") as passed:
-            places = RowPlaces(sum(self._lengths))
-            for problem in places.of(passed):
-                found = problem.rules(SampleBackward, type(self).__name__, False)
-                gradients = found.capture(problem)
+            slices = RowSlices(sum(self._lengths))
+            for problem in slices.of(passed):
+                backward = problem.rules(SampleBackward, type(self).__name__, False)
+                gradients = backward.capture(problem)
                 output = gradients.output
-                size = output.shape[1:].numel()
+                num_rows = len(output) // max(gradients.num_samples, 1)
+                size = max(num_rows, 1) * output.shape[1:].numel()  # of a sample's output
                 eye = torch.eye(size, dtype=output.dtype, device=output.device)
-                u = eye.reshape(size, 1, *output.shape[1:]).expand(size, *output.shape)
-                place = places.next(output.numel())
-                rows = torch.arange(place.start, place.stop, device=output.device)
-                own = merged(gradients.backward(u, last=True))
-                batches.append((own, rows.reshape(-1, size).T))
+                u = eye.repeat(1, gradients.num_samples).reshape(size, *output.shape)
+                span = slices.next(output.numel())
+                rows = torch.arange(span.start, span.stop, device=output.device)
+                by_name = merged(gradients.backward(u, last=True))
+                batches.append((by_name, rows.reshape(-1, size).T))
         return self._gram(batches)
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:

@@ -3,57 +3,40 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import NoDerivativeError
-from curvlinops.layers.fallback import LossesOneByOne
-from curvlinops.layers.gradients import PerSampleGradient, Piece, add_sums, merged, write_rows
-from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
+from curvlinops.layers.gradients import PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.rows import (
     AddRows,
     RowMaps,
-    RowPlaces,
+    RowSlices,
     RowsLinearOperator,
     check_indices,
     row_indices,
 )
+from curvlinops.operators.sample_rows import (
+    GradientsOfRows,
+    SampleRows,
+    add_transposed,
+    by_sample,
+    graph_or_rows,
+    loss_gradient,
+    multiply,
+    num_rows,
+    rows_of,
+)
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.data import Batch, Batches
-from curvlinops.risk.derivatives import JVP, evaluate
-from curvlinops.risk.sample_coupling import differs
+from curvlinops.risk.data import Batches
+from curvlinops.risk.derivatives import JVP
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
-from curvlinops.support.pytree import leaves, select_samples
-from curvlinops.support.refusals import is_refusal
+from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_modes import in_default_modes
-
-#: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that belongs to V vectors and N samples.
-Place = Callable[[Tensor], Tensor]
-
-#: The gradients of V vectors and N samples, and which of all rows they are.
-Placed = tuple[Iterable[Piece], Place]
-
-
-class Selection(NamedTuple):
-    """The samples of a batch that have wanted rows.
-
-    Attributes:
-        shapes: The shapes of the batch's tensors.
-        samples: The samples that have wanted rows; ``None`` for all, as the batch cannot be cut.
-        rows: The rows of these samples among all rows of the data.
-        stop: The number of rows of all batches up to this one.
-    """
-
-    shapes: list[torch.Size]
-    samples: list[int] | None
-    rows: Tensor
-    stop: int
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -65,14 +48,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
+    N is the number of the output's rows. If samples have equally many neighboring rows, such as
+    tokens, it is the length of the tensors in X, or ``batch_size_fn(X)``.
+
     Norms, inner products and moments do not form the matrix if the layers have rules. Products form
     it only if the model can be differentiated only once. A loss that differentiates the output, or
     uses the parameters, is evaluated sample by sample. For other arguments and errors see
     ``DataLinearOperator``; there are no blocks.
 
     Args:
-        subsampling: Indices of the rows to keep, in that order. Batches are cut to these samples,
-            if the model then computes the same outputs.
+        subsampling: Indices of the rows to keep, in that order. Batches without such rows are
+            skipped; of other batches, all rows are computed. Batches must keep their shapes.
         terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel. These
             rows take a backward pass for each term of a sample.
 
@@ -103,90 +89,57 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return dict(self._fallbacks)
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
-        self._indices: Tensor | None = None  # of the wanted ones of all rows
-        self._selections: list[Selection] = []
-        wanted = self.subsampling
-        self._wanted = None if wanted is None else row_indices(wanted, self.risk.space.device)
+        self._shapes: list[list[torch.Size]] = []  # of each batch's tensors
+        self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
         self._all = self._rows()
-        num_rows = self._all.dim
-        if self._wanted is not None:
-            check_indices(self._wanted, num_rows)
-            num_rows = len(self._wanted)
-            kept = torch.cat([selection.rows for selection in self._selections])
-            self._indices = torch.searchsorted(kept, self._wanted)
-            self._all = ParameterSpace.flat(len(kept), self._all.dtype, self._all.device)
-        rows = ParameterSpace.flat(num_rows, self._all.dtype, self._all.device)
+        rows = self._all if self.subsampling is None else self._select(self.subsampling)
         return self.risk.space, rows, False
 
     # --- subsampling
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
-        shape = super()._rows_shape(problem, output)
-        if self._wanted is not None:
-            self._select(problem, output, shape[0])
-        return shape
+        self._shapes.append(_shapes(problem))
+        return super()._rows_shape(problem, output)
 
-    def _select(self, problem: BatchProblem, output: Tensor, num_rows: int) -> None:
-        """Find out which samples of the next batch have wanted rows."""
-        start = self._selections[-1].stop if self._selections else 0
-        stop = start + num_rows
-        rows, samples = torch.arange(start, stop, device=self._wanted.device), None
-        wanted = torch.isin(rows, self._wanted)
-        if not bool(wanted.any()):
-            rows, samples = rows[:0], []
-        elif (chosen := self._samples_of(problem, output, wanted)) is not None:
-            rows, samples = rows.reshape(len(output), -1)[chosen].flatten(), chosen.tolist()
-        self._selections.append(Selection(_shapes(problem), samples, rows, stop))
+    def _select(self, subsampling: Iterable[int] | Tensor) -> ParameterSpace:
+        """Find the batches that have wanted rows, and return the space of these rows."""
+        everything, device = self._all, self._all.device
+        wanted = row_indices(subsampling, device)
+        check_indices(wanted, everything.dim)
+        lengths = torch.tensor(self._lengths, device=device)
+        has_wanted = torch.zeros(len(lengths), dtype=torch.bool, device=device)
+        has_wanted[torch.searchsorted(lengths.cumsum(0), wanted, right=True)] = True
+        is_kept = has_wanted.repeat_interleave(lengths)
+        self._has_wanted, self._indices = has_wanted.tolist(), (is_kept.cumsum(0) - 1)[wanted]
 
-    def _samples_of(self, problem: BatchProblem, output: Tensor, wanted: Tensor) -> Tensor | None:
-        """Return the samples with wanted rows, ``None`` if the batch cannot be cut to them."""
-        try:
-            num_samples = problem.num_samples
-        except ValueError:  # it is not evident
-            return None
-        sizes = {len(output), *(len(y) for y in leaves(problem.batch.y) if y.ndim)}
-        if sizes != {num_samples}:
-            return None
-        have = wanted.reshape(num_samples, -1).any(1)
-        if int(have.sum()) == 1:  # models may treat a single sample in another way
-            have[1 if bool(have[0]) else 0] = True
-        samples = have.nonzero().flatten()
-        if len(samples) == num_samples:
-            return None
-        try:
-            few, expected = evaluate(_cut(problem, samples.tolist())), output[samples]
-        except Exception as error:  # a user's model may raise anything on a part of a batch
-            if not is_refusal(error):
-                raise
-            return None
-        is_same = few.shape == expected.shape and not differs(few, expected, output)
-        return samples if is_same else None
+        def of(dim: int) -> ParameterSpace:
+            return ParameterSpace.flat(dim, everything.dtype, device)
+
+        self._all = of(int(is_kept.sum()))
+        return of(len(wanted))
 
     @contextmanager
     def _batches(
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
         with super()._batches(description, data) as batches:
-            yield batches if self._indices is None else self._selected(batches)
+            yield batches if self._indices is None else self._with_wanted_rows(batches)
 
-    def _selected(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield the batches, cut to the samples that have wanted rows.
+    def _with_wanted_rows(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
+        """Yield the batches that have wanted rows.
 
         Raises:
             RuntimeError: If rows may not be where they were at construction.
         """
         for problem in batches:
             index = problem.batch.index
-            known = self._selections[index] if index < len(self._selections) else None
-            if known is None or known.shapes != _shapes(problem):
+            if index >= len(self._shapes) or self._shapes[index] != _shapes(problem):
                 raise RuntimeError(
                     f"Batch {index} of the data has other shapes than at construction. With "
                     "subsampling=, batches must keep their lengths. Build a new operator."
                 )
-            if known.samples is None:
+            if self._has_wanted[index]:
                 yield problem
-            elif known.samples:
-                yield _cut(problem, known.samples)
 
     def _chosen(self, x: Tensor) -> Tensor:
         """Return the wanted ones of all rows."""
@@ -199,72 +152,44 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._indices = None if self._indices is None else self._indices.to(self.device)
         return self
 
-    def _num_rows(self, output: Tensor) -> int:
-        if self.terms == "sample":
-            return output.shape[0]
-        return self.risk.loss.to_terms(output.unsqueeze(0)).shape[1]
+    def _num_rows(self, problem: BatchProblem, output: Tensor) -> int:
+        return num_rows(problem, output, self.terms)
 
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
-        gradient, loss = self._loss_gradient(problem, output), problem.loss
+        gradient, _ = loss_gradient(problem, output)
         if self.terms == "term":
+            loss = problem.loss
             g = loss.to_terms(gradient.unsqueeze(0))
             return (
                 lambda z: (loss.to_terms(z) * g).sum(-1),
                 lambda u: loss.from_terms(u.unsqueeze(-1) * g, output),
             )
-        ones = (1,) * (output.ndim - 1)
+        g = by_sample(problem, output, gradient.unsqueeze(0))
         return (
-            lambda z: (wide(z) * gradient).reshape(*z.shape[:2], prod(z.shape[2:])).sum(-1),
-            lambda u: (u.reshape(*u.shape, *ones) * gradient).to(output.dtype),
+            lambda z: (by_sample(problem, output, wide(z)) * g).sum(-1),
+            lambda u: (u.unsqueeze(-1) * g).reshape(len(u), *output.shape).to(output.dtype),
         )
 
-    @staticmethod
-    def _loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
-        problem.weight(output)  # checks that output and target fit
-        return wide(problem.loss.gradient(output, problem.batch.y))
+    def _rows_of(self, problem: BatchProblem) -> SampleRows:
+        rows = rows_of(problem, self.terms, type(self).__name__)
+        self._fallbacks = rows.fallbacks
+        return rows
 
     def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
-        if problem.loss_needs_graph or problem.facts.lacks_derivative:
-            return self._from_rows(problem)
-        try:
-            multiply = super()._linearize(problem, single)
-        except (NoDerivativeError, DependentLossError):
-            return self._from_rows(problem)
+        def from_rows() -> JVP:
+            rows = self._rows_of(problem).written(self.domain)
+            return lambda V: multiply(rows, V)
 
-        def apply(V: Columns) -> Tensor:
-            nonlocal multiply
-            try:
-                return multiply(V)
-            except NoDerivativeError:
-                problem.learn(lacks_derivative=True)
-                multiply = self._from_rows(problem)
-            return multiply(V)
-
-        return apply
-
-    def _from_rows(self, problem: BatchProblem) -> JVP:
-        """Prepare products with the matrix itself."""
-        rows = self._written(problem)
-        return lambda V: sum(flat(v) @ rows[name].T for name, v in V.items())
-
-    def _written(self, problem: BatchProblem) -> Columns:
-        """Return the rows of a batch, ``{name: [M, entries]}``."""
-        num_rows, gradients = self._backward(problem)
-        rows = self.domain.lazy_empty(num_rows)
-        for pieces, place in gradients:
-            write_rows(pieces, rows, place)
-        return {name: flat(x) for name, x in rows.items()}
+        from_graph = partial(super()._linearize, problem, single)
+        return graph_or_rows(problem, from_graph, from_rows)
 
     def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
         if not problem.loss_needs_graph:
             with suppress(DependentLossError):  # as it was not on earlier batches
                 return super()._linearize_adjoint(problem)
-        rows = self._written(problem)
-
-        def apply(u: Tensor, out: Columns) -> None:
-            add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
-
-        return apply, len(next(iter(rows.values())))
+        batch_rows = self._rows_of(problem)
+        rows = batch_rows.written(self.domain)
+        return lambda u, out: add_transposed(rows, u, out), batch_rows.num_rows
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": self._chosen(self._push(columns, self._all)[""].T).T}
@@ -307,8 +232,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _write(self, out: Columns) -> Columns:
         """Write all rows to ``{name: [M, *shape]}``, and return these."""
         with self._batches("gradients") as batches:
-            for pieces, place in self._gradients(batches):
-                write_rows(pieces, out, place)
+            for pieces, view in self._gradients(batches):
+                write_rows(pieces, out, view)
         out = {name: out[name] for name in self.domain.names}
         self._check_finite(out)
         return out
@@ -318,9 +243,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the norm of each row, ``[N]``."""
         squares = self._all.zeros(1)[""][0]
         with self._batches("norms") as batches:
-            for pieces, place in self._gradients(batches):
+            for pieces, view in self._gradients(batches):
                 for samples, gradients in pieces:
-                    place(squares)[:, samples] += sum(
+                    view(squares)[:, samples] += sum(
                         gradient.squared_norms() for gradient in gradients.values()
                     )
         squares = self._chosen(squares)
@@ -333,8 +258,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         numbers = torch.arange(self._all.dim, device=self.device)
         with self._batches("gram") as batches:
             gradients = self._gradients(batches)
-            found = [(merged(pieces), place(numbers)) for pieces, place in gradients]
-        return self._chosen(self._chosen(self._gram(found)).T)
+            pairs = [(merged(pieces), view(numbers)) for pieces, view in gradients]
+        return self._chosen(self._chosen(self._gram(pairs)).T)
 
     @in_default_modes
     def second_moment(self) -> Tensor:
@@ -367,51 +292,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._check_finite(out)
         return space.join(out) / self.shape[0]
 
-    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[Placed]:
+    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[GradientsOfRows]:
         """Yield gradients of V vectors and N samples, and which of all rows they are."""
-        places = RowPlaces(self._all.dim)
-        for problem in places.of(batches):
-            num_rows, gradients = self._backward(problem)
-            rows = places.next(num_rows)
-            for pieces, place in gradients:
-                yield pieces, lambda x, rows=rows, place=place: place(x[rows])
-
-    def _backward(self, problem: BatchProblem) -> tuple[int, Iterator[Placed]]:
-        """Return the number of a batch's rows, their gradients, and the places of these."""
-        samples = None
-        if not problem.loss_needs_graph:
-            samples = problem.rules(SampleBackward, type(self).__name__).capture(problem)
-        if problem.loss_needs_graph:  # perhaps only on this batch
-            alone = problem.rules(LossesOneByOne, type(self).__name__)
-            num_samples, pieces = alone.gradients(problem)
-            self._fallbacks = alone.fallbacks
-            return num_samples, iter([(pieces, lambda x: x.unsqueeze(0))])
-        self._fallbacks, output = samples.fallbacks, samples.output
-        gradient = self._loss_gradient(problem, output).unsqueeze(0)
-        if self.terms == "sample":
-            gradients = samples.backward(gradient.to(output.dtype), last=True)
-            return len(output), iter([(gradients, lambda x: x.unsqueeze(0))])
-        num_terms = problem.loss.to_terms(gradient).shape[1]
-        return num_terms, self._by_term(problem, samples, gradient)
-
-    def _by_term(
-        self, problem: BatchProblem, samples: SampleGradients, gradient: Tensor
-    ) -> Iterator[Placed]:
-        """Yield gradients of one or several terms of each sample at a time."""
-        loss, output = problem.loss, samples.output
-        terms = loss.to_terms(gradient)[0]
-        sizes = len(output), max(len(terms) // max(len(output), 1), 1)
-        terms, step = terms.unflatten(0, sizes), samples.vectors_at_once
-        for start in range(0, sizes[1], step):
-            some = torch.arange(start, min(start + step, sizes[1]), device=terms.device)
-            alone = terms.new_zeros(len(some), *terms.shape)
-            alone[some - start, :, some] = terms[:, some].transpose(0, 1)
-            u = loss.from_terms(alone.flatten(1, 2), output)
-
-            def place(x: Tensor, start: int = start) -> Tensor:
-                return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
-
-            yield samples.backward(u.to(output.dtype)), place
+        slices = RowSlices(self._all.dim)
+        for problem in slices.of(batches):
+            batch_rows = self._rows_of(problem)
+            rows, gradients = slices.next(batch_rows.num_rows), batch_rows.gradients
+            for pieces, view in gradients:
+                yield pieces, lambda x, rows=rows, view=view: view(x[rows])
 
 
 def _moments(gradient: PerSampleGradient) -> Tensor:
@@ -422,9 +310,3 @@ def _moments(gradient: PerSampleGradient) -> Tensor:
 
 def _shapes(problem: BatchProblem) -> list[torch.Size]:
     return [tensor.shape for tensor in leaves((problem.batch.X, problem.batch.y))]
-
-
-def _cut(problem: BatchProblem, samples: list[int]) -> BatchProblem:
-    """Return the problem on some samples of the batch."""
-    X, y = select_samples((problem.batch.X, problem.batch.y), samples, problem.num_samples)
-    return problem.on(Batch(problem.batch.index, X, y))

@@ -46,7 +46,7 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the linear function at a given output, and its adjoint."""
         raise NotImplementedError
 
-    def _num_rows(self, output: Tensor) -> int:
+    def _num_rows(self, problem: BatchProblem, output: Tensor) -> int:
         """Return the number of a batch's rows."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class RowsLinearOperator(DataLinearOperator):
 
         At construction, called for each batch in turn.
         """
-        return (self._num_rows(output),)
+        return (self._num_rows(problem, output),)
 
     def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
         def head(output: Tensor) -> Callable[[Tensor], Tensor]:
@@ -67,7 +67,7 @@ class RowsLinearOperator(DataLinearOperator):
         """Prepare transposed products on a batch; nothing here depends on the vectors."""
         apply, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
-        return lambda u, out: apply(up(u), out), self._num_rows(output)
+        return lambda u, out: apply(up(u), out), self._num_rows(problem, output)
 
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
@@ -94,10 +94,10 @@ class RowsLinearOperator(DataLinearOperator):
         flat_out = rows.join(out)
 
         with self._linearizations(num_columns) as batches:
-            places = RowPlaces(rows.dim)
-            for apply in places.of(batches):
-                part = apply(columns)
-                flat_out[:, places.next(part.shape[1])] = part
+            slices = RowSlices(rows.dim)
+            for apply in slices.of(batches):
+                products = apply(columns)
+                flat_out[:, slices.next(products.shape[1])] = products
         self._check_finite(out)
         return out
 
@@ -112,9 +112,9 @@ class RowsLinearOperator(DataLinearOperator):
             return self._linearize_adjoint(problem)
 
         with self._built(build, "rmatmat") as batches:
-            places = RowPlaces(rows.dim)
-            for apply, length in places.of(batches):
-                apply(U[:, places.next(length)], out)
+            slices = RowSlices(rows.dim)
+            for apply, length in slices.of(batches):
+                apply(U[:, slices.next(length)], out)
         self._check_finite(out)
         return out
 
@@ -127,11 +127,11 @@ class RowsLinearOperator(DataLinearOperator):
         """
         if not batches:
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
-        rows = torch.cat([places.flatten() for _, places in batches])
+        rows = torch.cat([numbers.flatten() for _, numbers in batches])
         with exclusive():  # some gradients take backward passes
-            found = gram([gradients for gradients, _ in batches], self.risk.space.empty(0))
-        out = torch.empty_like(found)
-        out[rows[:, None], rows] = found
+            products = gram([gradients for gradients, _ in batches], self.risk.space.empty(0))
+        out = torch.empty_like(products)
+        out[rows[:, None], rows] = products
         self._check(out)
         return out
 
@@ -139,8 +139,8 @@ class RowsLinearOperator(DataLinearOperator):
         self._check_finite({"": out.reshape(1, -1)})
 
 
-class RowPlaces:
-    """Says where the rows of each batch are among all rows.
+class RowSlices:
+    """Says which of all rows are those of each batch.
 
     Args:
         dim: The number of rows.
@@ -163,20 +163,20 @@ class RowPlaces:
             )
 
     def next(self, num_rows: int) -> slice:
-        """Return the place of a batch's rows.
+        """Return the slice of a batch's rows.
 
         Raises:
             RuntimeError: If there are more than at construction.
         """
-        place = slice(self._start, self._start + num_rows)
-        if place.stop > self._dim:
+        rows = slice(self._start, self._start + num_rows)
+        if rows.stop > self._dim:
             raise RuntimeError(
                 f"The data has other batches than at construction, or the model other outputs: "
                 f"{num_rows} rows after the first {self._start} of {self._dim}. Build a new "
                 "operator."
             )
-        self._start = place.stop
-        return place
+        self._start = rows.stop
+        return rows
 
 
 def flat(output: Tensor) -> RowMaps:

@@ -37,9 +37,7 @@ def sampled_gradients(problem: BatchProblem, output: Tensor, num_samples: int, s
     return problem.loss.sample(output, problem.batch.y, num_samples, generator)
 
 
-def hessian_roots(
-    problem: BatchProblem, output: Tensor, num_samples: int | None = None
-) -> Iterator[Tensor]:
+def hessian_roots(problem: BatchProblem, output: Tensor) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, one position at a time.
 
     Gradients of terms of the same sample are never added up, so that the outer products are
@@ -48,9 +46,8 @@ def hessian_roots(
     Args:
         problem: The risk on a batch.
         output: The model's output.
-        num_samples: The number of samples. Default: each row of the output is one.
     """
-    roots = _roots(problem, output, num_samples)
+    roots = _roots(problem, output)
     for position in range(roots.shape[2]):
         alone = torch.zeros_like(roots)
         alone[:, :, position] = roots[:, :, position]
@@ -58,14 +55,14 @@ def hessian_roots(
 
 
 def signed_hessian_roots(
-    problem: BatchProblem, output: Tensor, num_draws: int, seed: int, num_samples: int
+    problem: BatchProblem, output: Tensor, num_draws: int, seed: int
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
 
     Terms of the same sample get random signs, so that the products of different terms vanish in
     expectation. With one term per sample nothing is random, and a single draw is exact.
     """
-    roots = _roots(problem, output, num_samples)
+    roots = _roots(problem, output)
     if roots.shape[2] <= 1:
         yield problem.loss.from_terms(roots.flatten(1, 2), output)
         return
@@ -76,11 +73,11 @@ def signed_hessian_roots(
         yield problem.loss.from_terms((roots * signs).flatten(1, 2), output)
 
 
-def _roots(problem: BatchProblem, output: Tensor, num_samples: int | None) -> Tensor:
+def _roots(problem: BatchProblem, output: Tensor) -> Tensor:
     """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
     problem.check(output)
     roots = problem.loss.to_terms(problem.loss.hessian_sqrt(output, problem.batch.y, minimal=True))
-    return roots.unflatten(1, (num_samples or output.shape[0], -1))
+    return roots.unflatten(1, (problem.samples_of(output), -1))
 
 
 def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:

@@ -1,11 +1,13 @@
 """The empirical risk on one batch, as a function of the parameters."""
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, not_finite
@@ -18,7 +20,11 @@ from curvlinops.support.autograd_graph import (
     precisions,
     signature,
 )
+from curvlinops.support.pytree import select_samples
+from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
+
+_LOGGER = logging.getLogger("curvlinops")
 
 #: The cause of infinite derivatives of smooth functions, for messages.
 OVERFLOW = "a number overflows (float16 ends at 65504, bfloat16 has the range of float32)"
@@ -80,6 +86,84 @@ class BatchProblem:
     def num_samples(self) -> int:
         """The number of samples in the batch."""
         return self._risk.data.size(self.batch)
+
+    @property
+    def evident_samples(self) -> int | None:
+        """The number of samples in the batch, ``None`` if its tensors do not show it."""
+        try:
+            return self.num_samples
+        except ValueError:
+            return None
+
+    def samples_of(self, output: Tensor) -> int:
+        """Return the number of samples that an output belongs to.
+
+        It is the batch's number of samples, if all have equally many neighboring rows of the
+        output, such as tokens. Otherwise each row is a sample.
+
+        Raises:
+            ValueError: If samples had equally many rows on another batch, but do not on this one.
+        """
+        num_rows, num_samples = len(output), self.evident_samples
+        if not num_samples or num_rows <= num_samples:
+            return num_rows
+        groups_rows = self._risk.facts.groups_rows
+        if num_samples == 1:  # it shows nothing for other batches, nor do they for it
+            groups_rows = groups_rows or self._groups_rows(num_rows)
+        elif groups_rows is None:
+            groups_rows = num_rows % num_samples == 0 and self._groups_rows(num_rows)
+            self.learn(groups_rows=groups_rows)
+        if groups_rows and num_rows % num_samples:
+            raise ValueError(
+                f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
+                "earlier batch had equally many rows each. Give samples an axis in front of their "
+                "rows, or say with batch_size_fn how many a batch has."
+            )
+        return num_samples if groups_rows else num_rows
+
+    def _groups_rows(self, num_rows: int) -> bool:
+        """Return whether a number of rows are equally many neighboring ones for each sample.
+
+        The caller has said so by ``batch_size_fn``; otherwise the first and the last sample alone
+        must have as many, and one sample twice as many if it is taken twice.
+        """
+        if isinstance(self.batch.X, PackedSequence):  # rows are ordered by time
+            return False
+        if self._risk.data.batch_size_fn is not None:
+            return True
+        num_samples = self.num_samples
+        if num_samples == 1:
+            parts: list[tuple[slice | list[int], int]] = [([0, 0], 2)]
+        else:
+            parts = [(slice(1), 1), (slice(num_samples - 1, num_samples), 1)]
+        outputs = [(self.output_alone(part, num_samples), number) for part, number in parts]
+        return all(
+            output is not None and len(output) * num_samples == number * num_rows
+            for output, number in outputs
+        )
+
+    def output_alone(self, samples: slice | list[int], num_samples: int) -> Tensor | None:
+        """Return the model's output for some samples of the batch alone.
+
+        Args:
+            samples: The samples.
+            num_samples: The number of samples of the batch.
+
+        Returns:
+            The output without its graph; ``None`` if the model refuses a part of the batch.
+        """
+        _ = self.facts  # the first evaluation needs the targets
+        try:
+            X = select_samples(self.batch.X, samples, num_samples)
+            part = self.on(Batch(self.batch.index, X, None))
+            evaluation = part.evaluation(part.constants(), "once")
+            with preserved_rng(), evaluation.active():
+                return part.output(evaluation).detach()
+        except Exception as error:  # a user's model may raise anything on a part of a batch
+            if not is_refusal(error):
+                raise
+            _LOGGER.info("A part of a batch could not be evaluated: %s", error)
+            return None
 
     @property
     def can_substitute(self) -> bool:

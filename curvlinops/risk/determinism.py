@@ -1,7 +1,6 @@
 """Compares two draws of the first batch, and what model and loss make of them."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,15 +55,13 @@ def _observe(risk: EmpiricalRisk, seed: int, per_sample: bool) -> _Observed:
         data = digest((problem.batch.X, problem.batch.y))
         output, results = _evaluate(problem)
         # two samples are better, since models may treat one alone differently
-        num_first = 2 if len(output) > 3 else 1
+        num_first = 2 if problem.samples_of(output) > 3 else 1
         is_coupled = per_sample and _can_cut(problem, output, num_first)
         return _Observed(data, results, is_coupled and couples_samples(problem, output, num_first))
 
 
 def _can_cut(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
-    with suppress(ValueError):  # the number of samples is not evident
-        return num_first < problem.num_samples == len(output)
-    return False
+    return num_first < problem.samples_of(output) == problem.evident_samples
 
 
 def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:

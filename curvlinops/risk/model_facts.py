@@ -68,6 +68,8 @@ class ModelFacts:
         prefers_rows: Whether products are faster with kept gradients of samples than with a kept
             graph; ``None`` if that is not known.
         compared: Hashes of the graphs whose custom functions were compared.
+        groups_rows: Whether a sample has several rows of the output; ``None`` if no batch has shown
+            that yet.
     """
 
     train_flags: tuple[bool, ...] | None = None
@@ -82,6 +84,7 @@ class ModelFacts:
     lacks_tangents: bool = False
     prefers_rows: bool | None = None
     compared: frozenset[int] = frozenset()
+    groups_rows: bool | None = None
 
 
 class Watch(TorchFunctionMode):

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.data import Batch
-from curvlinops.risk.derivatives import evaluate
-from curvlinops.support.pytree import has_length, leaves, select_samples
-from curvlinops.support.refusals import is_refusal
+from curvlinops.support.pytree import has_length, leaves
 from curvlinops.support.warnings import warn
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -56,37 +53,37 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
     )
 
 
-def couples_samples(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
-    """Return whether the outputs of a batch's first samples change without the other samples.
+def couples_samples(problem: BatchProblem, output: Tensor, num_alone: int) -> bool:
+    """Return whether samples have other outputs alone than in their batch.
 
     Args:
         problem: The model on the batch.
-        output: Its output for the whole batch, with a row for each sample.
-        num_first: The number of samples that are compared.
+        output: Its output for the whole batch, with equally many rows for each sample.
+        num_alone: The numbers of samples that are compared, the first ones and the last ones: of a
+            recurrence over samples only later ones depend on others.
 
     Returns:
         ``False``, too, where the batch cannot be cut, or the model refuses a part of it.
     """
+    num_samples = problem.samples_of(output)
+    num_rows = num_alone * (len(output) // num_samples)
     # of a tensor that cannot be cut, the last sample may get the entries of all samples behind it,
     # as the last bag of an EmbeddingBag with offsets does: then one more sample is taken
     tensors = [x for x in leaves(problem.batch.X) if x.ndim]
-    is_cut = all(has_length(x, len(output)) for x in tensors)
-    num_taken = num_first if is_cut else min(num_first + 1, len(output) - 1)
-    X, index = problem.batch.X, problem.batch.index
-    try:
-        first = select_samples(X, slice(num_taken), len(output))
-        rows = evaluate(problem.on(Batch(index, first, None)))
-    except Exception as error:  # a user's model may raise anything on a part of a batch
-        if not is_refusal(error):
-            raise
-        _LOGGER.info("Whether samples interact could not be checked: %s", error)
+    is_cut = all(has_length(x, num_samples) for x in tensors)
+    num_taken = num_alone if is_cut else min(num_alone + 1, num_samples - 1)
+    rows = problem.output_alone(slice(num_taken), num_samples)
+    if rows is None:
         return False
     if list(rows.shape[1:]) != list(output.shape[1:]):  # a number for each pair of samples?
-        axes = [num_taken if size == len(output) else size for size in output.shape[1:]]
+        axes = [num_taken if size == num_samples else size for size in output.shape[1:]]
         return len(rows) == num_taken and list(rows.shape[1:]) == axes
-    # with as many outputs as before, something else than samples was cut
-    rows, is_part = rows[:num_first], len(rows) < len(output)
-    return is_part and differs(rows, output[: len(rows)], output)
+    if len(rows) >= len(output):  # something else than samples was cut
+        return False
+    if differs(rows[:num_rows], output[: len(rows[:num_rows])], output):
+        return True
+    last = problem.output_alone(slice(num_samples - num_alone, num_samples), num_samples)
+    return is_cut and last is not None and differs(last, output[-num_rows:], output)
 
 
 def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """What all matrices with structure can do."""
 
-import json
 from functools import reduce
 from math import isfinite
 from operator import matmul
@@ -12,15 +11,15 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.structured.factor import Request
+from curvlinops.structured.factor import Decomposition
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
 from curvlinops.support.rng import read_generator
-from curvlinops.support.serialization import write, write_state
+from curvlinops.support.serialization import to_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of saved operators. It changes when older files cannot be read any more.
-FORMAT = "structured operator 4"
+FORMAT = "structured operator 5"
 
 
 class StructuredLinearOperator(TorchLinearOperator):
@@ -208,8 +207,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         Raises:
             NotImplementedError: If the operator, or a part of it, is of a class of your own.
         """
-        data, tensors = write(self)
-        return {"metadata": json.dumps({"format": FORMAT, "operator": data}), **tensors}
+        return to_state(self, FORMAT)
 
     def save(self, path: str | Path) -> None:
         """Write the operator to a safetensors file, which ``load`` reads."""
@@ -231,9 +229,9 @@ class StructuredLinearOperator(TorchLinearOperator):
         other = other._structured()
         self.domain.check_compatible(other.domain)
         # of two spaces that agree, keep the one that has parameter structure
-        one, two = sorted(self._promoted(other), key=lambda operator: operator.domain.is_flat)
-        total = one._added(two)
-        return two._added(one) if total is None else total
+        left, right = sorted(self._promoted(other), key=lambda operator: operator.domain.is_flat)
+        total = left._added(right)
+        return right._added(left) if total is None else total
 
     @in_default_modes
     def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
@@ -241,10 +239,10 @@ class StructuredLinearOperator(TorchLinearOperator):
             return None
         other = other._structured()
         self.domain.check_compatible(other.codomain)
-        one, two = self._promoted(other)
-        if two._multiple is not None:
-            return one._scaled(two._multiple)
-        return one._multiplied(two)
+        left, right = self._promoted(other)
+        if right._multiple is not None:
+            return left._scaled(right._multiple)
+        return left._multiplied(right)
 
     def _promoted(
         self, other: "StructuredLinearOperator"
@@ -345,10 +343,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return whether an eigendecomposition takes little more than those of small matrices."""
         return self.self_adjoint
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
-        """Return the factors to decompose for ``_eigh``; see ``decompose``.
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
+        """Return the eigendecompositions that ``_eigh`` needs.
 
-        Block-diagonal operators decompose those of all blocks at once.
+        Block-diagonal operators compute those of all blocks at once.
 
         Args:
             accurate: As for ``_eigh``.

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Request, decompose
+from curvlinops.structured.factor import Decomposition, decompose
 from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
@@ -136,11 +136,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         for block, layout in zip(self, self.layouts, strict=True):
             yield block.domain.split(layout.gather(columns))
 
-    def _join(self, parts: Iterable[Columns]) -> Columns:
+    def _join(self, vectors_block_spaces: Iterable[Columns]) -> Columns:
         """Return vectors, given those of the blocks."""
         out: Columns = {}
-        for block, layout, part in zip(self, self.layouts, parts, strict=True):
-            vectors = block.domain.join(part)
+        for block, layout, columns in zip(self, self.layouts, vectors_block_spaces, strict=True):
+            vectors = block.domain.join(columns)
             out = out or self.domain.split(self.domain.empty(len(vectors)))
             layout.write(vectors, out)
         return out
@@ -148,16 +148,16 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
         """Return one vector ``[D]``, given those of the blocks, ``[D_b]`` each."""
         pairs = zip(self, vectors, strict=True)
-        parts = (block.domain.split(vector.unsqueeze(0)) for block, vector in pairs)
-        return self.domain.join(self._join(parts))[0]
+        columns = (block.domain.split(vector.unsqueeze(0)) for block, vector in pairs)
+        return self.domain.join(self._join(columns))[0]
 
     def _apply(self, columns: Columns) -> Columns:
         pairs = zip(self, self._read(columns), strict=True)
-        return self._join(block._apply(part) for block, part in pairs)
+        return self._join(block._apply(vectors) for block, vectors in pairs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         pairs = zip(self, self._read(columns), strict=True)
-        return self._join(block._apply_adjoint(part) for block, part in pairs)
+        return self._join(block._apply_adjoint(vectors) for block, vectors in pairs)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         blocks = [
@@ -187,16 +187,16 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         decompose(self._to_decompose(accurate=True, inverse=True))
         results = self._each(lambda block: block._slogdet())
-        signs, logarithms = (torch.stack(parts) for parts in zip(*results, strict=True))
+        signs, logarithms = map(torch.stack, zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
         return [
-            (factor, f"Block {label(key)}: {name}", matter)
+            needed._replace(name=f"Block {label(key)}: {needed.name}")
             for key, block in zip(self._keys, self, strict=True)
-            for factor, name, matter in block._to_decompose(accurate, inverse)
+            for needed in block._to_decompose(accurate, inverse)
         ]
 
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
@@ -238,10 +238,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return BlockDiagonalLinearOperator(*self._arguments_with(blocks, space))
 
     def _added(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
-        return self._combined(other, lambda one, two: one._plus(two))
+        return self._combined(other, lambda left, right: left._plus(right))
 
     def _multiplied(self, other: StructuredLinearOperator) -> "BlockDiagonalLinearOperator | None":
-        return self._combined(other, lambda one, two: one._times(two))
+        return self._combined(other, lambda left, right: left._times(right))
 
     def _combined(
         self, other: StructuredLinearOperator, function: Callable
@@ -251,7 +251,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             return None
         if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None
-        blocks = [function(one, two) for one, two in zip(self, other, strict=True)]
+        blocks = [function(*pair) for pair in zip(self, other, strict=True)]
         return None if any(block is None for block in blocks) else self._with(blocks)
 
 
@@ -263,12 +263,12 @@ def _default_layouts(
 ) -> tuple[ParameterSpace, list[Layout]]:
     """Return the space on which blocks act, and their layouts, if none are given."""
     spaces = [block.domain for block in blocks]
-    names = [name for own in spaces for name in own.names]
+    names = [name for block_space in spaces for name in block_space.names]
     if "" in names or len(set(names)) < len(names):
         if space is None:
-            space = ParameterSpace({"": (sum(own.dim for own in spaces),)})
-        return space, list(_one_after_the_other([own.dim for own in spaces], space))
-    shapes = {name: shape for own in spaces for name, shape in own.shapes.items()}
+            space = ParameterSpace({"": (sum(block_space.dim for block_space in spaces),)})
+        return space, list(_one_after_the_other([block_space.dim for block_space in spaces], space))
+    shapes = {name: shape for block_space in spaces for name, shape in block_space.shapes.items()}
     if space is None:
         space = ParameterSpace(shapes)
     elif space.shapes != shapes:  # in any order
@@ -277,8 +277,10 @@ def _default_layouts(
             f"{space.shapes}."
         )
     return space, [
-        Layout(tuple(ParameterView.whole(name, shape) for name, shape in own.shapes.items()))
-        for own in spaces
+        Layout(
+            tuple(ParameterView.whole(name, shape) for name, shape in block_space.shapes.items())
+        )
+        for block_space in spaces
     ]
 
 
@@ -300,8 +302,8 @@ def _connected_names(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
     """Return for each layout its parameters, and all with which other layouts connect these."""
     connected: dict[str, tuple[str, ...]] = {}
     for layout in layouts:
-        known = [name for view in layout.views for name in connected.get(view.name, (view.name,))]
-        names = tuple(dict.fromkeys(known))
+        groups = [connected.get(view.name, (view.name,)) for view in layout.views]
+        names = tuple(dict.fromkeys(name for group in groups for name in group))
         connected |= dict.fromkeys(names, names)
     return tuple(connected[layout.views[0].name] for layout in layouts)
 

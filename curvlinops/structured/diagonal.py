@@ -1,6 +1,6 @@
 """Diagonal matrices, and multiples of the identity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -12,7 +12,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator, KnownEigenvalues
 from curvlinops.structured.linalg import power, real
-from curvlinops.support.arguments import as_device, as_integer, without_graph
+from curvlinops.support.arguments import LISTS, MAPPINGS, as_device, as_integer, without_graph
 from curvlinops.support.serialization import recorded
 
 
@@ -21,15 +21,23 @@ class DiagonalLinearOperator(KnownEigenvalues):
     """A diagonal matrix.
 
     Args:
-        diagonal: The diagonal, ``[D]``.
-        space: The space of the vectors, if they are those of parameters. Default: plain vectors.
+        diagonal: The diagonal, ``[D]``; or a list or dictionary of tensors of the parameters'
+            shapes, with D numbers in total.
+        space: The space of the vectors, if they are those of parameters. Default: plain vectors
+            for one tensor, else vectors of the tensors' names and shapes.
 
     Raises:
-        TypeError: If the diagonal is no tensor of real floating-point numbers.
+        TypeError: If a tensor of the diagonal is none of real floating-point numbers.
         ValueError: If it has NaN or infinite values, or does not fit the space.
     """
 
-    def __init__(self, diagonal: Tensor, space: ParameterSpace | None = None):
+    def __init__(
+        self,
+        diagonal: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+        space: ParameterSpace | None = None,
+    ):
+        if isinstance(diagonal, LISTS | MAPPINGS):
+            diagonal, space = _flattened(diagonal, space)
         entries = real(diagonal, "The diagonal", ndim=(1,))
         if space is None:
             space = ParameterSpace.flat(len(entries), entries.dtype, entries.device)
@@ -67,6 +75,20 @@ class DiagonalLinearOperator(KnownEigenvalues):
     def _to(self, device: torch.device, dtype: torch.dtype) -> "DiagonalLinearOperator":
         space = self.domain.to(device, dtype)
         return DiagonalLinearOperator(self.eigenvalues.to(device, dtype), space)
+
+
+def _flattened(
+    diagonal: Sequence[Tensor] | Mapping[str, Tensor], space: ParameterSpace | None
+) -> tuple[Tensor, ParameterSpace]:
+    """Return tensors of the parameters' shapes as one vector ``[D]``, and its space."""
+    pairs = diagonal.items() if isinstance(diagonal, MAPPINGS) else enumerate(diagonal)
+    tensors = {str(name): real(x, f"The diagonal's tensor {name!r}") for name, x in pairs}
+    if not tensors:
+        raise ValueError("The diagonal has no tensors.")
+    own = ParameterSpace.of(tensors)
+    if space is not None:
+        space.check_compatible(own)
+    return torch.cat([x.flatten() for x in tensors.values()]), own if space is None else space
 
 
 @recorded

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from curvlinops.support.serialization import recorded
 class Factor:
     """A matrix for each of G groups. All are dense, or all are diagonal.
 
-    Eigenvalues of diagonal matrices are their entries, which have no rounding errors.
+    The eigendecomposition of symmetric matrices is computed at its first use, and kept.
 
     Args:
         tensor: Dense matrices ``[G, n, m]``, or the diagonals ``[G, n]`` of diagonal matrices.
@@ -114,8 +115,7 @@ class Factor:
         _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps, self.psd)
         if bool(valid.all()):
             return torch.ones_like(logarithm), logarithm
-        decompose([(self, "A factor", True)])
-        sign, wide = signed_logarithm(self.eigenvalues())
+        sign, wide = signed_logarithm(self.eigh(in_float64=True)[0])
         return sign.to(logarithm), wide.to(logarithm)
 
     def _slogdet_by_lu(self) -> tuple[Tensor, Tensor]:
@@ -134,48 +134,64 @@ class Factor:
         if self.is_diagonal or other.is_diagonal:
             return (self.diagonal().double() * other.diagonal()).sum(-1)
         pairs = zip(*torch.broadcast_tensors(self.tensor, other.tensor), strict=True)
-        return torch.stack([double_dot(one, two) for one, two in pairs])
+        return torch.stack([double_dot(left, right) for left, right in pairs])
 
     # --- functions of symmetric matrices
 
-    def is_decomposed(self, dtype: torch.dtype | None = None) -> bool:
-        """Return whether eigenvalues are known, in a given dtype."""
-        known = self.decomposition
-        return self.is_diagonal or (known is not None and dtype in (None, known[0].dtype))
-
-    def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues, ``[G, n]``; dense matrices must be decomposed first.
-
-        Eigenvalues that are rounding errors are zero. The dtype may be larger than the matrices'.
-        """
-        return self.tensor if self.is_diagonal else self.decomposition[0]
-
-    def eigenvectors(self) -> "Factor":
-        """Return the eigenvectors as columns; dense matrices must be decomposed first."""
+    def is_decomposed(self, in_float64: bool = False) -> bool:
+        """Return whether ``eigh`` has nothing to compute."""
         if self.is_diagonal:
-            return identity(self.rows, self.tensor, self.groups)
-        return Factor(self.decomposition[1], symmetric=False)
+            return True
+        known = self.decomposition
+        return known is not None and (not in_float64 or known[0].dtype == torch.float64)
 
-    def inverse(self, shift: float | Tensor, name: str) -> "Factor":
-        """Return ``(A + shift I)^-1`` of dense matrices, which must be decomposed first.
+    def eigh(self, in_float64: bool = False, name: str = "A factor") -> tuple[Tensor, "Factor"]:
+        """Return the eigenvalues, ``[G, n]``, and the eigenvectors as columns.
+
+        Eigenvalues that are rounding errors are zero. Those of diagonal matrices are their entries.
+
+        Args:
+            in_float64: Whether eigenvalues are computed in float64, because small ones matter.
+                Those that are known in float64 already are returned in any case.
+            name: What the factor is called in messages.
+
+        Raises:
+            ValueError: If the matrices have NaN or infinite values.
+        """
+        if self.is_diagonal:
+            return self.tensor, identity(self.rows, self.tensor, self.groups)
+        if not self.is_decomposed(in_float64):
+            decompose([Decomposition(self, name, in_float64)])
+        values, vectors = self.decomposition
+        return values, Factor(vectors, symmetric=False)
+
+    def inverse(self, shift: float | Tensor, name: str, in_float64: bool = True) -> "Factor":
+        """Return ``(A + shift I)^-1`` of dense matrices, by their eigenvalues.
 
         Args:
             shift: A number, or one for each group, ``[G, 1]``.
             name: What the factor is called in messages.
-        """
-        values = self.eigenvalues()
-        limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
-        values = shifted(values, shift, *limits)
-        return self._from_eigenvalues(power(values, -1.0, name, self.tensor.dtype))
+            in_float64: Whether eigenvalues are computed in float64.
 
-    def _from_eigenvalues(self, values: Tensor) -> "Factor":
-        """Return the dense matrices with the same eigenvectors and other eigenvalues."""
-        vectors = self.decomposition[1]
+        Raises:
+            ValueError: If the sum is singular to working precision.
+        """
+        values, vectors = self.eigh(in_float64, name)
+        limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
+        values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
+        return self._from_eigenpairs(values, vectors.tensor)
+
+    def _from_eigenpairs(self, values: Tensor, vectors: Tensor) -> "Factor":
+        """Return the matrices with given eigenvalues and orthogonal eigenvectors."""
         matrix = symmetrized(vectors * values.to(vectors).unsqueeze(-2) @ vectors.mT)
         return Factor(matrix, symmetric=True, psd=self.psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
-        """Return a power; dense matrices must be decomposed first, except for positive integers."""
+        """Return a power with any exponent but zero.
+
+        Raises:
+            ValueError: If there is no such power. It calls the factor by its name.
+        """
         if self.is_identity or self.tensor.numel() == 0:
             return self
         if self.is_diagonal:
@@ -183,8 +199,9 @@ class Factor:
         if exponent > 0 and exponent.is_integer():
             product = torch.linalg.matrix_power(self.tensor, int(exponent))
             return Factor(symmetrized(product), symmetric=True, psd=self.psd)
-        values = power(self.eigenvalues(), exponent, name, self.tensor.dtype)
-        return self._from_eigenvalues(values)
+        values, vectors = self.eigh(in_float64=True, name=name)
+        values = power(values, exponent, name, self.tensor.dtype)
+        return self._from_eigenpairs(values, vectors.tensor)
 
     # --- algebra
 
@@ -200,17 +217,20 @@ class Factor:
         psd = self.psd and scalar >= 0
         return Factor(scalar * self.tensor, self.symmetric, psd, self.eps, known)
 
-    def shifted(self, shift: float | Tensor) -> "Factor":
+    def shifted(
+        self, shift: float | Tensor, name: str = "A factor", in_float64: bool = True
+    ) -> "Factor":
         """Return the sum with non-negative multiples of the identity, ``[G, 1]``.
 
-        Dense matrices must be decomposed first.
+        Dense matrices are decomposed, see ``eigh``. The eigenvalues of the sum keep a shift that is
+        lost in the rounding errors of its entries.
         """
         if self.is_diagonal:
             return Factor((self.tensor + shift).to(self.tensor), psd=self.psd)
-        values, vectors = self.decomposition
+        values, vectors = self.eigh(in_float64, name)
         out = self.tensor.clone()
         out.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return Factor(out, self.symmetric, self.psd, self.eps, (values + shift, vectors))
+        return Factor(out, self.symmetric, self.psd, self.eps, (values + shift, vectors.tensor))
 
     def plus(self, other: "Factor") -> "Factor":
         """Return the sum with another factor."""
@@ -229,13 +249,13 @@ class Factor:
             return other
         if other.is_identity and other.groups <= self.groups:
             return self
-        one, two = self.tensor, other.tensor
+        left, right = self.tensor, other.tensor
         if self.is_diagonal and not other.is_diagonal:
-            one = one.unsqueeze(-1)
+            left = left.unsqueeze(-1)
         if other.is_diagonal and not self.is_diagonal:
-            two = two.unsqueeze(-2)
+            right = right.unsqueeze(-2)
         is_dense = not (self.is_diagonal or other.is_diagonal)
-        return Factor(one @ two if is_dense else one * two, eps=max(self.eps, other.eps))
+        return Factor(left @ right if is_dense else left * right, eps=max(self.eps, other.eps))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Factor":
         """Return the factor on another device, or in another dtype."""
@@ -256,24 +276,36 @@ def identity(size: int, like: Tensor, groups: int = 1) -> Factor:
 # --- several factors at once
 
 
-#: A factor to decompose, its name in messages, and whether small eigenvalues matter. If they do,
-#: eigenvalues are computed in float64.
-Request = tuple[Factor, str, bool]
+class Decomposition(NamedTuple):
+    """An eigendecomposition that is needed: a factor, and the arguments of its ``eigh``."""
+
+    factor: Factor
+    name: str
+    in_float64: bool
 
 
-def decompose(requests: Iterable[Request]) -> None:
-    """Compute the eigendecompositions that dense factors do not have yet, equal sizes at once."""
-    requests = list(requests)
-    for accurate in (False, True):
-        dtype = torch.float64 if accurate else None
-        missing = {
-            factor: name
-            for factor, name, matter in requests
-            if matter == accurate and not factor.is_decomposed(dtype)
+def decompose(needed: Iterable[Decomposition]) -> None:
+    """Compute eigendecompositions ahead of ``Factor.eigh``, those of equal sizes at once.
+
+    Raises:
+        ValueError: If a matrix has NaN or infinite values.
+    """
+    needed = list(needed)
+    for in_float64 in (True, False):
+        names = {
+            request.factor: request.name
+            for request in needed
+            if request.in_float64 == in_float64 and not request.factor.is_decomposed(in_float64)
         }
-        results = eigh_batched([factor.tensor for factor in missing], list(missing.values()), dtype)
-        for factor, (values, vectors) in zip(missing, results, strict=True):
+        dtype = torch.float64 if in_float64 else None
+        pairs = eigh_batched([factor.tensor for factor in names], list(names.values()), dtype)
+        for factor, (values, vectors) in zip(names, pairs, strict=True):
             factor.decomposition = without_rounding(values, factor.eps, factor.psd), vectors
+
+
+def name_of_factor(index: int) -> str:
+    """Return how messages call a factor."""
+    return f"Factor {index} of the Kronecker product"
 
 
 def invert(
@@ -299,20 +331,19 @@ def invert(
     for (eps, psd), members in dense.items():
         tensors = [damped[i][0].tensor for i in members]
         check_finite(tensors, [damped[i][2] for i in members])
-        for places, sizes, batch in batches(tensors):
-            some = [members[place] for place in places]
-            shifts = torch.cat([_by_group(*damped[i][:2]) for i in some])
+        for indices, sizes, batch in batches(tensors):
+            numbers = [members[index] for index in indices]
+            shifts = torch.cat([_by_group(*damped[i][:2]) for i in numbers])
             inverse, _, valid = cholesky_inverse(batch, shifts, eps, psd, accurate)
             valid = valid.cpu()  # one synchronization for all
-            parts = zip(some, inverse.split(sizes), valid.split(sizes), strict=True)
-            for i, result, is_valid in parts:
+            results = zip(numbers, inverse.split(sizes), valid.split(sizes), strict=True)
+            for i, matrix, is_valid in results:
                 if bool(is_valid.all()):
-                    inverses[i] = Factor(result, symmetric=True, psd=psd)
+                    inverses[i] = Factor(matrix, symmetric=True, psd=psd)
     others = [i for i in range(len(damped)) if i not in inverses]
-    decompose((damped[i][0], damped[i][2], accurate) for i in others)
+    decompose(Decomposition(damped[i][0], damped[i][2], accurate) for i in others)
     for i in others:
-        factor, shift, name = damped[i]
-        inverses[i] = factor.inverse(shift, name)
+        inverses[i] = damped[i][0].inverse(*damped[i][1:], accurate)
     return [inverses[i] for i in range(len(damped))]
 
 

@@ -12,12 +12,12 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import (
+    Decomposition,
     Factor,
-    Request,
-    decompose,
     identity,
     invert,
     multiply,
+    name_of_factor,
     slogdet,
 )
 from curvlinops.structured.linalg import real, shifted, tolerance
@@ -53,7 +53,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if not factors:
             raise ValueError("A Kronecker product needs at least one factor.")
         self._factors = _in_one_dtype(
-            [part for i, factor in enumerate(factors) for part in _read(factor, i)]
+            [factor for i, given in enumerate(factors) for factor in _read(given, i)]
         )
         groups = {factor.groups for factor in self._factors} - {1}
         if len(groups) > 1:
@@ -126,20 +126,21 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         """Return the operator as one Kronecker product; see ``ShiftedLinearOperator``."""
         return self
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
         if inverse:
             return []  # Cholesky decompositions are faster
-        return [(f, name_of_factor(i), accurate) for i, f in enumerate(self._factors)]
+        factors = enumerate(self._factors)
+        return [Decomposition(factor, name_of_factor(i), accurate) for i, factor in factors]
 
     def _eigh(self, accurate: bool = False, shift: float = 0.0) -> EighDecomposedLinearOperator:
         """Return the eigendecomposition of the sum with a multiple of the identity."""
-        decompose(self._to_decompose(accurate))
-        values = self._outer([factor.eigenvalues() for factor in self._factors])
+        pairs = [f.eigh(accurate, name_of_factor(i)) for i, f in enumerate(self._factors)]
+        values = self._outer([values for values, _ in pairs])
         size, entries = (max(getattr(f, name) for f in self._factors) for name in ("rows", "eps"))
         computed = min(torch.finfo(values.dtype).eps, entries)
         values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
         values = values.to(self.torch_dtype).flatten()
-        vectors = self._of(factor.eigenvectors() for factor in self._factors)
+        vectors = self._of(vectors for _, vectors in pairs)
         return EighDecomposedLinearOperator(values, vectors)
 
     def _inverse(
@@ -157,8 +158,6 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _power(self, exponent: float) -> StructuredLinearOperator:
         if exponent == 0:
             return IdentityLinearOperator(self.domain)
-        if exponent < 0 or not exponent.is_integer():
-            decompose(self._to_decompose(accurate=True))
         return self._of(f.power(exponent, name_of_factor(i)) for i, f in enumerate(self._factors))
 
     # --- algebra
@@ -188,8 +187,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _fits(self, other: "KroneckerProductLinearOperator") -> bool:
         """Return whether another product has as many groups, and factors of the same shapes."""
-        own, others = ([(f.rows, f.columns) for f in op._factors] for op in (self, other))
-        return self._groups == other._groups and own == others
+        shapes, others = ([(f.rows, f.columns) for f in op._factors] for op in (self, other))
+        return self._groups == other._groups and shapes == others
 
     def _multiplied(
         self, other: StructuredLinearOperator
@@ -199,7 +198,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         if [f.columns for f in self._factors] != [f.rows for f in other._factors]:
             return None
         pairs = zip(self._factors, other._factors, strict=True)
-        return self._of(one.times(two) for one, two in pairs)
+        return self._of(left.times(right) for left, right in pairs)
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
         return self._of(factor.transposed() for factor in self._factors)
@@ -221,8 +220,8 @@ def _read(factor: Tensor | StructuredLinearOperator | Factor, index: int) -> lis
     if isinstance(factor, Factor):
         return [factor]
     if isinstance(factor, IdentityLinearOperator):
-        one = torch.ones(1, dtype=factor.torch_dtype, device=factor.device)
-        unit = identity(factor.domain.dim, one)
+        like = torch.ones(1, dtype=factor.torch_dtype, device=factor.device)
+        unit = identity(factor.domain.dim, like)
         return [unit if factor.scalar == 1 else unit.scaled(factor.scalar)]
     if isinstance(factor, DiagonalLinearOperator):
         return [Factor(factor.diagonal().unsqueeze(0))]
@@ -247,8 +246,3 @@ def _in_one_dtype(factors: list[Factor]) -> list[Factor]:
         )
     dtype = reduce(torch.promote_types, [factor.tensor.dtype for factor in factors])
     return [f if f.tensor.dtype == dtype else f.to(f.tensor.device, dtype) for f in factors]
-
-
-def name_of_factor(index: int) -> str:
-    """Return how messages call a factor."""
-    return f"Factor {index} of the Kronecker product"

@@ -33,6 +33,16 @@ class ParameterView:
     strides: tuple[int, ...]
     offset: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # views are keys of sums, which each batch looks up many times
+        return hash((self.name, self.sizes, self.strides, self.offset))
+
+    def __reduce__(self) -> tuple:  # other processes have other hashes
+        return ParameterView, (self.name, self.sizes, self.strides, self.offset)
+
     @cached_property
     def size(self) -> int:
         """The number of entries."""
@@ -62,19 +72,20 @@ class ParameterView:
         """Return whether the view has all entries of a parameter of some size, in order."""
         return self.size == size and self.order in ((), (0,))
 
-    def permuted(self, shape: Sequence[int], order: Sequence[int]) -> "ParameterView | None":
-        """Return the view of the same entries in the order before their axes were permuted.
+    def undo_permutation(
+        self, shape: Sequence[int], order: Sequence[int]
+    ) -> "ParameterView | None":
+        """Return the view v for which ``v.reshape(shape).permute(order)`` is this one.
 
         Args:
-            shape: The shape that the entries had before.
+            shape: The shape of v before its axes are permuted.
             order: The axes of that shape, in the order that they have in this view.
 
         Returns:
-            ``None`` if that is no strided view.
+            ``None`` if v is no strided view.
         """
-        groups = _grouped(
-            list(zip(self.sizes, self.strides, strict=True)), [shape[i] for i in order]
-        )
+        axes = list(zip(self.sizes, self.strides, strict=True))
+        groups = _grouped(axes, [shape[i] for i in order])
         if groups is None:
             return None
         axes = [axis for i in range(len(order)) for axis in groups[order.index(i)]]
@@ -150,7 +161,7 @@ def _with_strides(
 def are_disjoint(views: Sequence[ParameterView]) -> bool:
     """Return whether views of one parameter have no entries in common."""
     ordered = sorted(views, key=lambda view: view.offset)
-    if all(one.last < other.offset for one, other in pairwise(ordered)):
+    if all(view.last < following.offset for view, following in pairwise(ordered)):
         return True
     count = torch.zeros(1, max(view.last for view in views) + 1, device="cpu")
     for view in views:
@@ -190,7 +201,7 @@ class Layout:
     """The entries of a block, which are those of a matrix, row by row.
 
     Attributes:
-        views: Parts of the matrix, side by side; each is row-major.
+        views: The matrix's sides, such as weight and bias, from left to right. Each is row-major.
         rows: The number of the matrix's rows.
     """
 
@@ -207,29 +218,21 @@ class Layout:
         """The parameters."""
         return frozenset(view.name for view in self.views)
 
-    @cached_property
-    def widths(self) -> list[int]:
-        """The numbers of the views' columns."""
-        return [view.size // self.rows for view in self.views]
-
     def gather(self, columns: Columns) -> Tensor:
         """Turn vectors of parameters, ``{name: [K, *shape]}``, into the block's, ``[K, n]``."""
-        parts = [view.gather(columns) for view in self.views]
-        if len(parts) == 1:
-            return parts[0]
-        sides = [
-            part.reshape(part.shape[0], self.rows, width)
-            for part, width in zip(parts, self.widths, strict=True)
-        ]
-        return torch.cat(sides, dim=2).flatten(1)
+        sides = [view.gather(columns) for view in self.views]
+        if len(sides) == 1:
+            return sides[0]
+        # einops.pack and unpack would say this, but double the time, for each block of a product
+        matrices = [x.reshape(len(x), self.rows, x.shape[1] // self.rows) for x in sides]
+        return torch.cat(matrices, dim=2).flatten(1)
 
     def write(self, vectors: Tensor, columns: Columns) -> None:
         """Write vectors of the block, ``[K, n]``, into those of parameters: undo ``gather``."""
-        parts = (vectors,)
+        sides = (vectors,)
         if len(self.views) > 1:
-            parts = vectors.reshape(len(vectors), self.rows, sum(self.widths)).split(
-                self.widths, dim=2
-            )
-        for view, part in zip(self.views, parts, strict=True):
+            matrix = vectors.reshape(len(vectors), self.rows, self.size // self.rows)
+            sides = matrix.split([view.size // self.rows for view in self.views], dim=2)
+        for view, side in zip(self.views, sides, strict=True):
             out = view.of(flat(columns[view.name]))
-            out.copy_(part.reshape(out.shape))
+            out.copy_(side.reshape(out.shape))

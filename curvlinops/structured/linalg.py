@@ -34,13 +34,10 @@ def batches(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[int], T
     for members in groups.values():
         step = max(_BATCH // max(tensors[members[0]].numel(), 1), 1)
         for start in range(0, len(members), step):
-            some = members[start : start + step]
-            parts = [tensors[i] for i in some]
-            yield some, [len(part) for part in parts], _joined(parts)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            indices = members[start : start + step]
+            chosen = [tensors[i] for i in indices]
+            batch = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+            yield indices, [len(tensor) for tensor in chosen], batch
 
 
 # --- eigenvalues
@@ -180,10 +177,10 @@ def _eigh(matrix: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor
     except torch.linalg.LinAlgError:
         pass
     try:
-        wide = torch.linalg.eigh(symmetrized(matrix.double()))
+        values, vectors = torch.linalg.eigh(symmetrized(matrix.double()))
     except torch.linalg.LinAlgError as error:
         raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
-    return tuple(part.to(dtype) for part in wide)
+    return values.to(dtype), vectors.to(dtype)
 
 
 def cholesky_inverse(
@@ -205,44 +202,63 @@ def cholesky_inverse(
         The inverses ``[G, n, n]``, the logarithms of the determinants ``[G]``, and which of these
         are valid, ``[G]``. The other matrices are not positive definite, or too ill-conditioned.
     """
-    inverse, logarithm = torch.empty_like(matrix), matrix.new_zeros(len(matrix))
-    valid = torch.full_like(logarithm, matrix.numel() == 0, dtype=torch.bool)
+    if matrix.numel() == 0:
+        return matrix.clone(), matrix.new_zeros(len(matrix)), matrix.new_ones(len(matrix)).bool()
+
+    def attempt(A: Tensor, shift: Tensor, dtype: torch.dtype, limit: float) -> tuple[Tensor, ...]:
+        inverse, logarithm, norm = _invert(A, shift, dtype)
+        return inverse, logarithm, _condition(inverse, A, shift, norm, eps, psd) < limit
+
     shift = torch.as_tensor(shift, dtype=torch.float64, device=matrix.device).expand(len(matrix))
-    left = torch.arange(len(matrix) * (matrix.numel() > 0), device=matrix.device)
-    for dtype in [matrix.dtype] + [torch.float64] * (accurate and matrix.dtype != torch.float64):
-        if len(left) == 0:
-            break
-        limit = 1 / tolerance(matrix.shape[-1], eps)
-        if accurate and dtype != torch.float64:  # about three digits are right
-            limit = min(limit, 2e-2 / torch.finfo(dtype).eps)
-        some = matrix if len(left) == len(matrix) else matrix[left]
-        # one copy, column by column as in LAPACK: decomposition and inverse take its memory
-        A = some.mT.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
-        A.diagonal(dim1=-2, dim2=-1).add_(shift[left].unsqueeze(-1).to(dtype))
-        norm = torch.linalg.vector_norm(A, dim=(-2, -1))
-        L, info = torch.linalg.cholesky_ex(A, out=(A, torch.empty_like(left, dtype=torch.int32)))
-        # a failed decomposition may have no inverse: it becomes the identity
-        failed = (info != 0).unsqueeze(-1)
-        L.masked_fill_(failed.unsqueeze(-1), 0.0)
-        L.diagonal(dim1=-2, dim2=-1).masked_fill_(failed, 1.0)
-        logdet = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        result = torch.cholesky_inverse(L, out=L)
-        inverse_norm = torch.linalg.vector_norm(result, dim=(-2, -1))
-        if psd:  # a smaller bound where many eigenvalues are zero
-            inverse_norm = inverse_norm.minimum(1 / shift[left].to(dtype))
-        # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
-        largest = matrix.diagonal(dim1=-2, dim2=-1)[left].abs().amax(-1)
-        noise = 1e3 * eps * largest.to(dtype)
-        done = (info == 0) & (norm * inverse_norm < limit)  # false for NaN
-        done &= noise * inverse_norm < 1
-        if len(left) == len(matrix) and bool(done.all()):
-            return result.to(matrix.dtype), logdet.to(matrix.dtype), done
-        inverse[left[done]], logarithm[left[done]] = (
-            part[done].to(matrix.dtype) for part in (result, logdet)
-        )
-        valid[left[done]] = True
-        left = left[~done]
-    return inverse, logarithm, valid
+    limit = 1 / tolerance(matrix.shape[-1], eps)
+    if not accurate or matrix.dtype == torch.float64:
+        return attempt(matrix, shift, matrix.dtype, limit)
+    # about three digits are right
+    three_digits = min(limit, 2e-2 / torch.finfo(matrix.dtype).eps)
+    results = attempt(matrix, shift, matrix.dtype, three_digits)
+    valid = results[-1]
+    if not bool(valid.all()):
+        left = (~valid).nonzero().squeeze(1)
+        others = matrix if len(left) == len(matrix) else matrix[left]
+        repeated = attempt(others, shift[left], torch.float64, limit)
+        for out, values in zip(results, repeated, strict=True):
+            out[left] = values.to(out.dtype)
+    return results
+
+
+def _invert(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(A + shift I)^-1``, and log-determinants and Frobenius norms of ``A + shift I``.
+
+    Norms of matrices that are not positive definite are infinite.
+    """
+    # one copy, column by column as in LAPACK: decomposition and inverse take its memory
+    A = matrix.mT.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
+    A.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1).to(dtype))
+    norm = torch.linalg.vector_norm(A, dim=(-2, -1))
+    info = torch.empty(len(A), dtype=torch.int32, device=A.device)
+    L, info = torch.linalg.cholesky_ex(A, out=(A, info))
+    # a failed decomposition may have no inverse: it becomes the identity
+    failed = (info != 0).unsqueeze(-1)
+    L.masked_fill_(failed.unsqueeze(-1), 0.0)
+    L.diagonal(dim1=-2, dim2=-1).masked_fill_(failed, 1.0)
+    logarithm = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.cholesky_inverse(L, out=L), logarithm, norm.masked_fill(info != 0, torch.inf)
+
+
+def _condition(
+    inverse: Tensor, matrix: Tensor, shift: Tensor, norm: Tensor, eps: float, psd: bool
+) -> Tensor:
+    """Return bounds of the condition numbers of ``A + shift I``.
+
+    They are infinite where rounding errors of the entries of A may decide.
+    """
+    inverse_norm = torch.linalg.vector_norm(inverse, dim=(-2, -1))
+    if psd:  # a smaller bound where many eigenvalues are zero
+        inverse_norm = inverse_norm.minimum(1 / shift.to(inverse.dtype))
+    # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
+    largest = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+    noise = 1e3 * eps * largest.to(inverse.dtype)
+    return (norm * inverse_norm).where(noise * inverse_norm < 1, torch.inf)  # also for NaN
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
@@ -275,13 +291,13 @@ def check_finite(matrices: Sequence[Tensor], names: Sequence[str]) -> None:
         raise ValueError(f"{names[int(number)]} contains NaN or infinite values.")
 
 
-def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
+def real(tensor: Tensor, name: str, ndim: tuple[int, ...] | None = None) -> Tensor:
     """Return a tensor of numbers without its graph, in float32 or float64.
 
     Args:
         tensor: The tensor.
         name: What it is, for messages.
-        ndim: How many axes it may have.
+        ndim: How many axes it may have. Default: any number.
 
     Raises:
         TypeError: If it is no tensor of real floating-point numbers.
@@ -291,7 +307,7 @@ def real(tensor: Tensor, name: str, ndim: tuple[int, ...]) -> Tensor:
         raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}.")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be of a real floating-point dtype, got {tensor.dtype}.")
-    if tensor.ndim not in ndim:
+    if ndim is not None and tensor.ndim not in ndim:
         raise ValueError(
             f"{name} must have {' or '.join(map(str, ndim))} axes, got shape {list(tensor.shape)}."
         )

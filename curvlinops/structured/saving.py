@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvlinops.structured.base import FORMAT, StructuredLinearOperator
 from curvlinops.support.arguments import as_device
-from curvlinops.support.serialization import metadata_of, read, read_state
+from curvlinops.support.serialization import from_state, read_state
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -30,9 +29,4 @@ def load(
         ValueError: If there is no structured operator, it is damaged, or of another version.
     """
     state = source if isinstance(source, Mapping) else read_state(source)
-    metadata = metadata_of(state, FORMAT)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    operator = read(metadata.get("operator"), tensors, as_device(device))
-    if not isinstance(operator, StructuredLinearOperator):
-        raise ValueError(f"The saved state is a {type(operator).__name__}, no structured operator.")
-    return operator
+    return from_state(state, FORMAT, StructuredLinearOperator, as_device(device))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.factor import Request
+from curvlinops.structured.factor import Decomposition
 from curvlinops.support.serialization import recorded
 
 
@@ -59,9 +59,9 @@ class ShiftedLinearOperator(StructuredLinearOperator):
         eps = torch.finfo(self.torch_dtype).eps
         return abs(self.shift) <= 1e3 * eps * float(self.operator._norm())
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Request]:
-        requests = self.operator._to_decompose(accurate and self._need_double())
-        return [] if inverse and len(requests) == 1 else requests
+    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
+        needed = self.operator._to_decompose(accurate and self._need_double())
+        return [] if inverse and len(needed) == 1 else needed
 
     def _eigh(self, accurate: bool = False) -> StructuredLinearOperator:
         return self.operator._as_product()._eigh(accurate and self._need_double(), self.shift)

@@ -5,12 +5,13 @@ from functools import reduce
 from math import prod
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Factor, decompose
+from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.linalg import (
     eigh_batched,
     power,
@@ -81,9 +82,9 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _norm(self) -> Tensor:
         # the root of the sum of the inner products of all pairs of terms
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for one in self._terms:
-            for two in self._terms:
-                pairs = zip(one._factors, two._factors, strict=True)
+        for left in self._terms:
+            for right in self._terms:
+                pairs = zip(left._factors, right._factors, strict=True)
                 inner = reduce(torch.mul, [a.inner(b) for a, b in pairs])
                 total += inner.expand(self._groups).sum()
         return total.clamp(min=0).sqrt()
@@ -132,9 +133,9 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         is_small = self.domain.dim <= min(_SMALL, self.max_dense_dim)
         if are_two_pairs and not is_small and not self._is_diagonal():
             for first, second in (self._terms, self._terms[::-1]):
-                found = simultaneous_diagonalization(first, second)
-                if found is not None:
-                    return found
+                diagonalized = simultaneous_diagonalization(first, second)
+                if diagonalized is not None:
+                    return diagonalized
         return self._as_product()
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
@@ -184,11 +185,11 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
 def _kron(factors: Sequence[Factor]) -> Tensor:
     """Return Kronecker products as matrices, ``[G, n, n]``."""
 
-    def two(a: Tensor, b: Tensor) -> Tensor:
-        product = a[:, :, None, :, None] * b[:, None, :, None, :]
-        return product.flatten(3).flatten(1, 2)
+    def kron(a: Tensor, b: Tensor) -> Tensor:
+        product = einsum(a, b, "g i j, g k l -> g i k j l")
+        return rearrange(product, "g i k j l -> g (i k) (j l)")
 
-    return reduce(two, [factor.dense() for factor in factors])
+    return reduce(kron, [factor.dense() for factor in factors])
 
 
 @recorded
@@ -264,9 +265,10 @@ def simultaneous_diagonalization(
     Returns:
         ``None`` if a factor of the first product is not positive definite.
     """
-    decompose(first._to_decompose(accurate=True))
-    if not all(bool((factor.eigenvalues() > 0).all()) for factor in first._factors):
-        return None
+    for i, factor in enumerate(first._factors):
+        values, _ = factor.eigh(in_float64=True, name=name_of_factor(i))
+        if not bool((values > 0).all()):
+            return None
     pairs = list(zip(first._factors, second._factors, strict=True))
     (S, dual_S, left), (T, dual_T, right) = (_common_basis(*pair) for pair in pairs)
     eps = max(factor.eps for pair in pairs for factor in pair)
@@ -281,15 +283,16 @@ def _common_basis(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor
     """Return S, ``S^-T`` and l with ``first = S S^T`` and ``second = S diag(l) S^T``.
 
     Args:
-        first: A positive definite factor, decomposed.
+        first: A positive definite factor.
         second: A symmetric factor.
     """
-    root = first.eigenvalues().double().sqrt()
+    values, vectors = first.eigh(in_float64=True)
+    root = values.double().sqrt()
     if first.is_diagonal and second.is_diagonal:
         values = second.tensor / first.tensor
         root = root.expand_as(values)
         return Factor(root.to(values)), Factor((1 / root).to(values)), values
-    Q = first.eigenvectors().dense().double()
+    Q = vectors.dense().double()
     middle = Q.mT @ second.dense().double() @ Q / (root.unsqueeze(-1) * root.unsqueeze(-2))
     [(values, vectors)] = eigh_batched([middle], ["A factor of a sum of Kronecker products"])
     bases = (Q * root.unsqueeze(-2)) @ vectors, (Q / root.unsqueeze(-2)) @ vectors

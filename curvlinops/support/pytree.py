@@ -46,6 +46,13 @@ def _open(part: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     Containers are those of PyTorch (lists, tuples, dictionaries, and classes that are registered,
     such as the outputs of Hugging Face), other mappings, and dataclasses. Others give ``None``.
     """
+    kind = type(part)
+    if kind is tuple or kind is list:
+        return list(part), kind
+    if kind is dict:
+        return list(part.values()), lambda new: dict(zip(part, new, strict=True))
+    if kind in _PLAIN:
+        return None
     if not pytree.tree_is_leaf(part):
         parts, structure = pytree.tree_flatten(part, is_leaf=lambda inner: inner is not part)
         return parts, lambda new: pytree.tree_unflatten(new, structure)

@@ -1,4 +1,18 @@
-"""Saved objects: tensors by name and plain JSON, in safetensors files. Reading runs no code."""
+"""Saved objects: a description in JSON, and tensors by name. Reading runs no code of a file.
+
+A description has plain values, lists and the entries below. Tuples are written as lists, and lists
+are read as tuples.
+
+| in JSON | stands for |
+|---|---|
+| ``{"items": [[key, value], ...]}`` | a dictionary |
+| ``{"class": name, "arguments": [...]}`` | an object of a class that is ``recorded`` |
+| ``{"tensor": name, "dtype": name, "shape": [...]}`` | a tensor |
+| ``{"dtype": name}`` | a dtype |
+| ``{"device": null}`` | the device to which tensors are read |
+
+Tensors that share memory are written once. Equal descriptions of objects are read as one object.
+"""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Class = TypeVar("Class", bound=type)
+Value = TypeVar("Value")
 
 _CLASSES: dict[str, type] = {}
 _NAMES: dict[type, str] = {}
@@ -33,114 +48,137 @@ def recorded(cls: Class, name: str | None = None) -> Class:
     return cls
 
 
-def write(value: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return plain data that JSON can hold, and the tensors by name.
+def to_state(value: Any, format: str) -> dict[str, Any]:
+    """Return a value as tensors by name and ``"metadata"``, a string.
 
-    Equal objects and shared tensors are written once. Lists are read as tuples, and devices as the
-    one to which tensors are read.
+    Args:
+        value: The value.
+        format: What the value is, with a version. ``from_state`` reads states of equal format only.
 
     Raises:
         NotImplementedError: If the value has an object of a class that is not ``recorded``.
     """
     writer = _Writer()
-    root = writer.write(value)
-    return {"objects": writer.objects, "root": root}, writer.tensors
+    content = writer.write(value)
+    return {"metadata": json.dumps({"format": format, "content": content}), **writer.tensors}
 
 
-def read(data: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Return the value that was written, with its tensors on a device.
+def from_state(
+    state: Mapping[str, Any], format: str, cls: type[Value], device: torch.device
+) -> Value:
+    """Return the value that a state was made of, with its tensors on a device.
 
     Raises:
-        ValueError: If ``write`` did not return ``data``, or not with these tensors.
+        ValueError: If the state has another format, is damaged, or has no object of the class.
     """
+    if "metadata" not in state:
+        raise ValueError("This is not the state of an operator: it has no metadata.")
     try:
-        reader = _Reader(tensors, device)
-        for entry in data["objects"]:
-            reader.objects.append(_CLASSES[entry["class"]](*reader.read(entry["arguments"])))
-        return reader.read(data["root"])
+        metadata = json.loads(state["metadata"])
+        is_format = metadata["format"] == format
+        value = _Reader(state, device).read(metadata["content"]) if is_format else None
+    except ValueError as error:
+        raise ValueError(f"The saved state is damaged: {error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"The saved state is damaged: {error!r}.") from error
+    if not is_format:
+        raise ValueError(
+            f"The saved state has the format {metadata['format']!r}, this function reads "
+            f"{format!r}. Factors of KFAC and EKFAC are read by the method load(path) of an "
+            "operator with model, loss and data; structured operators, such as inverses, by "
+            "curvlinops.load(path)."
+        )
+    if not isinstance(value, cls):
+        raise ValueError(f"The saved state is a {type(value).__name__}, no {cls.__name__}.")
+    return value
 
 
 class _Writer:
     def __init__(self):
         self.tensors: dict[str, Tensor] = {}
-        self.objects: list[dict[str, Any]] = []
         self._names: dict[tuple, str] = {}
-        self._numbers: dict[str, int] = {}
 
     def write(self, value: Any) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
+        if type(value) in _NAMES:
+            arguments = self.write(_arguments(value))
+            return {"class": _NAMES[type(value)], "arguments": arguments}
+        if value is None or isinstance(value, bool | int | float | str):
             return value
         if type(value) in (list, tuple):
-            return [self.write(part) for part in value]
+            return [self.write(entry) for entry in value]
         if type(value) is dict:
             return {"items": self.write(list(value.items()))}
+        if isinstance(value, Tensor):
+            return self._tensor(value)
         if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
+            return {"dtype": _name(value)}
         if isinstance(value, torch.device):
             return {"device": None}
-        return self._tensor(value) if isinstance(value, Tensor) else self._object(value)
+        raise NotImplementedError(f"A {type(value).__name__} cannot be saved.")
 
     def _tensor(self, value: Tensor) -> dict[str, Any]:
         # axes along which a tensor is expanded are written once
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in value.stride())
-        part = value.detach()[once]
-        memory = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+        tensor = value.detach()[once]
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         name = self._names.setdefault(memory, str(len(self.tensors)))
-        self.tensors[name] = part
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": name, "shape": list(value.shape), "dtype": dtype}
+        self.tensors[name] = tensor
+        return {"tensor": name, "dtype": _name(value.dtype), "shape": list(value.shape)}
 
-    def _object(self, value: Any) -> dict[str, Any]:
-        name = _NAMES.get(type(value))
-        if name is None:
-            raise NotImplementedError(f"A {type(value).__name__} cannot be saved.")
-        if hasattr(value, "_record"):
-            arguments = value._record()
-        elif is_dataclass(value):
-            arguments = [getattr(value, field.name) for field in fields(value)]
-        else:
-            arguments = list(value)
-        entry = {"class": name, "arguments": [self.write(argument) for argument in arguments]}
-        number = self._numbers.setdefault(json.dumps(entry), len(self.objects))
-        if number == len(self.objects):
-            self.objects.append(entry)
-        return {"object": number}
+
+def _arguments(value: Any) -> list[Any]:
+    """Return the arguments from which an object is made anew."""
+    if hasattr(value, "_record"):
+        return list(value._record())
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return list(value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Reader:
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
-        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self.device = device
-        self.objects: list[Any] = []
+    def __init__(self, state: Mapping[str, Any], device: torch.device):
+        tensors = ((name, x) for name, x in state.items() if isinstance(x, Tensor))
+        self._tensors = {name: tensor.to(device) for name, tensor in tensors}
+        self._device = device
+        self._objects: dict[str, Any] = {}
 
     def read(self, data: Any) -> Any:
         if isinstance(data, list):
-            return tuple(self.read(part) for part in data)
+            return tuple(self.read(entry) for entry in data)
         if not isinstance(data, dict):
             return data
         if "items" in data:
             return dict(self.read(data["items"]))
         if "tensor" in data:
-            return self._tensor(data["tensor"], getattr(torch, data["dtype"])).expand(data["shape"])
+            return self._tensor(**data)
         if "dtype" in data:
             return getattr(torch, data["dtype"])
-        return self.device if "device" in data else self.objects[data["object"]]
+        if "device" in data:
+            return self._device
+        description = json.dumps(data)
+        if description not in self._objects:
+            arguments = self.read(data["arguments"])
+            self._objects[description] = _CLASSES[data["class"]](*arguments)
+        return self._objects[description]
 
-    def _tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self.tensors[name]
-        if tensor.dtype != dtype:
-            raise ValueError(
-                f"The entry '{name}' of the saved state should be of {dtype}, got {tensor.dtype}."
-            )
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"The entry '{name}' of the saved state has NaN or infinite values.")
-        return tensor
+    def _tensor(self, tensor: str, dtype: str, shape: list[int]) -> Tensor:
+        values, entry = self._tensors[tensor], f"The entry '{tensor}'"
+        if values.dtype != getattr(torch, dtype):
+            raise ValueError(f"{entry} should be of torch.{dtype}, got {values.dtype}.")
+        if not bool(values.isfinite().all()):
+            raise ValueError(f"{entry} has NaN or infinite values.")
+        return values.expand(shape)
+
+
+# --- files
 
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a state, tensors by name and ``"metadata"``, to a safetensors file."""
+    """Write a state to a safetensors file."""
     tensors, memory = dict[str, Tensor](), set[int]()
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -164,28 +202,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
             if "metadata" in metadata:
                 return metadata | {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, such as save() writes.") from error
-    raise ValueError(f"{path} is not the state of an operator of this package.")
-
-
-def metadata_of(state: Mapping[str, Any], format: str) -> dict[str, Any]:
-    """Return the metadata of a state.
-
-    Args:
-        state: The state.
-        format: Its format, which is the entry ``"format"`` of the metadata.
-
-    Raises:
-        ValueError: If it has no metadata, or another format.
-    """
-    if "metadata" not in state:
-        raise ValueError("This is not the state of an operator: it has no metadata.")
-    metadata = json.loads(state["metadata"])
-    found = metadata.get("format")
-    if found != format:
         raise ValueError(
-            f"The saved state has the format {found!r}, this function reads {format!r}. Factors of "
-            "KFAC and EKFAC are read by the method load(path) of an operator with model, loss and "
-            "data; structured operators, such as inverses, by curvlinops.load(path)."
-        )
-    return metadata
+            f"{path} is not a safetensors file, such as save() writes, or it is incomplete."
+        ) from error
+    raise ValueError(f"{path} is not the state of an operator of this package.")

@@ -43,6 +43,11 @@ def input_metadata(node: Any, number: int) -> Any:
     return node._input_metadata[number]
 
 
+def have_saved_tensor_hooks() -> bool:
+    """Return whether hooks replace what calls save for backward passes, as in checkpoints."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def saved_values(node: Any) -> list[Any]:
     """Return the values that a node has saved; tensors are their attribute ``data``."""
     values = [getattr(node, name) for name in _saved_names(type(node))[0]]

@@ -2,26 +2,35 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from curvlinops.layers.batch_axis import Call
 from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.factor import Factor
+from curvlinops.structured.kronecker import (
+    KroneckerProductLinearOperator,
+    SumOfKroneckersLinearOperator,
+)
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.serialization import recorded
 
 #: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
 #: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
-#: block); ``BlockSpec.slices`` and ``"moment"`` (squared gradients in an eigenbasis); ``WEIGHT``.
+#: block); ``Block.views`` and ``"moment"`` (squared gradients in an eigenbasis); ``WEIGHT``.
 Key = tuple[Any, str]
 
-#: The key of the data's weight, its share of the normalization.
+#: The key of the data's weight: the number, or total weight, of loss terms.
 WEIGHT: Key = (None, "weight")
 
-#: Parameters with at most so many entries get one exact block, larger ones one for each vector.
+#: Parameters with at most so many entries get one exact block. Larger ones get one for each vector
+#: along the last axis.
 _WHOLE = 4096
 
 #: Why a bias is in no block with a weight.
@@ -35,11 +44,11 @@ _SEPARATE = (
 
 @recorded
 class LayerUse(NamedTuple):
-    """A way in which layers use a slice of a parameter. Each use has sums for Kronecker factors.
+    """A way in which layers use entries of a parameter. Each use has sums for Kronecker factors.
 
     Attributes:
-        slice: The entries of the parameter that layers use, in the parameter's order.
-        kind: The shape of the Kronecker product, ``None`` if there is none.
+        view: The entries of the parameter that layers use, in the parameter's order.
+        shape: The shape of the Kronecker product, ``None`` if there is none.
         is_product: Whether layers multiply by the parameter, or by a function of it, as by a
             matrix.
         partner: For a weight, the bias that is added to all of its products, and to no others.
@@ -48,8 +57,8 @@ class LayerUse(NamedTuple):
             the weight only.
     """
 
-    slice: ParameterView
-    kind: KroneckerShape | None
+    view: ParameterView
+    shape: KroneckerShape | None
     is_product: bool
     partner: ParameterView | None = None
     shares_gradients: bool = False
@@ -57,11 +66,11 @@ class LayerUse(NamedTuple):
     @property
     def name(self) -> str:
         """The parameter."""
-        return self.slice.name
+        return self.view.name
 
     def has_bias_input(self, options: Options) -> bool:
         """Return whether the inputs have a one as last entry, for the bias in the same block."""
-        return options.joint and self.partner is not None and not self.kind.is_bias
+        return options.joint and self.partner is not None and not self.shape.is_bias
 
 
 class Uses(NamedTuple):
@@ -94,95 +103,131 @@ class _Group:
     """The gradients of one use, and the calls of layers that they come from."""
 
     use: LayerUse
-    parts: list[UseGradient] = field(default_factory=list)
+    contributions: list[UseGradient] = field(default_factory=list)
     calls: set[Call] = field(default_factory=set)
 
 
 def group_by_use(
-    parts: Iterable[UseGradient], reduced: Collection[str]
+    contributions: Iterable[UseGradient], reduced: Collection[str]
 ) -> dict[LayerUse, list[UseGradient]]:
     """Return a batch's gradients by use.
 
     Args:
-        parts: The gradients that calls of layers contribute.
+        contributions: The gradients that calls of layers contribute.
         reduced: The parameters that are treated by the reduce setting.
     """
     groups: dict[LayerUse, _Group] = {}
     weights: dict[Call, _Group] = {}
     biases: dict[Call, _Group] = {}
-    for part in parts:
-        is_function = part.gradient.of_value is not part.gradient
-        kind = KroneckerShape.of(part.gradient.of_value, part.use.is_bias)
-        own = None if is_function else kind
-        view = part.gradient.entries.view.in_order
-        if view.name != part.name:  # gradients with respect to all of a parameter may have no name
-            view = replace(view, name=part.name)
-        use = LayerUse(view, own, kind is not None)
-        group = groups.setdefault(use, _Group(use))
-        group.parts.append(part)
-        group.calls.add(part.call)
-        if own is not None and not part.use.is_bias:
-            weights[part.call] = group
-        elif own is not None and part.use.joins_weight:
-            biases[part.call] = group
+    for contribution in contributions:
+        recorded, view = contribution.recorded, contribution.gradient.entries.view.in_order
+        if view.name != contribution.name:
+            # gradients with respect to all of a parameter may have no name
+            view = replace(view, name=contribution.name)
+        shape = KroneckerShape.of(contribution.gradient, recorded.use.is_bias)
+        is_product = (shape or contribution.gradient.before_pullback.kronecker_shape) is not None
+        use = LayerUse(view, shape, is_product)
+        group = groups.get(use)
+        if group is None:
+            group = groups[use] = _Group(use)
+        group.contributions.append(contribution)
+        group.calls.add(recorded.call)
+        if shape is not None and not shape.is_bias:
+            weights[recorded.call] = group
+        elif shape is not None and recorded.use.joins_weight:
+            biases[recorded.call] = group
     for call, bias in biases.items():
         weight = weights.get(call)
         is_new = weight is not None and weight.use.partner is None
         if is_new and _are_partners(weight, bias, weights, biases):
             w, b = weight.use, bias.use
-            shares = w.kind.groups == 1 and (w.name in reduced) == (b.name in reduced)
-            weight.use = w._replace(partner=b.slice, shares_gradients=shares)
-            bias.use = b._replace(partner=w.slice, shares_gradients=shares)
-    return {group.use: group.parts for group in groups.values()}
+            shares = w.shape.groups == 1 and (w.name in reduced) == (b.name in reduced)
+            weight.use = LayerUse(w.view, w.shape, w.is_product, b.view, shares)
+            bias.use = LayerUse(b.view, b.shape, b.is_product, w.view, shares)
+    return {group.use: group.contributions for group in groups.values()}
 
 
 def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mapping) -> bool:
     """Return whether a bias is added to all products with a weight, and to nothing else."""
-    kind, size = weight.use.kind, bias.use.kind.groups * bias.use.kind.outputs
+    shape, size = weight.use.shape, bias.use.shape.groups * bias.use.shape.outputs
     return (
         weight.calls == bias.calls
         and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
-        and not kind.one_hot_inputs
-        and size == kind.groups * kind.outputs
-        and bias.use.kind.view == bias.use.slice
+        and not shape.one_hot_inputs
+        and size == shape.groups * shape.outputs
+        and bias.use.shape.view == bias.use.view
     )
 
 
 # --- which structure the blocks have
 
 
-@dataclass(frozen=True)
-class BlockSpec:
-    """The structure of a diagonal block of the approximation.
+class Term(NamedTuple):
+    """A Kronecker product ``B (x) A``, one of those whose sum is a block.
 
     Attributes:
-        slices: The entries of a parameter, or of a weight and of its bias.
+        shape: Its shape.
+        gradients: B, the second moment of output gradients; ``None`` if it is not yet known.
+        inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
+    """
+
+    shape: KroneckerShape
+    gradients: Factor | None = None
+    inputs: Factor | None = None
+
+    @property
+    def factors(self) -> list[Factor]:
+        """B, and A if there is one."""
+        return [factor for factor in (self.gradients, self.inputs) if factor is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A diagonal block of the approximation.
+
+    Attributes:
+        views: The entries of a parameter, or of a weight and of its bias.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
-        kinds: The shapes of the Kronecker products that it is the sum of.
+        terms: The Kronecker products that it is the sum of.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
+        matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
+            diagonals ``[G, n]``; ``None`` if they are not yet known.
     """
 
-    slices: tuple[ParameterView, ...]
+    views: tuple[ParameterView, ...]
     structure: str
-    kinds: tuple[KroneckerShape, ...] = ()
+    terms: tuple[Term, ...] = ()
     groups: int = 1
     weight: ParameterView | None = None
     reason: str = ""
+    matrix: Tensor | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The parameters."""
-        return tuple(view.name for view in self.slices)
+        return tuple(view.name for view in self.views)
 
     @cached_property
     def layout(self) -> Layout:
-        """The places of its entries, in the order of the first Kronecker product's matrices."""
-        if not self.kinds:
-            return Layout(self.slices)
-        kind = self.kinds[0]
-        return Layout((kind.view, *self.slices[1:]), kind.groups * kind.outputs)
+        """The entries of the parameters, in the order of the first Kronecker product's matrices."""
+        if not self.terms:
+            return Layout(self.views)
+        shape = self.terms[0].shape
+        return Layout((shape.view, *self.views[1:]), shape.groups * shape.outputs)
+
+    def operator(self) -> StructuredLinearOperator:
+        """Return the operator on the block's entries, in the order of the first product."""
+        if self.matrix is not None:
+            return KroneckerProductLinearOperator(moment_factor(self.matrix))
+        products = []
+        for term in self.terms:
+            factors = term.factors
+            if relation(self.terms[0].shape, term.shape) == "transposed":
+                factors.reverse()
+            products.append(KroneckerProductLinearOperator(*factors))
+        return products[0] if len(products) == 1 else SumOfKroneckersLinearOperator(products)
 
     @property
     def is_exact(self) -> bool:
@@ -190,9 +235,14 @@ class BlockSpec:
         return self.structure in ("dense", "diagonal")
 
 
+def moment_factor(matrix: Tensor) -> Factor:
+    """Return second moments, ``[G, n, n]`` or ``[G, n]``, as a factor."""
+    return Factor(matrix, symmetric=True, psd=True)
+
+
 def plan_blocks(
     uses: Uses, shapes: Mapping[str, tuple[int, ...]], options: Options
-) -> tuple[BlockSpec, ...]:
+) -> tuple[Block, ...]:
     """Choose the structure of all blocks.
 
     Args:
@@ -204,17 +254,27 @@ def plan_blocks(
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    unknown = uses.unknown
+    return _planned(uses.known, tuple(uses.unknown.items()), tuple(shapes.items()), options)
+
+
+@lru_cache(maxsize=16)  # factors that are computed anew mostly have the same blocks
+def _planned(
+    known: frozenset[LayerUse],
+    reasons: tuple[tuple[str, str], ...],
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    options: Options,
+) -> tuple[Block, ...]:
+    unknown = dict(reasons)
     by_name: dict[str, list[LayerUse]] = {}
-    for use in uses.known:
-        if use.name not in unknown and use.slice.size:
+    for use in known:
+        if use.name not in unknown and use.view.size:
             by_name.setdefault(use.name, []).append(use)
     pairs = _pairs(by_name)
     joined = pairs if options.joint else {}
     for weight, bias in joined.items():
         _check_same_setting(weight, bias, options)
-    blocks: list[BlockSpec] = []
-    for name, shape in shapes.items():
+    blocks: list[Block] = []
+    for name, shape in shapes:
         if name in joined.values():
             continue
         if name in by_name:
@@ -223,13 +283,13 @@ def plan_blocks(
             blocks.append(_fallback(name, shape, unknown[name], options))
         else:
             reason = "the output does not depend on it"
-            blocks.append(BlockSpec((ParameterView.whole(name, shape),), "zero", reason=reason))
+            blocks.append(Block((ParameterView.whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
     if options.joint:
         return tuple(blocks)
-    partners = {use.slice: use.partner for name in pairs.values() for use in by_name[name]}
-    return tuple(replace(block, weight=partners.get(block.slices[0])) for block in blocks)
+    partners = {use.view: use.partner for name in pairs.values() for use in by_name[name]}
+    return tuple(replace(block, weight=partners.get(block.views[0])) for block in blocks)
 
 
 def _check_same_setting(weight: str, bias: str, options: Options) -> None:
@@ -241,7 +301,7 @@ def _check_same_setting(weight: str, bias: str, options: Options) -> None:
         )
 
 
-def _check_without_gradients(blocks: Iterable[BlockSpec]) -> None:
+def _check_without_gradients(blocks: Iterable[Block]) -> None:
     for block in blocks:
         if block.is_exact:
             raise NotImplementedError(
@@ -256,15 +316,15 @@ def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
     for name, uses in by_name.items():
         partners = {use.partner for use in uses}
         names = {None if partner is None else partner.name for partner in partners}
-        if None in names or len(names) > 1 or uses[0].kind.is_bias:
+        if None in names or len(names) > 1 or uses[0].shape.is_bias:
             continue
         (bias,) = names
         others = by_name.get(bias, [])
         if (
-            len({use.kind._replace(view=None) for use in uses}) == 1
-            and len({use.slice for use in uses}) == len(partners) == len(uses)
+            len({use.shape._replace(view=None) for use in uses}) == 1
+            and len({use.view for use in uses}) == len(partners) == len(uses)
             and all(other.partner and other.partner.name == name for other in others)
-            and {other.slice for other in others} == partners
+            and {other.view for other in others} == partners
         ):
             pairs[name] = bias
     return pairs
@@ -272,59 +332,59 @@ def _pairs(by_name: Mapping[str, list[LayerUse]]) -> dict[str, str]:
 
 def _blocks_of(
     name: str, shape: Sequence[int], uses: list[LayerUse], is_joint: bool, options: Options
-) -> list[BlockSpec]:
-    """Return the blocks of a parameter's slices, jointly with those of its bias if wanted."""
+) -> list[Block]:
+    """Return the blocks of a parameter's parts, jointly with those of its bias if wanted."""
     if not any(use.is_product for use in uses):
         return [_exact_block(name, shape, options)]
-    by_slice: dict[ParameterView, list[LayerUse]] = {}
+    by_view: dict[ParameterView, list[LayerUse]] = {}
     for use in uses:
-        by_slice.setdefault(use.slice, []).append(use)
-    reason = _obstacle(by_slice)
+        by_view.setdefault(use.view, []).append(use)
+    reason = _obstacle(by_view)
     if reason is not None:
         return [_fallback(name, shape, reason, options)]
     blocks = []
-    for own in _ordered(by_slice):
-        kinds = tuple(_kinds(by_slice[own]))
+    for view in _ordered(by_view):
+        terms = tuple(Term(shape) for shape in _shapes(by_view[view]))
         if is_joint:
-            (use,) = by_slice[own]
-            blocks.append(BlockSpec((own, use.partner), "kronecker", kinds))
+            (use,) = by_view[view]
+            blocks.append(Block((view, use.partner), "kronecker", terms))
         else:
-            is_separate_bias = options.joint and all(kind.is_bias for kind in kinds)
+            is_separate_bias = options.joint and all(term.shape.is_bias for term in terms)
             reason = _SEPARATE if is_separate_bias else ""
-            blocks.append(BlockSpec((own,), "kronecker", kinds, reason=reason))
+            blocks.append(Block((view,), "kronecker", terms, reason=reason))
     return blocks
 
 
-def _obstacle(by_slice: Mapping[ParameterView, list[LayerUse]]) -> str | None:
-    """Return why slices of a parameter are no sums of Kronecker products, ``None`` if they are."""
-    without = [use for uses in by_slice.values() for use in uses if use.kind is None]
+def _obstacle(by_view: Mapping[ParameterView, list[LayerUse]]) -> str | None:
+    """Return why parts of a parameter are no sums of Kronecker products, ``None`` if they are."""
+    without = [use for uses in by_view.values() for use in uses if use.shape is None]
     if any(use.is_product for use in without):
         return "a layer uses a function of it"
-    if without or not are_disjoint(list(by_slice)):
+    if without or not are_disjoint(list(by_view)):
         return "layers use it in ways that do not go together"
-    for kinds in map(_kinds, by_slice.values()):
-        if not all(relation(kinds[0], kind) for kind in kinds):
+    for shapes in map(_shapes, by_view.values()):
+        if not all(relation(shapes[0], shape) for shape in shapes):
             return "layers use it as matrices of different shapes"
     return None
 
 
-def _kinds(uses: Iterable[LayerUse]) -> list[KroneckerShape]:
-    """Return the kinds of uses in an order that does not depend on which was seen first."""
-    return _ordered({use.kind for use in uses}, lambda kind: (kind.one_hot_inputs, repr(kind)))
+def _shapes(uses: Iterable[LayerUse]) -> list[KroneckerShape]:
+    """Return the shapes of uses in an order that does not depend on which was seen first."""
+    return _ordered({use.shape for use in uses}, lambda shape: (shape.one_hot_inputs, repr(shape)))
 
 
 def _ordered(some: Collection[Any], key: Callable[[Any], Any] = repr) -> list[Any]:
     return sorted(some, key=key) if len(some) > 1 else list(some)
 
 
-def _exact_block(name: str, shape: Sequence[int], options: Options) -> BlockSpec:
+def _exact_block(name: str, shape: Sequence[int], options: Options) -> Block:
     """Return the block of a parameter that is in no matrix product with data."""
     lengths = [length for length in shape if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
-        return BlockSpec(
+        return Block(
             (ParameterView.whole(name, shape),),
             "diagonal",
             reason=f"larger than max_factor_size={limit}",
@@ -332,10 +392,10 @@ def _exact_block(name: str, shape: Sequence[int], options: Options) -> BlockSpec
     reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
-    return BlockSpec((ParameterView.whole(name, shape),), "dense", groups=groups, reason=reason)
+    return Block((ParameterView.whole(name, shape),), "dense", groups=groups, reason=reason)
 
 
-def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> BlockSpec:
+def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> Block:
     if options.fallback is Fallback.ERROR:
         raise NotImplementedError(
             f"Parameter '{name}', {list(shape)}, has no Kronecker-factored block: "
@@ -345,5 +405,5 @@ def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) ->
     limit = options.max_factor_size
     if options.fallback is Fallback.DENSE and prod(shape) > limit:
         reason += f", and it is larger than max_factor_size={limit}"
-        return BlockSpec((ParameterView.whole(name, shape),), "diagonal", reason=reason)
-    return BlockSpec((ParameterView.whole(name, shape),), options.fallback.value, reason=reason)
+        return Block((ParameterView.whole(name, shape),), "diagonal", reason=reason)
+    return Block((ParameterView.whole(name, shape),), options.fallback.value, reason=reason)

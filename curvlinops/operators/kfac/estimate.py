@@ -6,11 +6,10 @@ from itertools import chain
 from torch import Tensor
 
 from curvlinops.layers.factors import gradient_factor, input_factor, moment
-from curvlinops.layers.gradients import Piece
-from curvlinops.layers.outer import sum_of
+from curvlinops.layers.gradients import Piece, sum_of
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import WEIGHT, BlockSpec, Key, LayerUse, Uses, group_by_use
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
@@ -26,7 +25,7 @@ _AMBIGUOUS_ROWS = (
     "some of its layer's rows have no gradient, so that it is not known which samples they belong "
     "to, over which kfac_approx='reduce' averages ('expand' does not)"
 )
-_UNSORTED = "it is not known to which samples the rows of its layer belong"
+_UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 
 
 def backpropagated(
@@ -39,7 +38,7 @@ def backpropagated(
         samples: The batch's forward pass, which says how many vectors the memory allows at once.
         options: The options of the approximation.
     """
-    output, num_samples, draws = samples.output, samples.num_samples, options.mc_samples
+    output, draws = samples.output, options.mc_samples
     every: Iterable[Tensor]
     if options.fisher_type is FisherType.FORWARD_ONLY:
         every = [output.new_zeros(0, *output.shape)]
@@ -48,9 +47,9 @@ def backpropagated(
     elif options.fisher_type is FisherType.MC:
         every = [sampled_gradients(problem, output, draws, options.seed) / draws**0.5]
     elif options.exact:
-        every = hessian_roots(problem, output, num_samples)
+        every = hessian_roots(problem, output)
     else:
-        every = signed_hessian_roots(problem, output, draws, options.seed, num_samples)
+        every = signed_hessian_roots(problem, output, draws, options.seed)
     for vectors in every:
         yield from vectors.split(samples.vectors_at_once)
 
@@ -79,8 +78,8 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         pieces = chain(_exact_block_gradients(exact, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # memory of gradients that were added is given back at once
-            parts, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
-            for key, tensor in _factors(sums, use, parts, with_inputs):
+            contributions, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
+            for key, tensor in _factors(sums, use, contributions, with_inputs):
                 sums.add(key, tensor)
         _add_exact_blocks(sums, exact, pieces)
     sums.add(WEIGHT, problem.weight(samples.output).double())
@@ -89,31 +88,33 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
 def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
     """Return the parameters whose gradients of samples are needed but not known, and why."""
     reasons = {}
-    for use, parts in groups.items():
+    for use, contributions in groups.items():
         is_reduced = use.name in options.reduced
-        if is_reduced and use.kind and any(part.ambiguous for part in parts):
+        is_open = any(x.recorded.possible for x in contributions)
+        # biases have no inputs, and sums over rows do not depend on zeros
+        if is_reduced and use.shape and not use.shape.is_bias and is_open:
             reasons[use.name] = _AMBIGUOUS_ROWS
-        if (is_reduced or not use.kind) and any(part.unsorted for part in parts):
-            reasons[use.name] = _UNSORTED
+        if (is_reduced or not use.shape) and any(x.is_unassigned for x in contributions):
+            reasons[use.name] = _UNASSIGNED
     return reasons
 
 
 def _factors(
-    sums: FactorSums, use: LayerUse, parts: list[UseGradient], with_inputs: bool
+    sums: FactorSums, use: LayerUse, contributions: list[UseGradient], with_inputs: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
-    kind, options = use.kind, sums.options
-    if kind is None:
+    shape, options = use.shape, sums.options
+    if shape is None:
         return
     # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
-    gradients = [part.gradient.to(sums.space.dtype) for part in parts]
+    gradients = [x.gradient.to(sums.space.dtype) for x in contributions]
     reduce, limit = use.name in options.reduced, options.max_factor_size
-    is_weights = kind.is_bias and use.shares_gradients
+    is_weights = shape.is_bias and use.shares_gradients
     if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
-        yield (use, "B"), gradient_factor(gradients, reduce, diagonal=kind.outputs > limit)
-    if with_inputs and not kind.is_bias:
+        yield (use, "B"), gradient_factor(gradients, reduce, diagonal=shape.outputs > limit)
+    if with_inputs and not shape.is_bias:
         bias = use.has_bias_input(options)
-        total, count = input_factor(gradients, reduce, bias, diagonal=kind.inputs > limit)
+        total, count = input_factor(gradients, reduce, bias, diagonal=shape.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 
@@ -129,22 +130,24 @@ def _exact_block_gradients(
     If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
     """
     summands: dict[str, list[UseGradient]] = {}
-    for use, parts in groups.items():
+    for use, contributions in groups.items():
         if use.name in names:
-            summands.setdefault(use.name, []).extend(parts)
-    unsorted = {name for name, parts in summands.items() if any(part.unsorted for part in parts)}
-    known = {
-        name: sum_of([part.gradient for part in parts])
-        for name, parts in summands.items()
-        if name not in unsorted
+            summands.setdefault(use.name, []).extend(contributions)
+    unassigned = {
+        name
+        for name, contributions in summands.items()
+        if any(x.is_unassigned for x in contributions)
     }
-    one_by_one = samples.one_by_one(u, unsorted.difference(samples.fallbacks))
+    known = {
+        name: sum_of([x.gradient for x in contributions])
+        for name, contributions in summands.items()
+        if name not in unassigned
+    }
+    one_by_one = samples.one_by_one(u, unassigned.difference(samples.fallbacks))
     return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
 
-def _add_exact_blocks(
-    sums: FactorSums, blocks: dict[str, BlockSpec], pieces: Iterable[Piece]
-) -> None:
+def _add_exact_blocks(sums: FactorSums, blocks: dict[str, Block], pieces: Iterable[Piece]) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
     for _, gradients in pieces:
         for name, gradient in gradients.items():

@@ -1,18 +1,18 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops.operators.kfac.layout import BlockFactors, Product
+from curvlinops.operators.kfac.blocks import Block, Term
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factor import Factor, decompose, invert
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator, name_of_factor
+from curvlinops.structured.factor import Factor, invert, name_of_factor
+from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.support.arguments import check_number, without_graph
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_modes import in_default_modes
@@ -61,22 +61,22 @@ class Damping:
         self.of_inputs, self.of_gradients = numbers
         self.damping = tuple(numbers) if is_pair else numbers[0]
 
-    def of(self, product: Product, weight: Product | None) -> list[float | Tensor]:
-        """Return the damping of a product's factors, B first.
+    def of(self, term: Term, weight: Term | None) -> list[float | Tensor]:
+        """Return the damping of a Kronecker product's factors, B first.
 
         Args:
-            product: The product.
-            weight: For a bias: the product of the weight to whose products it is added.
+            term: The Kronecker product.
+            weight: For a bias: that of the weight to whose products it is added.
         """
-        both: tuple[float | Tensor, float | Tensor] = self.of_gradients, self.of_inputs
-        pair = weight if product.inputs is None else product
+        dampings: tuple[float | Tensor, float | Tensor] = self.of_gradients, self.of_inputs
+        pair = weight if term.inputs is None else term
         if self.use_heuristic_damping and pair is not None:
-            both = self._balanced(pair)
-        return list(both[: len(product.factors)])
+            dampings = self._balanced(pair)
+        return list(dampings[: len(term.factors)])
 
-    def _balanced(self, product: Product) -> tuple[Tensor, Tensor]:
+    def _balanced(self, term: Term) -> tuple[Tensor, Tensor]:
         """Divide the damping between B and A, ``[G, 1]`` each, by their average eigenvalues."""
-        B, A = (f.diagonal().double().mean(-1, keepdim=True) for f in product.factors)
+        B, A = (f.diagonal().double().mean(-1, keepdim=True) for f in term.factors)
         ratio = (A / B).sqrt().where((A > 0) & (B > 0), 1.0)
         root = sqrt(self.of_inputs)
         least = self.min_damping
@@ -92,7 +92,7 @@ def _non_negative(value: Any) -> float | None:
     return number if isfinite(number) else None
 
 
-def inverse_factors(blocks: Sequence[BlockFactors], damping: Damping) -> dict[Factor, Factor]:
+def inverse_factors(blocks: Sequence[Block], damping: Damping) -> dict[Factor, Factor]:
     """Return the damped inverses of the factors of blocks that are one Kronecker product.
 
     A bias shares the gradient factor of its weight, and its damping.
@@ -101,15 +101,17 @@ def inverse_factors(blocks: Sequence[BlockFactors], damping: Damping) -> dict[Fa
         blocks: All blocks.
         damping: The damping of their factors.
     """
-    single = {each.block.slices[0]: each for each in blocks if len(each.products) == 1}
+    terms = {block.views[0]: block.terms[0] for block in blocks if len(block.terms) == 1}
     damped: dict[Factor, tuple[Factor, float | Tensor, str]] = {}
-    for each in single.values():
-        weight, product = single.get(each.block.weight), each.products[0]
-        both = damping.of(product, None if weight is None else weight.products[0])
-        for i, (factor, shift) in enumerate(zip(product.factors, both, strict=True)):
+    for block in blocks:
+        term = terms.get(block.views[0])
+        if term is None:
+            continue
+        dampings = damping.of(term, terms.get(block.weight))
+        for i, (factor, shift) in enumerate(zip(term.factors, dampings, strict=True)):
             if factor in damped:
                 continue
-            name = f"Block {', '.join(each.block.names)!r}: {name_of_factor(i)}"
+            name = f"Block {', '.join(block.names)!r}: {name_of_factor(i)}"
             damped[factor] = factor, shift, name
             if isinstance(shift, Tensor) and len(shift) > factor.groups:
                 # the bias of a convolution with groups has one factor for all of them
@@ -127,30 +129,32 @@ def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
 
 
 def inverse_block(
-    one: BlockFactors, inverses: dict[Factor, Factor], damping: Damping
+    block: Block, inverses: dict[Factor, Factor], damping: Damping
 ) -> StructuredLinearOperator:
     """Return the damped inverse of a block, on its entries.
 
     Args:
-        one: The matrices of the block.
+        block: The block.
         inverses: The inverses of damped factors.
         damping: The damping of blocks without factors.
     """
-    if not one.products:
-        return one.operator().inverse(damping.of_gradients, damping.retry_double_precision)
-    if len(one.products) == 1:
-        return KroneckerProductLinearOperator(*(inverses[f] for f in one.products[0].factors))
-    damped = one._replace(products=tuple(_damped(p, damping) for p in one.products))
+    if not block.terms:
+        return block.operator().inverse(damping.of_gradients, damping.retry_double_precision)
+    if len(block.terms) == 1:
+        return KroneckerProductLinearOperator(*(inverses[f] for f in block.terms[0].factors))
+    damped = replace(block, terms=tuple(_damped(term, damping) for term in block.terms))
     return damped.operator().inverse(retry_double_precision=damping.retry_double_precision)
 
 
-def _damped(product: Product, damping: Damping) -> Product:
-    """Add damping to the factors of one of several products."""
-    factors = product.factors
-    accurate = damping.retry_double_precision
-    decompose((factor, name_of_factor(i), accurate) for i, factor in enumerate(factors))
-    pairs = zip(factors, damping.of(product, None), strict=True)
-    return Product(product.kind, *(factor.shifted(number) for factor, number in pairs))
+def _damped(term: Term, damping: Damping) -> Term:
+    """Add damping to the factors of one of several Kronecker products."""
+    pairs = zip(term.factors, damping.of(term, None), strict=True)
+    in_float64 = damping.retry_double_precision
+    factors = (
+        factor.shifted(shift, name_of_factor(i), in_float64)
+        for i, (factor, shift) in enumerate(pairs)
+    )
+    return Term(term.shape, *factors)
 
 
 class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
@@ -215,7 +219,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         super().__init__(list(inverse), A.space, inverse.layouts)
 
     def _arguments(self) -> dict[str, Any]:
-        return {each.name: getattr(self._damping, each.name) for each in fields(Damping)}
+        return {field.name: getattr(self._damping, field.name) for field in fields(Damping)}
 
 
 recorded(KFACInverseLinearOperator, "BlockDiagonalLinearOperator")

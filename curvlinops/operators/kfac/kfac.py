@@ -4,19 +4,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvlinops.layers.capture import RecordedUse
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
-from curvlinops.linear_operator.space import Columns
-from curvlinops.operators.base import DataLinearOperator
+from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac import storage
-from curvlinops.operators.kfac.blocks import WEIGHT, Uses
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses
+from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
 from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
@@ -24,7 +24,7 @@ from curvlinops.operators.kfac.inverse import (
     inverse_block,
     inverse_factors,
 )
-from curvlinops.operators.kfac.layout import BlockFactors, assemble, normalize
+from curvlinops.operators.kfac.layout import assemble, normalize
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -41,6 +41,7 @@ from curvlinops.operators.kfac.options import (
     reduced_parameters,
 )
 from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.structured.base import StructuredLinearOperator
@@ -51,25 +52,10 @@ from curvlinops.support.torch_modes import in_default_modes
 
 P = ParamSpec("P")
 Operator = TypeVar("Operator")
-Result = TypeVar("Result")
-
-
-def _of_structure(
-    method: Callable[Concatenate[Any, P], Result],
-) -> Callable[Concatenate["KroneckerFactoredLinearOperator", P], Result]:
-    """Return the method that calls a method of the structured matrix."""
-
-    @wraps(method)
-    def call(
-        operator: "KroneckerFactoredLinearOperator", *args: P.args, **kwargs: P.kwargs
-    ) -> Result:
-        return getattr(operator.structure, method.__name__)(*args, **kwargs)
-
-    return call
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class KroneckerFactoredLinearOperator(DataLinearOperator):
+class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
     Factors are computed at the first use and then kept: they do not follow changes of the model or
@@ -138,7 +124,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        self._replace(None)
+        self._set_sums(None)
 
     # products need the factors alone
     linearized = TorchLinearOperator.linearized
@@ -153,7 +139,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._replace(self._compute(FactorSums(self.space, self._options)))
+        self._set_sums(self._compute(FactorSums(self.space, self._options)))
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -172,7 +158,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
         more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
-        self._replace(sums.plus(more, decay, overwrite=True))
+        self._set_sums(sums.plus(more, decay, overwrite=True))
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -185,21 +171,21 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
             ValueError: If the other one has another class, loss, parameters, or options.
             RuntimeError: If parameters are used in ways that do not go together.
         """
-        storage.check_kind(self, other)
+        storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
-        self._replace(sums.with_uses(uses).plus(more.with_uses(uses)))
+        self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses)))
 
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
         return self._sums
 
-    def _replace(self, sums: FactorSums | None) -> None:
+    def _set_sums(self, sums: FactorSums | None) -> None:
         """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._factors: list[BlockFactors] | None = None
+        self._kept: list[Block] | None = None
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         """Return the sums over batches.
@@ -210,8 +196,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """
         new, ranks = sums.emptied(), self.risk.ranks
         task = "factors" if batches is None else "update"
-        with self._synchronized(task), self._batches("factors", batches) as problems:
-            for problem, samples in self._captured(problems, new):
+        with self._on_all_ranks(task), self._batches("factors", batches) as problems:
+            for problem, samples in self._forward_passes(problems, new, new.need_samples):
                 add_batch(new, problem, samples)
         uses = reduce(Uses.union, ranks.gather_objects(new.uses))
         with ranks.raise_on_all_ranks():
@@ -222,34 +208,63 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         new.num_batches -= sums.num_batches
         return new
 
-    def _captured(
-        self, problems: Iterable[BatchProblem], sums: FactorSums, by_sample: bool = False
+    def _forward_passes(
+        self,
+        problems: Iterable[BatchProblem],
+        sums: FactorSums,
+        need_samples: Callable[[list[RecordedUse]], list[RecordedUse]],
     ) -> Iterator[tuple[BatchProblem, SampleGradients]]:
         """Yield batches that have samples with their forward passes, and count all batches."""
         for problem in problems:
             batch = problem.batch
-            own = problem.on(Batch(sums.num_batches, batch.X, batch.y))
-            backward = own.rules(SampleBackward, type(self).__name__, True, True)
-            samples = backward.capture(own, by_sample or sums.need_samples)
-            self._check_terms(own, samples)
+            numbered = problem.on(Batch(sums.num_batches, batch.X, batch.y))
+            backward = numbered.rules(SampleBackward, type(self).__name__, True, True)
+            samples = backward.capture(numbered, need_samples)
+            self._check_terms(numbered, samples)
             sums.num_batches += 1
             if samples.num_samples:
-                yield own, samples
+                yield numbered, samples
 
     def _check_terms(self, problem: BatchProblem, samples: SampleGradients) -> None:
         expected = self.num_per_example_loss_terms
         if expected is None:
             return
-        found = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
-        if found != expected * samples.num_samples:
+        num_terms = problem.loss.to_terms(samples.output.unsqueeze(0)).shape[1]
+        if num_terms != expected * samples.num_samples:
             raise ValueError(
                 f"num_per_example_loss_terms is {expected}, but batch {problem.batch.index} has "
-                f"{found} terms for {samples.num_samples} samples."
+                f"{num_terms} terms for {samples.num_samples} samples."
             )
 
-    def _synchronized(self, task: str) -> AbstractContextManager[Any]:
+    def _on_all_ranks(self, task: str) -> AbstractContextManager[Any]:
         """Return a context in which all ranks pass over their data, see ``Ranks``."""
         return self._together(task, reduced=sorted(self._options.reduced))
+
+    @in_default_modes
+    def visit_layers(self, visit: Callable[[CapturedLayer], None]) -> float:
+        """Show a function what the factors are made of: each layer's inputs and output gradients.
+
+        With c the number that is returned, ``c * sum vec(G) vec(G)^T`` over all vectors, samples
+        and batches is the block of the weight that its factors approximate, with the gradients G of
+        ``CapturedLayer``. Layers that use a weight several times are shown once for each use.
+        Parameters that are in no product with a matrix are not shown.
+
+        Args:
+            visit: Is called for each use of a weight on each batch, with a ``CapturedLayer``.
+
+        Returns:
+            The normalization c of the empirical risk.
+
+        Raises:
+            ValueError: If it is not known which positions of a layer belong to which sample.
+        """
+        sums, weight = FactorSums(self.space, self._options), 0.0
+        with self._on_all_ranks("layers"), self._batches("layers") as problems:
+            for problem, samples in self._forward_passes(problems, sums, lambda uses: uses):
+                for layer in captured_layers(problem, samples, self._options):
+                    visit(layer)
+                weight = weight + problem.weight(samples.output)
+        return float(self.risk.scale(self.risk.ranks.total(weight)))
 
     # --- what was computed
 
@@ -260,7 +275,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
 
     def report(self) -> list[BlockReport]:
         """Return the structure of each diagonal block, and the reason for it."""
-        return report(self._block_factors(), self._options.fisher_type)
+        return report(self._normalized(), self._options.fisher_type)
 
     @property
     @in_default_modes
@@ -268,7 +283,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         """A by module, for modules whose weight's block is one Kronecker product.
 
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
-        ``[G, I, I]``. A copy is made when a matrix is read.
+        ``[G, I, I]``. The tensors share memory with the operator, and cannot be written to.
         """
         return self._by_module("inputs")
 
@@ -277,28 +292,28 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def gradient_covariances(self) -> Mapping[str, Tensor]:
         """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
 
-        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. A
-        copy is made when a matrix is read.
+        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. The
+        tensors share memory with the operator, and cannot be written to.
         """
         return self._by_module("gradients")
 
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
         """The positions of the modules' weights and biases in ``params``."""
-        return {name: dict(found.positions) for name, found in self._modules().items()}
+        return {name: dict(module.positions) for name, module in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:
-        return by_module(self._block_factors(keep=True), self.space)
+        return by_module(self._normalized(keep=True), self.space)
 
-    def _by_module(self, kind: str, dense: bool = False) -> FactorsByModule:
-        matrices = {name: getattr(module, kind) for name, module in self._modules().items()}
+    def _by_module(self, factor: str, dense: bool = False) -> FactorsByModule:
+        matrices = {name: getattr(module, factor) for name, module in self._modules().items()}
         return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, dense)
 
     # names that published programs read, which rely on one dense pair for each weight
 
     def _check_pairs(self) -> None:
         fisher_type = self._options.fisher_type
-        check_pairs(self._modules(), self._block_factors(), self.space, fisher_type)
+        check_pairs(self._modules(), self._normalized(), self.space, fisher_type)
 
     @property
     def _input_covariances(self) -> FactorsByModule:
@@ -321,8 +336,8 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
-        They are sums, so that more data can be added after loading. Do not write to them: like a
-        module's, they are the operator's own.
+        They are sums, so that more data can be added after loading. Do not write to them: they
+        share memory with the operator.
         """
         return storage.pack(self._factor_sums(), self._fingerprint())
 
@@ -333,7 +348,7 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
         Raises:
             ValueError: If these are of other parameters, options, or another loss.
         """
-        self._replace(storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
+        self._set_sums(storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
 
     def _fingerprint(self) -> dict[str, Any]:
         return storage.fingerprint(self, self._options.reduced)
@@ -378,13 +393,13 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         """Return the damped inverse."""
 
-    def _block_factors(self, keep: bool = False) -> list[BlockFactors]:
-        """Return the matrices of all blocks, which may be kept."""
+    def _normalized(self, keep: bool = False) -> list[Block]:
+        """Return all blocks with their matrices, which may be kept."""
         sums = self._factor_sums()
-        factors = self._factors or normalize(sums, self.risk.scale(sums.weight))
+        blocks = self._kept or normalize(sums, self.risk.scale(sums.weight))
         if keep:
-            self._factors = factors
-        return factors
+            self._kept = blocks
+        return blocks
 
     @in_default_modes
     def inverse(
@@ -402,43 +417,11 @@ class KroneckerFactoredLinearOperator(DataLinearOperator):
     def to_device(self, device: torch.device | str) -> "KroneckerFactoredLinearOperator":
         """Move the operator, and the user's module and loss, to another device."""
         super().to_device(device)
-        self._replace(None if self._sums is None else self._sums.to(self.space))
+        self._set_sums(None if self._sums is None else self._sums.to(self.space))
         return self
 
-    # --- methods of operators with structure
-
-    __mul__: ClassVar[Multiple[StructuredLinearOperator]]  # no options of the dataclass
-    __rmul__: ClassVar[Multiple[StructuredLinearOperator]]
-
-    trace = _of_structure(StructuredLinearOperator.trace)
-    det = _of_structure(StructuredLinearOperator.det)
-    logdet = _of_structure(StructuredLinearOperator.logdet)
-    frobenius_norm = _of_structure(StructuredLinearOperator.frobenius_norm)
-    diagonal = _of_structure(StructuredLinearOperator.diagonal)
-    eigvalsh = _of_structure(StructuredLinearOperator.eigvalsh)
-    eigh = _of_structure(StructuredLinearOperator.eigh)
-    solve = _of_structure(StructuredLinearOperator.solve)
-    power = _of_structure(StructuredLinearOperator.power)
-    sample = _of_structure(StructuredLinearOperator.sample)
-
-    _has_structure = True
-    _scaled = _of_structure(StructuredLinearOperator._scaled)
-    _shifted = _of_structure(StructuredLinearOperator._shifted)
-    _raised = _of_structure(StructuredLinearOperator._raised)
-    _eigenpairs = _of_structure(StructuredLinearOperator._eigenpairs)
-    _apply_restricted = _of_structure(StructuredLinearOperator._apply_restricted)
-
-    def _apply(self, columns: Columns) -> Columns:
-        return self.structure._apply(columns)
-
-    def _structured(self) -> StructuredLinearOperator:
-        return self.structure
-
-    def _plus(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
-        return self.structure._plus(other) if other._has_structure else None
-
-    def _times(self, other: TorchLinearOperator) -> TorchLinearOperator | None:
-        return self.structure._times(other) if other._has_structure else None
+    _apply = of_structure(StructuredLinearOperator._apply)
+    _apply_restricted = of_structure(StructuredLinearOperator._apply_restricted)
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -463,19 +446,19 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _block_diagonal(self) -> BlockDiagonalLinearOperator:
-        return assemble(self._block_factors(keep=True), self.space, BlockFactors.operator)
+        return assemble(self._normalized(keep=True), self.space, Block.operator)
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        factors = self._block_factors()
+        blocks = self._normalized()
         if not damping.use_exact_damping:
-            inverses = inverse_factors(factors, damping)
+            inverses = inverse_factors(blocks, damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
-            return assemble(factors, self.space, build)
-        for each in factors:
-            is_sum = damping.of_gradients and len(each.products) > 1
-            if is_sum and not each.operator().can_be_written:
+            return assemble(blocks, self.space, build)
+        for block in blocks:
+            is_sum = damping.of_gradients and len(block.terms) > 1
+            if is_sum and not block.operator().can_be_written:
                 raise ValueError(
-                    f"Block {', '.join(each.block.names)!r} is a sum of Kronecker products, too "
+                    f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
                     "large for exact damping. Use inverse(damping), which damps the factors of "
                     "each of them; or leave the parameter out of params; or choose a smaller "
                     "max_factor_size, above which factors are diagonal."

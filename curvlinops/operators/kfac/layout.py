@@ -1,129 +1,82 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import KroneckerShape, relation, total
+from curvlinops.layers.factors import KroneckerShape
+from curvlinops.layers.gradients import total
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import BlockSpec, LayerUse
+from curvlinops.operators.kfac.blocks import Block, LayerUse, Term, moment_factor
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
 from curvlinops.structured.factor import Factor
-from curvlinops.structured.kronecker import (
-    KroneckerProductLinearOperator,
-    SumOfKroneckersLinearOperator,
-)
 from curvlinops.structured.layout import ParameterView
-
-
-class Product(NamedTuple):
-    """A Kronecker product ``B (x) A``, one of those whose sum is a block.
-
-    Attributes:
-        kind: Its shape.
-        gradients: B, the second moment of output gradients.
-        inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
-    """
-
-    kind: KroneckerShape
-    gradients: Factor
-    inputs: Factor | None = None
-
-    @property
-    def factors(self) -> list[Factor]:
-        """B, and A if there is one."""
-        return [self.gradients] + ([] if self.inputs is None else [self.inputs])
-
-
-class BlockFactors(NamedTuple):
-    """The matrices of a block.
-
-    Attributes:
-        block: The block.
-        products: The Kronecker products whose sum it is.
-        matrix: If it has none: matrices ``[G, n, n]`` of equal parts of the parameter, or their
-            diagonals ``[G, n]``.
-    """
-
-    block: BlockSpec
-    products: tuple[Product, ...] = ()
-    matrix: Tensor | None = None
-
-    def operator(self) -> StructuredLinearOperator:
-        """Return the operator on the block's entries, in the order of the first product."""
-        if self.matrix is not None:
-            return KroneckerProductLinearOperator(_factor(self.matrix))
-        terms = []
-        for product in self.products:
-            factors = product.factors
-            if relation(self.products[0].kind, product.kind) == "transposed":
-                factors.reverse()
-            terms.append(KroneckerProductLinearOperator(*factors))
-        return terms[0] if len(terms) == 1 else SumOfKroneckersLinearOperator(terms)
 
 
 def normalize(
     sums: FactorSums, scale: float, without: Collection[tuple[ParameterView, ...]] = ()
-) -> list[BlockFactors]:
+) -> list[Block]:
     """Turn sums into means.
 
     Args:
         sums: The sums.
         scale: The risk's normalization c.
-        without: The slices of blocks whose Kronecker products are not needed.
+        without: The views of blocks whose Kronecker products are not needed.
     """
     space, blocks = sums.space, []
     uses: dict[ParameterView, list[LayerUse]] = {}
     for use in sums.uses.known:
-        uses.setdefault(use.slice, []).append(use)
+        uses.setdefault(use.view, []).append(use)
     gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
     for block in sums.blocks:
-        products = []
-        for kind in block.kinds if block.slices not in without else ():
-            own = _sources(block.slices[0], kind, uses)
-            if own not in gradients:
-                gradients[own] = _gradient_factor(sums, own, kind, scale)
-            size = kind.inputs + len(block.names) - 1
-            inputs = None if kind.is_bias else _input_factor(sums, own, size)
-            products.append(Product(kind, gradients[own], inputs))
-        matrix = sums.tensors.get((block.names[0], "matrix"))
-        if not block.kinds:
+        if not block.terms:
+            matrix = sums.tensors.get((block.names[0], "matrix"))
             size = prod(space.shapes[block.names[0]])
             matrix = _zeros(size, space) if matrix is None else scale * matrix
-        blocks.append(BlockFactors(block, tuple(products), matrix))
+            blocks.append(replace(block, matrix=matrix))
+            continue
+        terms = []
+        for shape, *_ in block.terms if block.views not in without else ():
+            sources = _sources(block.views[0], shape, uses)
+            if sources not in gradients:
+                gradients[sources] = _gradient_factor(sums, sources, shape, scale)
+            size = shape.inputs + len(block.names) - 1
+            inputs = None if shape.is_bias else _input_factor(sums, sources, size)
+            terms.append(Term(shape, gradients[sources], inputs))
+        blocks.append(replace(block, terms=tuple(terms) or block.terms))
     return blocks
 
 
 def _sources(
-    own: ParameterView, kind: KroneckerShape, uses: Mapping[ParameterView, Iterable[LayerUse]]
+    view: ParameterView, shape: KroneckerShape, uses: Mapping[ParameterView, Iterable[LayerUse]]
 ) -> tuple[LayerUse, ...]:
-    """Return the uses whose sums are added up for the factors of a slice."""
+    """Return the uses whose sums are added up for the factors of a view."""
     sources: dict[LayerUse, None] = {}
-    for use in uses[own]:
-        if use.kind == kind and kind.is_bias and use.shares_gradients:
-            weights = [weight for weight in uses[use.partner] if weight.partner == own]
+    for use in uses[view]:
+        if use.shape == shape and shape.is_bias and use.shares_gradients:
+            weights = [weight for weight in uses[use.partner] if weight.partner == view]
             sources |= dict.fromkeys(weights)
-        elif use.kind == kind:
+        elif use.shape == shape:
             sources[use] = None
     # in the same order, so with the same rounding, in all processes
     return tuple(sources) if len(sources) == 1 else tuple(sorted(sources, key=repr))
 
 
 def _gradient_factor(
-    sums: FactorSums, uses: tuple[LayerUse, ...], kind: KroneckerShape, scale: float
+    sums: FactorSums, uses: tuple[LayerUse, ...], shape: KroneckerShape, scale: float
 ) -> Factor:
     """Return B; the diagonal of the identity if nothing was backpropagated."""
     if sums.options.fisher_type is FisherType.FORWARD_ONLY:
         space = sums.space
-        ones = torch.ones(kind.groups, kind.outputs, dtype=space.dtype, device=space.device)
-        return _factor(ones)
-    return _factor(scale * total(sums.tensors[use, "B"] for use in uses))
+        ones = torch.ones(shape.groups, shape.outputs, dtype=space.dtype, device=space.device)
+        return moment_factor(ones)
+    return moment_factor(scale * total(sums.tensors[use, "B"] for use in uses))
 
 
 def _input_factor(sums: FactorSums, uses: tuple[LayerUse, ...], size: int) -> Factor:
@@ -132,11 +85,7 @@ def _input_factor(sums: FactorSums, uses: tuple[LayerUse, ...], size: int) -> Fa
     tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
     count = total(sums.tensors[use, "count"] for use in uses)
     # zeros for no input at all; with decay, counts are below one, too
-    return _factor(total(tensors) / count.masked_fill(count == 0, 1.0))
-
-
-def _factor(matrix: Tensor) -> Factor:
-    return Factor(matrix, symmetric=True, psd=True)
+    return moment_factor(total(tensors) / count.masked_fill(count == 0, 1.0))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:
@@ -144,32 +93,30 @@ def _zeros(size: int, space: ParameterSpace) -> Tensor:
 
 
 def assemble(
-    factors: Iterable[BlockFactors],
+    blocks: Iterable[Block],
     space: ParameterSpace,
-    build: Callable[[BlockFactors], StructuredLinearOperator],
+    build: Callable[[Block], StructuredLinearOperator],
 ) -> BlockDiagonalLinearOperator:
     """Return the matrix of all blocks.
 
     Args:
-        factors: The matrices of the blocks.
+        blocks: The blocks, with their matrices.
         space: All parameters.
         build: Makes a structured operator of one block.
     """
-    factors = list(factors)
-    layouts = [each.block.layout for each in factors]
-    if sum(layout.size for layout in layouts) < space.dim:
+    blocks = list(blocks)
+    if sum(block.layout.size for block in blocks) < space.dim:
         # entries that no layer uses get zero blocks, so that inverses damp them, too
-        zero = list(_unused_blocks([view for each in layouts for view in each.views], space))
-        factors += [BlockFactors(each, matrix=_zeros(each.layout.size, space)) for each in zero]
-        layouts += [each.layout for each in zero]
+        blocks += list(_unused_blocks([v for block in blocks for v in block.layout.views], space))
     operators = []
-    for each in factors:
-        with about(each.block.names):
-            operators.append(build(each))
+    for block in blocks:
+        with about(block.names):
+            operators.append(build(block))
+    layouts = [block.layout for block in blocks]
     return BlockDiagonalLinearOperator(operators, space, layouts)
 
 
-def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[BlockSpec]:
+def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[Block]:
     """Yield blocks of the entries of parameters that are in none of the given views."""
     for name, shape in space.shapes.items():
         free = torch.ones(1, prod(shape), dtype=torch.bool, device="cpu")
@@ -177,8 +124,9 @@ def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Ite
             if view.name == name:
                 view.of(free).fill_(False)
         if bool(free.any()):
-            boxes = _boxes(free.view(*shape))
-            yield BlockSpec(tuple(ParameterView(name, *box) for box in boxes), "zero")
+            unused = tuple(ParameterView(name, *box) for box in _boxes(free.view(*shape)))
+            size = sum(view.size for view in unused)
+            yield Block(unused, "zero", matrix=_zeros(size, space))
 
 
 def _boxes(free: Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

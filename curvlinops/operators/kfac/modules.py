@@ -7,9 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.layout import BlockFactors, Product
+from curvlinops.operators.kfac.blocks import Block, Term
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
+from curvlinops.support.read_only import MESSAGE, read_only
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -30,27 +31,27 @@ class BlockReport(NamedTuple):
     reason: str
 
 
-def report(factors: Iterable[BlockFactors], fisher_type: FisherType) -> list[BlockReport]:
+def report(blocks: Iterable[Block], fisher_type: FisherType) -> list[BlockReport]:
     """Return the structure of each block."""
     reports = []
-    for block, products, matrix in factors:
-        matrices = [factor.tensor for product in products for factor in product.factors]
+    for block in blocks:
+        matrices = [factor.tensor for term in block.terms for factor in term.factors]
         if block.is_exact:
-            matrices.append(matrix)
+            matrices.append(block.matrix)
         shapes = tuple(tuple(x.shape) for x in matrices)
-        reason = block.reason or _reason(products, fisher_type)
+        reason = block.reason or _reason(block.terms, fisher_type)
         reports.append(BlockReport(block.names, block.structure, shapes, reason))
     return reports
 
 
-def _reason(products: Iterable[Product], fisher_type: FisherType) -> str:
+def _reason(terms: Iterable[Term], fisher_type: FisherType) -> str:
     """Return the reasons why matrices of a Kronecker product are diagonal."""
     reasons = []
-    for product in products:
-        if product.inputs is not None and product.inputs.is_diagonal:
-            why = "inputs are looked up" if product.kind.one_hot_inputs else "it is too large"
+    for term in terms:
+        if term.inputs is not None and term.inputs.is_diagonal:
+            why = "inputs are looked up" if term.shape.one_hot_inputs else "it is too large"
             reasons.append(f"input factor diagonal: {why}")
-        if product.gradients.is_diagonal:
+        if term.gradients.is_diagonal:
             is_identity = fisher_type is FisherType.FORWARD_ONLY
             why = "the identity by fisher_type" if is_identity else "it is too large"
             reasons.append(f"gradient factor diagonal: {why}")
@@ -61,11 +62,12 @@ class ModuleFactors(NamedTuple):
     """The factors of a module's weight, or of its bias if its weight is no parameter.
 
     Attributes:
-        product: The Kronecker product.
-        positions: The places of the module's parameters among all: ``{"weight": 0, "bias": 1}``.
+        term: The Kronecker product.
+        positions: The positions of the module's parameters among all parameters, as in
+            ``{"weight": 0, "bias": 1}``.
     """
 
-    product: Product
+    term: Term
     positions: dict[str, int]
 
     @property
@@ -74,19 +76,19 @@ class ModuleFactors(NamedTuple):
 
         With several groups there is an axis of these in front.
         """
-        return None if self.product.inputs is None else _single(self.product.inputs)
+        return None if self.term.inputs is None else _single(self.term.inputs)
 
     @property
     def gradients(self) -> Tensor:
         """B, ``[O, O]``, likewise."""
-        return _single(self.product.gradients)
+        return _single(self.term.gradients)
 
 
-def by_module(factors: Iterable[BlockFactors], space: ParameterSpace) -> dict[str, ModuleFactors]:
+def by_module(blocks: Iterable[Block], space: ParameterSpace) -> dict[str, ModuleFactors]:
     """Return the factors of the modules whose weights are Kronecker products.
 
     Args:
-        factors: The matrices of all blocks.
+        blocks: All blocks.
         space: All parameters.
 
     Returns:
@@ -94,34 +96,33 @@ def by_module(factors: Iterable[BlockFactors], space: ParameterSpace) -> dict[st
         weights, or where there is no module.
     """
     single = {
-        view.name: each.products[0]
-        for each in factors
-        if (view := each.block.slices[0]).size == prod(space.shapes[view.name])
-        and len(each.products) == 1
+        view.name: block.terms[0]
+        for block in blocks
+        if (view := block.views[0]).size == prod(space.shapes[view.name]) and len(block.terms) == 1
     }
-    weights = {name: product for name, product in single.items() if product.inputs is not None}
+    weights = {name: term for name, term in single.items() if term.inputs is not None}
     owners = [name.rpartition(".")[0] for name in weights]
-    places = {name: place for place, name in enumerate(space.names)}
-    found = {}
-    for name, product in weights.items():
-        module, _, own = name.rpartition(".")
-        key, positions = name, {"weight": places[name]}
-        if own == "weight" and owners.count(module) == 1:
-            key, bias = module, name.removesuffix(own) + "bias"
-            if bias in places:
-                positions["bias"] = places[bias]
-        found[key] = ModuleFactors(product, positions)
-    for name, product in single.items():
-        module, _, own = name.rpartition(".")
-        weight = name.removesuffix(own) + "weight"
-        if product.inputs is None and own == "bias" and weight not in places:
-            found[module] = ModuleFactors(product, {"bias": places[name]})
-    return found
+    index_of = {name: index for index, name in enumerate(space.names)}
+    modules = {}
+    for name, term in weights.items():
+        module, _, attribute = name.rpartition(".")
+        key, positions = name, {"weight": index_of[name]}
+        if attribute == "weight" and owners.count(module) == 1:
+            key, bias = module, name.removesuffix(attribute) + "bias"
+            if bias in index_of:
+                positions["bias"] = index_of[bias]
+        modules[key] = ModuleFactors(term, positions)
+    for name, term in single.items():
+        module, _, attribute = name.rpartition(".")
+        weight = name.removesuffix(attribute) + "weight"
+        if term.inputs is None and attribute == "bias" and weight not in index_of:
+            modules[module] = ModuleFactors(term, {"bias": index_of[name]})
+    return modules
 
 
 def check_pairs(
     modules: Mapping[str, ModuleFactors],
-    factors: Iterable[BlockFactors],
+    blocks: Iterable[Block],
     space: ParameterSpace,
     fisher_type: FisherType,
 ) -> None:
@@ -131,7 +132,7 @@ def check_pairs(
 
     Args:
         modules: The factors by module.
-        factors: The matrices of all blocks.
+        blocks: All blocks.
         space: All parameters.
         fisher_type: Says whether B is the identity, which is kept as its diagonal.
 
@@ -139,16 +140,20 @@ def check_pairs(
         NotImplementedError: If a block is anything else, naming its parameters.
     """
     ndim = 1 if fisher_type is FisherType.FORWARD_ONLY else 2
-    for block, products, _ in factors:
-        module, _, own = block.names[0].rpartition(".")
+    for block in blocks:
+        module, _, attribute = block.names[0].rpartition(".")
         known = modules.get(module)
         size = prod(space.shapes[block.names[0]])
-        is_plain = all(kind.view.is_all(size) and kind.groups == 1 for kind in block.kinds)
-        if known is not None and len(products) == 1 and is_plain:
+        is_plain = all(
+            term.shape.view.is_all(size) and term.shape.groups == 1 for term in block.terms
+        )
+        if known is not None and len(block.terms) == 1 and is_plain:
             A, B = known.inputs, known.gradients
-            is_bias = own == "bias" and (A is None or products[0].gradients is known[0].gradients)
+            is_bias = attribute == "bias" and (
+                A is None or block.terms[0].gradients is known.term.gradients
+            )
             is_dense = B.ndim == ndim and (A is None or A.ndim == 2)
-            if is_dense and (is_bias or (own == "weight" and A is not None)):
+            if is_dense and (is_bias or (attribute == "weight" and A is not None)):
                 continue
         raise NotImplementedError(
             f"The block of {', '.join(block.names)} is not one Kronecker product of two dense "
@@ -158,7 +163,7 @@ def check_pairs(
 
 
 class FactorsByModule(Mapping):
-    """Matrices by module. A copy is made when one is read; they cannot be replaced.
+    """Matrices by module, which are read-only: see ``ReadOnlyTensor``.
 
     Args:
         matrices: The matrices, or their diagonals.
@@ -170,15 +175,13 @@ class FactorsByModule(Mapping):
 
     @in_default_modes
     def __getitem__(self, name: str) -> Tensor:
-        """Return a copy of the matrix of a module."""
+        """Return the matrix of a module, read-only."""
         matrix = self._matrices[name]
-        return matrix.diag_embed() if self._dense and matrix.ndim == 1 else matrix.clone()
+        return read_only(matrix.diag_embed() if self._dense and matrix.ndim == 1 else matrix)
 
     def __setitem__(self, name: str, matrix: Tensor) -> None:
         """Refuse to replace a matrix."""
-        raise TypeError(
-            "Factors are read-only. Damp with inverse(damping=...), or with damped(delta)."
-        )
+        raise TypeError(MESSAGE)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._matrices)

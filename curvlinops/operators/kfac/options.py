@@ -98,8 +98,10 @@ def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
     chosen: dict[str, KFACType] = {}
     for key in sorted(kfac_approx, key=len):  # a submodule's setting overrides its parent's
         value = check_choice(f"kfac_approx[{key!r}]", kfac_approx[key], KFACType)
-        found = [name for name in names if name == key or name.startswith(f"{key}.") or key == ""]
-        if not found:
+        matching = [
+            name for name in names if name == key or name.startswith(f"{key}.") or key == ""
+        ]
+        if not matching:
             raise ValueError(f"kfac_approx names '{key}', but there is no such parameter: {names}.")
-        chosen |= dict.fromkeys(found, value)
+        chosen |= dict.fromkeys(matching, value)
     return frozenset(name for name, value in chosen.items() if value is KFACType.REDUCE)

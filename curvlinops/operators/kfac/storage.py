@@ -2,12 +2,11 @@
 
 import hashlib
 import inspect
-import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss
-from curvlinops.operators.kfac.blocks import Uses
+from curvlinops.operators.kfac.blocks import Key, LayerUse, Uses
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.support.serialization import metadata_of, read, write
+from curvlinops.structured.layout import ParameterView
+from curvlinops.support.serialization import from_state, recorded, to_state
 
 #: The format of saved factors. It changes when older files cannot be read any more.
-FORMAT = "Kronecker factors 9"
+FORMAT = "Kronecker factors 10"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -33,51 +33,53 @@ _SAME_LOSS = (
 _TOKENS: MutableMapping[Any, str] = WeakKeyDictionary()
 
 
-def pack(sums: FactorSums, own: dict[str, Any]) -> dict[str, Any]:
+@recorded
+class Saved(NamedTuple):
+    """What is saved: the fingerprint of an operator, and fields of ``Uses`` and ``FactorSums``."""
+
+    fingerprint: dict[str, Any]
+    known: Sequence[LayerUse]
+    unknown: dict[str, str]
+    tensors: dict[Key, Tensor]
+    bases: dict[tuple[ParameterView, ...], Any]
+    num_batches: int
+
+
+def pack(sums: FactorSums, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return sums as tensors by name, and metadata in one string.
 
     Args:
         sums: The sums.
-        own: The fingerprint of the operator that has computed them.
+        fingerprint: That of the operator that has computed them.
     """
-    content, tensors = write(
-        {
-            "known": sorted(sums.uses.known, key=repr),
-            "unknown": sums.uses.unknown,
-            "tensors": sums.tensors,
-            "bases": sums.bases,
-            "num_batches": sums.num_batches,
-        }
-    )
-    metadata = {"format": FORMAT, "fingerprint": own, "content": content}
-    return {"metadata": json.dumps(metadata), **tensors}
+    known, unknown = sorted(sums.uses.known, key=repr), sums.uses.unknown
+    fields = sums.tensors, sums.bases, sums.num_batches
+    return to_state(Saved(fingerprint, known, unknown, *fields), FORMAT)
 
 
 def unpack(
-    state: Mapping[str, Any], own: dict[str, Any], space: ParameterSpace, options: Options
+    state: Mapping[str, Any], fingerprint: dict[str, Any], space: ParameterSpace, options: Options
 ) -> FactorSums:
     """Return the sums of a saved state, in memory of their own.
 
     Args:
         state: The result of ``pack``.
-        own: The fingerprint of the operator that loads them.
+        fingerprint: That of the operator that loads them.
         space: Its parameters.
         options: Its options.
 
     Raises:
-        ValueError: If the state is not of this kind, or of other parameters, options or loss; if it
-            is damaged.
+        ValueError: If the state has other contents, or is of other parameters, options or loss; if
+            it is damaged.
     """
-    metadata = metadata_of(state, FORMAT)
-    check_equal("saved state", metadata["fingerprint"], own)
-    entries = {
-        name: x.to(space.device, copy=True) for name, x in state.items() if isinstance(x, Tensor)
+    copies = {
+        name: value.to(space.device, copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
     }
-    content = read(metadata["content"], entries, space.device)
-    tensors, bases = content["tensors"], content["bases"]
-    uses = Uses(frozenset(content["known"]), content["unknown"])
-    sums = FactorSums(space, options).with_uses(uses)
-    return replace(sums, tensors=tensors, bases=bases, num_batches=content["num_batches"])
+    saved = from_state(copies, FORMAT, Saved, space.device)
+    check_equal("saved state", saved.fingerprint, fingerprint)
+    sums = FactorSums(space, options).with_uses(Uses(frozenset(saved.known), saved.unknown))
+    return replace(sums, tensors=saved.tensors, bases=saved.bases, num_batches=saved.num_batches)
 
 
 #: The options that sums depend on, beside the treatment of positions.
@@ -89,73 +91,73 @@ def fingerprint(operator: Any, reduced: frozenset[str]) -> dict[str, Any]:
     space = operator.space
     return {
         "class": type(operator).__name__,
-        "parameters": [[name, list(shape)] for name, shape in space.shapes.items()],
+        "parameters": tuple(space.shapes.items()),
         "dtype": str(space.dtype),
         "loss": _identity(operator.risk.loss),
-        "reduced": sorted(reduced),
+        "reduced": tuple(sorted(reduced)),
         **{name: getattr(operator, name) for name in _OPTIONS},
     }
 
 
-def check_equal(what: str, found: dict[str, Any], own: dict[str, Any]) -> None:
+def check_equal(source: str, other: dict[str, Any], this: dict[str, Any]) -> None:
     """Compare the fingerprints of two operators.
 
     Args:
-        what: The source of the first one, for messages.
-        found: The fingerprint.
-        own: The fingerprint of this operator.
+        source: Where the other one is from, for messages.
+        other: The other fingerprint.
+        this: The fingerprint of this operator.
 
     Raises:
         ValueError: If they differ, naming the first difference.
     """
-    for key, value in own.items():
-        if found.get(key) != value:
+    for name, value in this.items():
+        if other.get(name) != value:
             message = (
-                f"The {what} differs in {key}: it has {found.get(key)}, this operator {value}."
+                f"The {source} differs in {name}: it has {other.get(name)}, this operator {value}."
             )
-            raise ValueError(f"{message} {_SAME_LOSS}" if key == "loss" else message)
+            raise ValueError(f"{message} {_SAME_LOSS}" if name == "loss" else message)
 
 
-def check_kind(own: Any, other: Any) -> None:
+def check_mergeable(operator: Any, other: Any) -> None:
     """Check that two operators may be merged.
 
     Raises:
         ValueError: If they have different classes, parameters, options, or losses.
     """
-    if type(other) is not type(own):
+    if type(other) is not type(operator):
         raise ValueError("Only operators of one class can be merged.")
-    if other.risk.ranks.group is not own.risk.ranks.group:
+    if other.risk.ranks.group is not operator.risk.ranks.group:
         raise ValueError("Only operators with the same process_group can be merged.")
-    own.space.check_compatible(other.space)
-    check_equal("other operator", other._fingerprint(), own._fingerprint())
+    operator.space.check_compatible(other.space)
+    check_equal("other operator", other._fingerprint(), operator._fingerprint())
 
 
 def _identity(loss: Loss) -> dict[str, Any]:
     """Return plain values that are equal for equal losses only."""
-    found: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}
+    values: dict[str, Any] = {"name": loss.name, "reduction": loss.reduction}
     module = loss.module
     if not type(module).__module__.startswith("torch.nn."):
         is_module = isinstance(module, nn.Module)
-        found["definition"] = _definition(type(module).forward if is_module else module)
-    for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
+        values["definition"] = _definition(type(module).forward if is_module else module)
+    for path, submodule in module.named_modules() if isinstance(module, nn.Module) else ():
         prefix = f"{path}." if path else ""
-        for name, value in (vars(part) | part.state_dict()).items():
+        for name, value in (vars(submodule) | submodule.state_dict()).items():
             if isinstance(value, Tensor):
-                found[prefix + name] = _digest(value.detach().cpu().double().numpy().tobytes())
+                values[prefix + name] = _digest(value.detach().cpu().double().numpy().tobytes())
             elif isinstance(value, bool | int | float | str) and name != "training":
-                found[prefix + name] = value
-    return found
+                values[prefix + name] = value
+    return values
 
 
 def _definition(function: Any) -> Any:
     """Return plain values that identify a function, in all processes if it has a name."""
     if isinstance(function, partial):
-        values = [repr(function.args), repr(sorted(function.keywords.items()))]
-        return [_definition(function.func), *values]
+        keywords = sorted(function.keywords.items())
+        return _definition(function.func), repr(function.args), repr(keywords)
     name = getattr(function, "__qualname__", "<object>")
     if "<" not in name and not isinstance(function, MethodType):
         try:
-            return [name, _digest(inspect.getsource(function).encode())]
+            return name, _digest(inspect.getsource(function).encode())
         except TypeError:  # written in another language
             return name
         except OSError:  # typed at a prompt

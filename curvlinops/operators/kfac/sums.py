@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.layers.capture import RecordedUse
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import WEIGHT, BlockSpec, Key, Uses, plan_blocks
-from curvlinops.operators.kfac.options import Options
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses, plan_blocks
+from curvlinops.operators.kfac.options import Fallback, Options
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
 
@@ -34,33 +35,46 @@ class FactorSums:
         uses: The uses of the parameters that the data shows.
         blocks: The blocks that are made of the sums.
         tensors: The sums. Those of an operator never change; new ones take their place.
-        bases: The eigenbases of EKFAC's blocks, by ``BlockSpec.slices``.
+        bases: The eigenbases of EKFAC's blocks, by ``Block.views``.
         num_batches: The number of batches, of the rank that had most.
     """
 
     space: ParameterSpace
     options: Options
     uses: Uses = field(default_factory=Uses)
-    blocks: tuple[BlockSpec, ...] = ()
+    blocks: tuple[Block, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
 
     @property
     def weight(self) -> Tensor | float:
-        """The data's weight, its share of the normalization."""
+        """The data's weight: the number, or total weight, of loss terms."""
         return self.tensors.get(WEIGHT, 0.0)
 
     @property
-    def exact_blocks(self) -> dict[str, BlockSpec]:
+    def exact_blocks(self) -> dict[str, Block]:
         """The exact blocks, or diagonals of these, by parameter."""
         return {block.names[0]: block for block in self.blocks if block.is_exact}
 
-    @property
-    def need_samples(self) -> bool:
-        """Whether the next batch has to tell which rows of layers belong to which sample."""
-        # factors in the expand setting are sums over all rows; exact blocks are of samples
-        return bool(self.options.reduced or not self.blocks or self.exact_blocks)
+    def need_samples(self, uses: list[RecordedUse]) -> list[RecordedUse]:
+        """Return the uses of which it matters which rows belong to which sample.
+
+        Factors in the expand setting are sums over all rows. Exact blocks are of samples; which
+        parameters get one as a fallback is known after the first batch.
+        """
+        options = self.options
+        if not self.blocks and options.fallback is not Fallback.ERROR:
+            return uses
+        names = options.reduced.union(self.exact_blocks)
+        return [
+            use
+            for use in uses
+            if use.lookup is not None
+            or not (use.use.is_product or use.use.is_bias)
+            or use.entries is None
+            or not names.isdisjoint(use.origins)
+        ]
 
     def with_uses(self, uses: Uses) -> "FactorSums":
         """Return the sums for the blocks that these uses lead to.
@@ -90,10 +104,10 @@ class FactorSums:
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Add to one of the sums, in place."""
-        if key in self.tensors:
-            self.tensors[key] += tensor
-        else:
+        if (before := self.tensors.get(key)) is None:
             self.tensors[key] = tensor
+        else:
+            before += tensor
 
     def plus(
         self, other: "FactorSums", decay: float = 1.0, overwrite: bool = False

@@ -1,0 +1,71 @@
+"""Inputs and output gradients of layers, for approximations that users build of them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from curvlinops.layers.factors import FactoredGradient
+from curvlinops.layers.samples import SampleGradients
+from curvlinops.operators.kfac.estimate import backpropagated
+from curvlinops.operators.kfac.options import Options
+from curvlinops.operators.vectors import mark_last
+from curvlinops.risk.batch_problem import BatchProblem
+
+
+class CapturedLayer(NamedTuple):
+    """The inputs and output gradients of a layer's product with a weight, on a batch.
+
+    The gradient of the weight, as a matrix ``[O, I]``, for vector v and sample n is
+    ``sum_s gradients[v, n, s] inputs[n, s]^T``; that of the bias is ``sum_s gradients[v, n, s]``.
+    With several groups, all tensors have an axis of G groups before the last axis.
+
+    Attributes:
+        weight: The name of the weight.
+        bias: The name of the bias that is added to the product, ``None`` if there is none.
+        inputs: The inputs, ``[N, S, I]``, at S positions of N samples. Of convolutions these are
+            patches, of embeddings rows of the identity matrix.
+        gradients: V backpropagated vectors at the output, ``[V, N, S, O]``.
+        batch: The number of the batch.
+        chunk: The number of the batch's chunk of vectors. Inputs are the same in each chunk.
+    """
+
+    weight: str
+    bias: str | None
+    inputs: Tensor
+    gradients: Tensor
+    batch: int
+    chunk: int
+
+
+def captured_layers(
+    problem: BatchProblem, samples: SampleGradients, options: Options
+) -> Iterator[CapturedLayer]:
+    """Yield the layers of a batch.
+
+    Args:
+        problem: The risk on the batch.
+        samples: The batch's forward pass.
+        options: The options of the approximation.
+
+    Raises:
+        ValueError: If it is not known which positions belong to which sample.
+    """
+    for chunk, (u, last) in enumerate(mark_last(backpropagated(problem, samples, options))):
+        contributions = list(samples.by_use(u, last))
+        biases = {x.recorded.call: x.name for x in contributions if x.recorded.use.joins_weight}
+        for contribution in contributions:
+            gradient, use = contribution.gradient, contribution.recorded.use
+            if use.is_bias or not isinstance(gradient, FactoredGradient):
+                continue
+            if contribution.is_unassigned:
+                raise ValueError(
+                    "It is not known to which samples the rows of the layer of "
+                    f"'{contribution.name}' belong. Leave it out of params."
+                )
+            inputs, gradients = gradient.inputs(), gradient.output_gradients()
+            if inputs.shape[2] == 1:
+                inputs, gradients = inputs.squeeze(2), gradients.squeeze(3)
+            bias = biases.get(contribution.recorded.call)
+            index = problem.batch.index
+            yield CapturedLayer(contribution.name, bias, inputs, gradients, index, chunk)

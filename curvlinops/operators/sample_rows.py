@@ -1,0 +1,170 @@
+"""The rows of a batch: gradients of the losses of its samples, or of its terms."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.autodiff.backward import NoDerivativeError
+from curvlinops.layers.fallback import LossesOneByOne
+from curvlinops.layers.gradients import Piece, write_rows
+from curvlinops.layers.samples import SampleBackward, SampleGradients
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
+from curvlinops.losses.base import DependentLossError
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.norms import wide
+
+#: The gradients of V vectors and N samples, and a function that returns the view ``[V, N, *]`` of
+#: rows ``[M, *]`` that belongs to them.
+GradientsOfRows = tuple[Iterable[Piece], Callable[[Tensor], Tensor]]
+
+
+class SampleRows(NamedTuple):
+    """The M rows of a batch, not yet written down.
+
+    Attributes:
+        num_samples: N.
+        num_rows: M.
+        gradients: The gradients of the rows. They can be iterated once.
+        weight: The batch's weight: the number, or total weight, of its loss terms.
+        fallbacks: The parameters that take a backward pass for each sample, and why.
+    """
+
+    num_samples: int
+    num_rows: int
+    gradients: Iterable[GradientsOfRows]
+    weight: Tensor
+    fallbacks: dict[str, str]
+
+    def written(self, space: ParameterSpace) -> Columns:
+        """Return the rows, ``{name: [M, entries]}``."""
+        rows = space.lazy_empty(self.num_rows)
+        for pieces, view in self.gradients:
+            write_rows(pieces, rows, view)
+        return {name: flat(x) for name, x in rows.items()}
+
+
+def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = True) -> SampleRows:
+    """Return the rows of a batch.
+
+    Args:
+        problem: Model and loss on the batch.
+        terms: ``"term"`` for a row for each term, ``"sample"`` for one for each sample. A sample is
+            one term of a loss that is no function of the output alone.
+        name: Names the operator in messages.
+        independent: Whether samples that interact are refused, see ``SampleBackward``.
+    """
+    samples = None
+    if not problem.loss_needs_graph:
+        samples = problem.rules(SampleBackward, name, independent).capture(problem)
+    if problem.loss_needs_graph:  # perhaps only on this batch
+        alone = problem.rules(LossesOneByOne, name)
+        num_samples, pieces, weight = alone.gradients(problem)
+        return SampleRows(num_samples, num_samples, [(pieces, _all)], weight, alone.fallbacks)
+    output, num_samples, fallbacks = samples.output, samples.num_samples, samples.fallbacks
+    gradient, weight = loss_gradient(problem, output)
+    num = num_rows(problem, output, terms)
+    if num == num_samples:
+        pieces = samples.backward(gradient.unsqueeze(0).to(output.dtype), last=True)
+        return SampleRows(num, num, [(pieces, _all)], weight, fallbacks)
+    by_term = _by_term(problem, samples, gradient)
+    return SampleRows(num_samples, num, by_term, weight, fallbacks)
+
+
+def _all(rows: Tensor) -> Tensor:
+    """Return all rows, for one vector."""
+    return rows.unsqueeze(0)
+
+
+def _by_term(
+    problem: BatchProblem, samples: SampleGradients, gradient: Tensor
+) -> Iterator[GradientsOfRows]:
+    """Yield gradients of one or several terms of each sample at a time."""
+    loss, output = problem.loss, samples.output
+    terms = loss.to_terms(gradient.unsqueeze(0))[0]
+    sizes = samples.num_samples, max(len(terms) // max(samples.num_samples, 1), 1)
+    terms, step = terms.unflatten(0, sizes), samples.vectors_at_once
+    for start in range(0, sizes[1], step):
+        some = torch.arange(start, min(start + step, sizes[1]), device=terms.device)
+        alone = terms.new_zeros(len(some), *terms.shape)
+        alone[some - start, :, some] = terms[:, some].transpose(0, 1)
+        u = loss.from_terms(alone.flatten(1, 2), output)
+
+        def view(x: Tensor, start: int = start) -> Tensor:
+            return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
+
+        yield samples.backward(u.to(output.dtype)), view
+
+
+# --- samples, terms, and the loss
+
+
+def by_sample(problem: BatchProblem, output: Tensor, columns: Tensor) -> Tensor:
+    """Return columns ``[K, *output]`` as ``[K, N, entries of a sample]``."""
+    num_samples = problem.samples_of(output)
+    return columns.reshape(len(columns), num_samples, output.numel() // max(num_samples, 1))
+
+
+def num_rows(problem: BatchProblem, output: Tensor, terms: str) -> int:
+    """Return the number of a batch's rows, see ``rows_of``."""
+    if terms == "sample" or problem.loss_needs_graph:
+        return problem.samples_of(output)
+    return problem.loss.to_terms(output.unsqueeze(0)).shape[1]
+
+
+def loss_gradient(problem: BatchProblem, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss's gradient with respect to the output, and the batch's weight.
+
+    Raises:
+        ValueError: If output and target do not fit.
+    """
+    weight = problem.weight(output)
+    return wide(problem.loss.gradient(output, problem.batch.y)), weight
+
+
+# --- products
+
+
+def multiply(rows: Columns, V: Columns) -> Tensor:
+    """Return the products of rows ``[M, entries]`` with K columns, ``[K, M]``."""
+    return sum(flat(v) @ rows[name].T for name, v in V.items())
+
+
+def add_transposed(rows: Columns, u: Tensor, out: Columns) -> None:
+    """Add rows ``[M, entries]`` with weights ``[K, M]`` to columns, in place."""
+    add(out, slice(None), {name: (u @ rows[name]).view_as(x) for name, x in out.items()})
+
+
+def graph_or_rows(
+    problem: BatchProblem, from_graph: Callable[[], Callable], from_rows: Callable[[], Callable]
+) -> Callable:
+    """Prepare products with a graph; where that has no second derivatives, with rows.
+
+    Args:
+        problem: Model and loss on the batch.
+        from_graph: Prepares products with the graph.
+        from_rows: Prepares products with the rows.
+    """
+    if problem.loss_needs_graph or problem.facts.lacks_derivative:
+        return from_rows()
+
+    def otherwise(error: Exception) -> Callable:
+        if isinstance(error, NoDerivativeError):
+            problem.learn(lacks_derivative=True)
+        return from_rows()
+
+    try:
+        apply = from_graph()
+    except (NoDerivativeError, DependentLossError) as error:
+        return otherwise(error)
+
+    def product(*args: Any) -> Any:
+        nonlocal apply
+        try:
+            return apply(*args)
+        except (NoDerivativeError, DependentLossError) as error:
+            apply = otherwise(error)
+        return apply(*args)
+
+    return product
