@@ -56,6 +56,7 @@ TESTS = {
         custom_functions per_sample memory""",
     "operators/kfac": """
         kfac ekfac kfac_inverse kfac_storage module_factors kfac_architectures""",
+    "integrations": "huggingface",
 }
 
 Node = ast.AST

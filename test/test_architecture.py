@@ -26,6 +26,7 @@ ALLOWED = {
         *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
         *_BASE,
     },
+    "integrations": {"integrations", "losses", "autodiff", *_BASE},
 }
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -166,7 +167,11 @@ BY_CHECK: list[Case] = [
     ({"data": X}, TypeError, r"pass \[\(X, y\)\]"),
     ({"data": {"X": X}}, TypeError, r"pass \[\(X, y\)\]"),
     ({"data": 3}, TypeError, "must be an iterable over pairs"),
-    ({"data": [{"X": X}]}, ValueError, "Batch 0 of the data is a dict, expected a pair"),
+    (
+        {"data": [{"X": X}]},
+        ValueError,
+        r"Batch 0 of the data is a dict, expected a pair.*transformers\.problem.*be shifted by one",
+    ),
     ({"data": [(X, Y, Y)]}, ValueError, "Batch 0 of the data is a tuple of length 3"),
     ({"data": [X]}, ValueError, "Batch 0 of the data is a Tensor"),
     ({"data": loader(shuffle=True)}, RuntimeError, "DataLoader shuffles.*shuffle=False"),
@@ -335,7 +340,7 @@ MODELS: list[tuple[nn.Module, type[Exception], str]] = [
     ),
     (Lookup(nn.EmbeddingBag(2, 3, mode="max")), NotImplementedError, "mode='max'"),
     (Returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
-    (Returns(lambda z: (z, z)), TypeError, "returned tuple on batch 0"),
+    (Returns(lambda z: (z, z)), TypeError, r"returned tuple on batch 0.*transformers\.problem"),
     (Returns(lambda z: z.sum()), TypeError, r"shape \[\].*batch axis first"),
     (Returns(lambda z: z.argmax(1)), TypeError, "torch.int64"),
     (Returns(lambda z: z.detach()), ValueError, "does not depend on any of the parameters"),
@@ -388,10 +393,15 @@ def test_outputs_of_inputs_alone():
 
 
 def test_dictionaries_that_are_keyword_arguments():
-    data = [(Encoding(input_ids=torch.tensor([[0, 1], [2, 3]])), torch.tensor([0, 1]))]
+    ids = torch.tensor([[0, 1], [2, 3]])
+    remedy = r"type Encoding, as one argument.*transformers\.problem\(model, loader\)"
+    data = [(Encoding(input_ids=ids, mask=torch.ones_like(ids)), torch.tensor([0, 1]))]
+    with pytest.raises(TypeError, match=remedy):
+        build(model=TakesIds(), data=data)
+    data = [(Encoding(input_ids=ids), torch.tensor([0, 1]))]  # its names do not show it
     with pytest.raises(AttributeError) as caught:
         build(model=TakesIds(), data=data, batch_size_fn=lambda X: 2)
-    assert "type Encoding, as one argument" in "".join(caught.value.__notes__)
+    assert re.search(remedy, "".join(caught.value.__notes__))
 
 
 def test_random_closure():

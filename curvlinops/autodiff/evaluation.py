@@ -28,8 +28,9 @@ _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deq
 
 _ONE_ARGUMENT = (
     "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
-    "arguments, as the models of Hugging Face do, wrap it in a Module whose forward(self, X) "
-    "returns self.inner(**X).logits."
+    "arguments, as the models of Hugging Face do, construct the operator from "
+    "*curvlinops.integrations.transformers.problem(model, loader). For other models, pass a Module "
+    "whose forward(self, X) returns the output of self.inner(**X)."
 )
 
 #: A container, and the objects in it.
@@ -87,12 +88,20 @@ class Evaluation:
         return self.active if runs_code else nullcontext
 
     def output(self, X: Any) -> Any:
-        """Evaluate the model; inside ``active()`` only."""
+        """Evaluate the model; inside ``active()`` only.
+
+        Raises:
+            TypeError: If it fails, and takes the entries of X as keyword arguments.
+        """
         try:
             return self._model(self._values, copy_containers(X))
         except Exception as error:
-            if isinstance(X, Mapping):
-                error.add_note(_ONE_ARGUMENT.format(type(X).__name__))
+            if not isinstance(X, Mapping):
+                raise
+            message = _ONE_ARGUMENT.format(type(X).__name__)
+            if self._model.names_entries(X):
+                raise TypeError(message) from error
+            error.add_note(message)
             raise
 
 

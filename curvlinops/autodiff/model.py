@@ -1,5 +1,6 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,6 +66,10 @@ class Model(ABC):
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the model on ``X``; inside an ``Evaluation`` at these values only."""
+
+    def names_entries(self, X: Mapping[str, Any]) -> bool:
+        """Return whether the model is known to take entries of X as keyword arguments."""
+        return False
 
     @property
     def replaced(self) -> dict[int, str]:
@@ -185,6 +190,10 @@ class ModuleModel(Model):
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the module."""
         return self.module(X)
+
+    def names_entries(self, X: Mapping[str, Any]) -> bool:
+        """Return whether the module's forward has arguments with the names of entries of X."""
+        return len(X.keys() & inspect.signature(self.module.forward).parameters.keys()) > 1
 
     def _move(self, device: torch.device | str) -> None:
         # the module's parameters stay the same objects

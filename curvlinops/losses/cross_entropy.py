@@ -10,6 +10,14 @@ from torch import Tensor
 from curvlinops.losses.base import Loss, constant
 from curvlinops.support.norms import wide
 
+#: The remedy for outputs with classes on the last axis, for messages.
+_CLASSES_LAST = (
+    " The output seems to have its classes on the last axis, as models of Hugging Face do: "
+    "construct the operator from *curvlinops.integrations.transformers.problem(model, loader), "
+    "which also shifts the labels of causal language models; or let the model return "
+    "output.movedim(-1, 1)."
+)
+
 
 class ClassAxisLoss(Loss):
     """A loss of class scores ``[N, C, d1, ...]`` with index targets ``[N, d1, ...]``.
@@ -27,10 +35,11 @@ class ClassAxisLoss(Loss):
             )
         positions = (output.shape[0], *output.shape[2:])
         if target.is_floating_point() or tuple(target.shape) != positions:
+            hint = _CLASSES_LAST if target.shape == output.shape[:-1] else ""
             raise ValueError(
                 f"{self.name} has an output of shape {list(output.shape)} (classes on axis 1), "
                 f"which needs integer targets of shape {list(positions)}; got {target.dtype} of "
-                f"shape {list(target.shape)}."
+                f"shape {list(target.shape)}.{hint}"
             )
         y, _ = self._indices(target)
         if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < output.shape[1]:

@@ -252,8 +252,9 @@ class BatchProblem:
             kind = f"a tensor of shape {list(output.shape)} and {output.dtype}"
         raise TypeError(
             f"The model returned {kind} on batch {self.batch.index}, expected one real tensor with "
-            "the batch axis first. Wrap the model, e.g. in a Module whose forward returns "
-            "self.inner(**X).logits."
+            "the batch axis first. For models of Hugging Face, construct the operator from "
+            "*curvlinops.integrations.transformers.problem(model, loader). Wrap others, in a "
+            "Module whose forward returns the one tensor, e.g. self.inner(**X).logits."
         )
 
     def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:

@@ -92,9 +92,11 @@ class Batches:
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
                 raise ValueError(
-                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). Let "
-                    "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; "
-                    "y may be None."
+                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). For "
+                    "models of Hugging Face, construct the operator from "
+                    "*curvlinops.integrations.transformers.problem(model, loader). For others, let "
+                    "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; y may "
+                    "be None. Labels of a causal language model must be shifted by one position."
                 )
             batch = Batch(index, *map_leaves(move(tuple(pair), device), _without_history))
             try:

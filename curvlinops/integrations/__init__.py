@@ -1,0 +1,1 @@
+"""Problems from models of other packages, none of which is imported."""

@@ -1,0 +1,354 @@
+"""Problems from models of Hugging Face and the batches of their loaders.
+
+Nothing of transformers is imported. A model takes the entries of a batch as keyword arguments and
+returns an object with ``logits``; models of other packages that do so work, too.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from math import isclose, isnan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops.autodiff.evaluation import IsolatedModules
+from curvlinops.losses import wrap_loss
+from curvlinops.support.pytree import move
+from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import original_module
+
+#: The tasks, with the ends of the names of their model classes.
+_TASKS = {
+    "causal-lm": ("ForCausalLM", "LMHeadModel"),
+    "masked-lm": ("ForMaskedLM",),
+    "seq2seq-lm": ("ForConditionalGeneration",),
+    "sequence-classification": (
+        "ForSequenceClassification",
+        "ForImageClassification",
+        "ForAudioClassification",
+        "ForVideoClassification",
+    ),
+    "token-classification": ("ForTokenClassification",),
+}
+
+#: The losses of classifiers by ``config.problem_type``.
+_PROBLEM_TYPES = {
+    "regression": nn.MSELoss,
+    "single_label_classification": nn.CrossEntropyLoss,
+    "multi_label_classification": nn.BCEWithLogitsLoss,
+}
+
+#: What a user does with a model of another kind, for messages.
+_WRAPPER = (
+    "write the wrapper: model_func is a Module whose forward(self, X) returns "
+    "self.model(**X).logits with classes on axis 1, data are pairs (X, labels), and the labels of "
+    "a causal language model are shifted by one position."
+)
+
+#: Labels with this value are ignored.
+_IGNORED = -100
+
+#: What operators are constructed from, see ``problem``.
+Problem = tuple[nn.Module, nn.Module, dict[str, nn.Parameter], Iterable[tuple[dict, Tensor]]]
+
+
+def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None) -> Problem:
+    """Return model, loss, parameters and data of a Hugging Face model, for every data operator.
+
+    ``HessianLinearOperator(*problem(model, loader))`` is the Hessian of the model's own loss,
+    ``model(**batch).loss``, as the mean over all tokens (or samples) of all batches.
+
+    Tasks, by the ends of the names of the model's classes, with V tokens, C classes, and T
+    positions:
+
+    - ``"causal-lm"`` (``ForCausalLM``, ``LMHeadModel``): output ``[N, V, T - 1]``, target
+      ``[N, T - 1]``, the labels after the first.
+    - ``"masked-lm"`` (``ForMaskedLM``), ``"seq2seq-lm"`` (``ForConditionalGeneration`` with an
+      encoder and a decoder), ``"token-classification"`` (``ForTokenClassification``): output
+      ``[N, V or C, T]``, target ``[N, T]``.
+    - ``"sequence-classification"`` (``ForSequenceClassification``, ``ForImageClassification``,
+      ``ForAudioClassification``, ``ForVideoClassification``): output ``[N, C]``, target ``[N]`` for
+      one label, ``[N, C]`` for several labels and for regression.
+
+    The loss is ``CrossEntropyLoss``. For classifiers, ``config.problem_type`` also chooses
+    ``BCEWithLogitsLoss`` (several labels) or ``MSELoss`` (regression). If it is ``None``, the type
+    follows from the number of outputs and the dtype of the labels, as in the models themselves.
+
+    The first batch of the loader is evaluated once, without gradients, to compare this loss with
+    the model's own. The model is left as it is: call ``model.eval()`` to switch dropout off.
+
+    Args:
+        model: The model. It is called with the entries of a batch as keyword arguments, and with
+            ``use_cache=False`` if it takes that.
+        loader: An iterable over dictionaries or ``BatchEncoding``, the same in each pass. Batches
+            are those of ``model(**batch)``: entries that its forward does not accept are refused.
+            Labels are the entry ``"labels"`` or ``"label"``; -100 is ignored. Batches of a causal
+            language model without labels get ``input_ids`` as labels, with -100 at padding, where
+            ``attention_mask`` is zero.
+        task: The task. Default: by the name of the model's class.
+
+    Returns:
+        ``(model_func, loss_func, params, data)``. ``model_func`` is a module that returns logits
+        with classes on axis 1. ``params`` has the parameters that require gradients, such as
+        adapters, by their names with ``"model."`` in front. ``data`` streams the loader as pairs;
+        it has the loader's length, if there is one. X is the batch without its labels. Models of
+        sequence to sequence make their decoder's input from the labels, so that X has them, too.
+
+    Raises:
+        TypeError: If the model is no Module or returns no logits; if the loader yields no
+            dictionaries, or entries that the model does not accept.
+        ValueError: If the task is unknown, or not that of the model, whose own loss is another one;
+            if no parameter requires gradients; if batches have no labels, or there is no batch.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a Module, got {type(model).__name__}.")
+    _check_loader(loader)
+    model = original_module(model)  # names without the wrapper of torch.compile
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    task = _task_of(base, task)
+    model_func = Logits(model, task, {"use_cache": False} if _takes(base, "use_cache") else {})
+    params = {n: p for n, p in model_func.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError(
+            f"No parameter of {type(base).__name__} requires gradients. Call requires_grad_() on "
+            "those that the matrix is about."
+        )
+    loss_func = _loss_of(model_func, base, loader)
+    return model_func, loss_func, params, Pairs(loader, task, loss_func)
+
+
+class Logits(nn.Module):
+    """A model as a function from a batch to its logits, with classes on axis 1.
+
+    Args:
+        model: The model.
+        task: Its task.
+        options: Further keyword arguments of each call.
+    """
+
+    def __init__(self, model: nn.Module, task: str, options: Mapping[str, Any]):
+        super().__init__()
+        self.model, self.task, self.options = model, task, options
+
+    def forward(self, X: Mapping[str, Any]) -> Tensor:
+        """Return the logits ``[N, C]``, or those of all positions ``[N, C, T]``."""
+        return self.arranged(self.call(X))
+
+    def call(self, X: Mapping[str, Any]) -> Any:
+        """Return the model's own output."""
+        return self.model(**X, **self.options)
+
+    def arranged(self, output: Any) -> Tensor:
+        """Return the logits in a model's output, with classes on axis 1.
+
+        Raises:
+            TypeError: If there are none.
+        """
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            name = type(self.model).__name__
+            raise TypeError(
+                f"{name} returned a {type(output).__name__} without logits. If it is a tuple, set "
+                f"{name}.config.return_dict = True. Otherwise {_WRAPPER}"
+            )
+        if self.task == "sequence-classification":
+            return logits
+        if self.task == "causal-lm":
+            logits = logits[:, :-1]
+        return logits.movedim(-1, 1)
+
+
+class Pairs:
+    """The batches of a loader as pairs, in a stream.
+
+    Args:
+        loader: Yields dictionaries.
+        task: The task.
+        loss_func: The loss, for which the labels are arranged.
+    """
+
+    def __init__(self, loader: Iterable[Mapping], task: str, loss_func: nn.Module):
+        self.loader, self.task, self.loss_func = loader, task, loss_func
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for index, batch in enumerate(self.loader):
+            X, labels = split(batch, self.task, index)
+            yield X, arranged_labels(labels, self.task, self.loss_func)
+
+
+def split(batch: Mapping[str, Any], task: str, index: int) -> tuple[dict[str, Any], Tensor]:
+    """Return the inputs of a model, and the labels.
+
+    Args:
+        batch: The batch.
+        task: The task.
+        index: The batch's number, for messages.
+
+    Raises:
+        TypeError: If the batch is no dictionary, or its labels no tensor.
+        ValueError: If it has no labels, and the task is not to predict the next token.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"Batch {index} of the loader is a {type(batch).__name__}, expected a dictionary of "
+            "the model's keyword arguments and labels. Pairs (X, labels) are passed to the "
+            "operators themselves, without this function."
+        )
+    X = dict(batch)
+    single = X.pop("label", None)
+    labels = X.pop("labels", single)
+    if labels is None:
+        labels = _next_tokens(X, task, index)
+    if not isinstance(labels, Tensor) or labels.ndim == 0:
+        raise TypeError(
+            f"The labels of batch {index} are a {type(labels).__name__}, expected a tensor with "
+            "the batch axis first. Let the collator return tensors (return_tensors='pt')."
+        )
+    if task == "seq2seq-lm" and not {"decoder_input_ids", "decoder_inputs_embeds"} & X.keys():
+        X["labels"] = labels  # of which the model makes the input of its decoder
+    return X, labels
+
+
+def _next_tokens(X: Mapping[str, Any], task: str, index: int) -> Tensor:
+    """Return the tokens themselves as labels, ``[N, T]``, with those that are padding ignored."""
+    ids, mask = X.get("input_ids"), X.get("attention_mask")
+    if task != "causal-lm" or not isinstance(ids, Tensor):
+        raise ValueError(
+            f"Batch {index} of the loader has no labels, only {sorted(X)}. Add the entry 'labels', "
+            "e.g. by the collator."
+        )
+    if mask is None:
+        return ids
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"Batch {index} of the loader has no labels, and an attention_mask of shape "
+            f"{list(mask.shape)} for input_ids of shape {list(ids.shape)}, which does not say what "
+            f"is padding. Add the entry 'labels', with {_IGNORED} at padding."
+        )
+    return ids.masked_fill(mask == 0, _IGNORED)
+
+
+def arranged_labels(labels: Tensor, task: str, loss_func: nn.Module) -> Tensor:
+    """Return the targets of the logits in ``Logits``."""
+    if task == "causal-lm":
+        return labels[:, 1:]
+    if task != "sequence-classification":
+        return labels
+    if isinstance(loss_func, nn.CrossEntropyLoss):
+        return labels.reshape(-1)
+    return labels.reshape(len(labels), -1)  # [N] and [N, C] to [N, C]
+
+
+def _check_loader(loader: Any) -> None:
+    """Refuse what cannot be read again and again."""
+    if isinstance(loader, Mapping | Tensor | str) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"loader must be an iterable over dictionaries, got {type(loader).__name__}. For one "
+            "batch, pass [batch]."
+        )
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"loader is a one-shot iterator ({type(loader).__name__}), exhausted after one pass. "
+            "Pass a DataLoader or a list of batches."
+        )
+
+
+def _task_of(base: nn.Module, task: str | None) -> str:
+    """Return the task that is given, or that the model's class and its config show."""
+    if task is not None:
+        if task not in _TASKS:
+            raise ValueError(
+                f"task must be one of {', '.join(_TASKS)}, got {task!r}. For others, {_WRAPPER}"
+            )
+        return task
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", True)
+    for kind in type(base).__mro__:  # subclasses have names of their own
+        for task, ends in _TASKS.items():
+            if kind.__name__.endswith(ends):
+                # models of images and text that have a decoder only
+                alone = task == "seq2seq-lm" and not is_encoder_decoder
+                return "causal-lm" if alone else task
+    raise ValueError(
+        f"The task of {type(base).__name__} does not follow from its class. Pass task= (one of "
+        f"{', '.join(_TASKS)}), or {_WRAPPER}"
+    )
+
+
+def _takes(base: nn.Module, name: str) -> bool:
+    """Return whether a model's forward names an argument."""
+    return name in inspect.signature(base.forward).parameters
+
+
+def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> nn.Module:
+    """Return the loss of a model, after it was compared with the model's own on the first batch."""
+    task = model_func.task
+    with preserved_rng(), torch.no_grad(), IsolatedModules([model_func]).active():
+        batch = next(iter(loader), None)
+        if batch is None:
+            raise ValueError("loader is empty: it did not yield a single batch.")
+        X, labels = move(split(batch, task, 0), next(model_func.parameters()).device)
+        output = _own_output(model_func, base, X, labels)
+        logits = model_func.arranged(output)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss_func = nn.CrossEntropyLoss()
+        if task == "sequence-classification":
+            problem_type = getattr(getattr(base, "config", None), "problem_type", None)
+            loss_func = _PROBLEM_TYPES[problem_type or _infer(logits, labels)]()
+        loss, y = wrap_loss(loss_func, None), arranged_labels(labels, task, loss_func)
+        try:
+            loss.check(logits, y)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(base).__name__} has logits of shape {list(output.logits.shape)} for labels "
+                f"of shape {list(labels.shape)}, which do not fit: {error} Positions without "
+                f"labels, such as soft prompts, are not supported; {_WRAPPER}"
+            ) from error
+        value = float(loss.sum(logits, y) / loss.denominator(logits, y))
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        # models in half precision may evaluate the loss in it
+        tolerance = max(1e-4, 4 * torch.finfo(own.dtype).eps)
+        _check_loss(base, task, value, float(own), tolerance)
+    return loss_func
+
+
+def _own_output(model_func: Logits, base: nn.Module, X: Mapping[str, Any], labels: Tensor) -> Any:
+    """Return the model's output, with its own loss, if it takes labels."""
+    try:
+        inspect.signature(base.forward).bind(**X)
+    except TypeError as error:
+        raise TypeError(
+            f"The batches have {sorted(X)}, with which {type(base).__name__} cannot be called: "
+            f"{error}. Remove from the batches what is not meant for the model, e.g. with "
+            "remove_columns of the data set, or in the collator."
+        ) from error
+    config = getattr(base, "config", None)
+    problem_type = getattr(config, "problem_type", None)
+    try:
+        return model_func.call({**X, "labels": labels} if _takes(base, "labels") else X)
+    finally:  # models write what they infer
+        if hasattr(config, "problem_type"):
+            config.problem_type = problem_type
+
+
+def _infer(logits: Tensor, labels: Tensor) -> str:
+    """Return the ``problem_type`` of a model whose config has none."""
+    if logits.shape[-1] == 1:
+        return "regression"
+    return f"{'multi' if labels.is_floating_point() else 'single'}_label_classification"
+
+
+def _check_loss(base: nn.Module, task: str, value: float, own: float, tolerance: float) -> None:
+    """Refuse a model whose own loss is another one."""
+    if isclose(own, value, rel_tol=tolerance, abs_tol=1e-6) or (isnan(own) and isnan(value)):
+        return
+    raise ValueError(
+        f"{type(base).__name__} has a loss of its own: {own:.7g} on the first batch, where that of "
+        f"task '{task}' is {value:.7g}. It may have a further term (of routers: "
+        "config.output_router_logits), weights, or labels that are not shifted. Pass another "
+        f"task=, or {_WRAPPER}"
+    )
