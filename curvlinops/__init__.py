@@ -1,5 +1,7 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from typing import TYPE_CHECKING, Any
+
 from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
@@ -56,6 +58,7 @@ from curvlinops.structured.kronecker import (
 )
 from curvlinops.structured.saving import load
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.support.former_names import FORMER, explain
 
 __version__ = "0.1.0"
 
@@ -115,3 +118,11 @@ __all__ = [
     "xnystrace",
     "xtrace",
 ]
+
+
+if not TYPE_CHECKING:  # type checkers know that other names are missing
+
+    def __getattr__(name: str) -> Any:
+        """Refuse the names of curvlinops-for-pytorch by what to write instead."""
+        no_attribute = f"module 'curvlinops' has no attribute '{name}'"
+        raise AttributeError(explain(name) if name in FORMER else no_attribute, name=name)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import importlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import curvlinops
 from curvlinops import (
     EFLinearOperator,
     FisherMCLinearOperator,
@@ -408,6 +410,42 @@ def test_random_closure():
     weight = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="different values for the same batch"):
         build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
+
+
+# --- names and keywords
+
+
+@pytest.mark.parametrize("data", [(X, torch.zeros(5).long()), [X, torch.zeros(5).long()]])
+def test_a_pair_is_no_data(data: Any):
+    model = nn.Linear(3, 3)
+    with pytest.raises((TypeError, ValueError), match=r"pass \[\(X, y\)\]"):
+        HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+
+
+def test_misspelt_keywords_have_a_nearest_name():
+    A = torch.eye(3)
+    with pytest.raises(TypeError, match=r"HessianLinearOperator\(\).*Did you mean 'progressbar'"):
+        HessianLinearOperator(nn.Linear(4, 3), None, [], [], progresbar=True)
+    with pytest.raises(TypeError, match=r"CGInverseLinearOperator\(\).*Did you mean"):
+        curvlinops.CGInverseLinearOperator(A, maxitr=3)
+    with pytest.raises(TypeError, match=r"hutchinson_trace\(\).*Did you mean 'seed'"):
+        curvlinops.hutchinson_trace(A, 3, sed=1)
+
+
+def test_names_of_the_published_package_name_the_new_call():
+    with pytest.raises(ImportError, match="from curvlinops import HessianLinearOperator"):
+        importlib.import_module("curvlinops.hessian")
+    with pytest.raises(ImportError, match="hutchinson_trace"):
+        exec("from curvlinops import HutchinsonTraceEstimator", {})
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        curvlinops.nothing  # noqa: B018
+
+
+def test_flags_and_text_are_refused():
+    with pytest.raises(ValueError, match="progressbar must be True or False"):
+        multiply(progressbar="yes")
+    with pytest.raises(TypeError, match="Cannot multiply with a str"):
+        curvlinops.IdentityLinearOperator(3) @ "abc"
 
 
 # --- losses

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.support.arguments import with_known_keywords
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -34,6 +35,7 @@ def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @with_known_keywords
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [*args, *kwargs.values()]

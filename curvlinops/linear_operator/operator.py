@@ -19,6 +19,7 @@ from curvlinops.linear_operator.vectors import (
     to_columns,
 )
 from curvlinops.support.arguments import (
+    KnownKeywords,
     changed,
     check_count,
     check_number,
@@ -119,7 +120,7 @@ def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor
     return method
 
 
-class TorchLinearOperator(LinearOperator):
+class TorchLinearOperator(KnownKeywords, LinearOperator):
     """A real linear operator whose products run in PyTorch.
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
@@ -289,8 +290,17 @@ class TorchLinearOperator(LinearOperator):
 
     __mul__: Multiple["TorchLinearOperator"] = dot
     __rmul__: Multiple["TorchLinearOperator"] = _rdot
-    __matmul__: Product[dict[str, Tensor]] = uncompiled(LinearOperator.__matmul__)
-    __rmatmul__: Product[dict[str, Tensor]] = uncompiled(LinearOperator.__rmatmul__)
+
+    @_product_type
+    @uncompiled
+    def __matmul__(self, x: Any) -> Any:
+        # to NumPy, text is a scalar
+        return self._product(x) if isinstance(x, str | bytes) else super().__matmul__(x)
+
+    @_product_type
+    @uncompiled
+    def __rmatmul__(self, x: Any) -> Any:
+        return self._product(x) if isinstance(x, str | bytes) else super().__rmatmul__(x)
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         # numpy would make arrays of objects, and np.dot(A, x) would scale A by every entry

@@ -1,12 +1,13 @@
 """Converts vectors: NumPy arrays, tensors, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Number
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
@@ -16,6 +17,9 @@ from curvlinops.support.arguments import LISTS, MAPPINGS
 Vectors = Tensor | np.ndarray | Sequence[Tensor] | Mapping[str, Tensor]
 #: The kinds of single arrays.
 Array = TypeVar("Array", Tensor, np.ndarray)
+
+#: What scipy would turn into an array of objects or of text.
+_REFUSED = str | bytes | Set | NoneType | nn.Module
 
 #: Turns a product's columns, which lie in the given space, into the kind that came in.
 FromColumns = Callable[[Columns, ParameterSpace], Any]
@@ -28,7 +32,7 @@ def is_native(x: Any) -> bool:
         # arrays of one shape are the rows of an array
         are_rows = len(shapes) <= 1 and all(len(shape) <= 1 for shape in shapes)
         return not are_rows or any(value is None or isinstance(value, Tensor) for value in x)
-    return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator)
+    return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator | _REFUSED)
 
 
 def is_followed(columns: Columns) -> bool:

@@ -29,7 +29,7 @@ from curvlinops.risk.linearization import (
     linearizing,
 )
 from curvlinops.risk.sample_coupling import report_batch_statistics
-from curvlinops.support.arguments import as_device, check_count
+from curvlinops.support.arguments import as_device, check_count, check_flag
 from curvlinops.support.torch_modes import exclusive, in_default_modes
 
 
@@ -98,6 +98,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
+        check_flag("progressbar", self.progressbar)
+        check_flag("check_deterministic", self.check_deterministic)
         self.cache = check_cache(self.cache)
         if self.chunk_size is not None:
             self.chunk_size = check_count("chunk_size", self.chunk_size)
@@ -263,7 +265,10 @@ class DataLinearOperator(TorchLinearOperator):
         about = [] if loss is None else [loss.name, f"reduction={loss.reduction!r}"]
         sizes = [len(block) for block in self._blocks]
         blocks = [f"block_sizes={sizes}"] if len(sizes) > 1 else []
-        return [*about, self.risk.data.describe(), *blocks]
+        size, ranks = self.risk.data.describe(), self.risk.ranks
+        if ranks.size > 1:
+            size = f"{size} on rank {ranks.rank} of {ranks.size}"
+        return [*about, size, *blocks]
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"cache": self.cache}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -47,7 +48,7 @@ class Batches:
         num_data: Number of samples, checked in each pass if given.
 
     Raises:
-        ValueError: If ``data`` can be iterated only once.
+        ValueError: If ``data`` can be iterated only once, or is a single pair.
         TypeError: If ``data`` is not iterable, or ``batch_size_fn`` not callable.
     """
 
@@ -66,6 +67,11 @@ class Batches:
             raise ValueError(
                 f"data is a one-shot iterator ({type(data).__name__}), exhausted after one pass "
                 "over it; products need many. Pass a DataLoader or a list of batches."
+            )
+        if _is_pair(data) and any(x is None or isinstance(x, Tensor | np.ndarray) for x in data):
+            raise ValueError(
+                "data is a pair (X, y), expected an iterable over pairs. For one batch, pass "
+                "[(X, y)]."
             )
         if batch_size_fn is not None and not callable(batch_size_fn):
             raise TypeError(
@@ -88,7 +94,7 @@ class Batches:
         index, num_data = -1, 0.0
         must_count = self.num_data is not None or self.batch_size_fn is not None
         for index, pair in enumerate(items):
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
+            if not _is_pair(pair):
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
                 raise ValueError(
@@ -119,15 +125,20 @@ class Batches:
             raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
         self._counts = index + 1, num_data
 
+    @property
+    def length(self) -> int | None:
+        """The number of batches, ``None`` if only a pass over the data shows it."""
+        with suppress(TypeError):  # it has no length
+            return len(self.data)
+        return None
+
     def describe(self) -> str:
         """Return the numbers of samples and batches in the last pass, for ``repr``."""
         if self._counts is None:
-            with suppress(TypeError):  # it has no length
-                return f"{len(self.data)} batches"
-            return "data not read yet"
+            return "data not read yet" if self.length is None else _batches(self.length)
         batches, samples = self._counts
         number = f"{samples:.0f}" if isfinite(samples) else "unknown number of"
-        return f"{number} samples in {batches} batch{'' if batches == 1 else 'es'}"
+        return f"{number} samples in {_batches(batches)}"
 
     def size(self, batch: Batch) -> int:
         """Return the number of samples in a batch.
@@ -172,11 +183,19 @@ class Batches:
         )
 
 
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple | list) and len(x) == 2
+
+
 def _without_history(leaf: Any) -> Any:
     """Detach a computed tensor; a model or a loss may still differentiate with respect to it."""
     if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
         return leaf.detach().requires_grad_()
     return leaf
+
+
+def _batches(number: int) -> str:
+    return f"{number} batch{'' if number == 1 else 'es'}"
 
 
 def _first_axes(tree: Any) -> set[int]:

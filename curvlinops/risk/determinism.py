@@ -95,9 +95,12 @@ def _explain_data(data: Any) -> str:
     reason = "data shuffles, or is drawn or augmented at random"
     if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
         reason = "the DataLoader shuffles (shuffle=True)"
+    fixed = "list(data)"
+    if isinstance(data, DataLoader):
+        fixed = "list(loader), if its batches fit into memory, or a DataLoader with shuffle=False"
     return (
-        f"Two passes over data yield different batches: {reason}. Use a loader that always yields "
-        "the same batches in the same order, e.g. shuffle=False."
+        f"Two passes over data yield different batches: {reason}. Pass data that yield the same "
+        f"batches in the same order each time: {fixed}."
     )
 
 
