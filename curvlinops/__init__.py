@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from curvlinops.algorithms.by_layer import by_layer
 from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
@@ -23,7 +24,8 @@ from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
-from curvlinops.algorithms.plotting import plot_spectrum
+from curvlinops.algorithms.plotting import plot_by_layer, plot_loss, plot_spectrum
+from curvlinops.algorithms.results import to_plain
 from curvlinops.algorithms.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
@@ -32,6 +34,7 @@ from curvlinops.algorithms.spectrum import (
 )
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
+from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -47,6 +50,7 @@ from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
 from curvlinops.operators.kfac.options import FisherType, KFACType
+from curvlinops.operators.loss_along import LossAlong, loss_along
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -90,6 +94,7 @@ __all__ = [
     "LSMRSolution",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "LossAlong",
     "MINRESInverseLinearOperator",
     "NegativeCurvatureError",
     "NeumannInverseLinearOperator",
@@ -102,6 +107,7 @@ __all__ = [
     "SumOfKroneckersLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "by_layer",
     "dottest",
     "eigsh",
     "hutchinson_diag",
@@ -112,7 +118,12 @@ __all__ = [
     "lanczos_approximate_spectrum",
     "lanczos_logdet",
     "load",
+    "loss_along",
+    "plot_by_layer",
+    "plot_loss",
     "plot_spectrum",
+    "select_parameters",
+    "to_plain",
     "trace_function",
     "xdiag",
     "xnystrace",

@@ -49,11 +49,11 @@ TESTS = {
     "structured": "structured norms kfac_inverse saving",
     "algorithms": """
         matrix submatrix spectrum estimators inverses eigsh callbacks scale_of_numbers
-        algebra_linearized""",
+        algebra_linearized by_layer results loss_along""",
     "operators": """
         contract::test_linearized contract::test_linear_and_adjoint contract::test_blocks
         contract::test_independent_of_batches contract::test_independent_of_chunks errors
-        custom_functions per_sample memory""",
+        custom_functions per_sample memory loss_along""",
     "operators/kfac": """
         kfac ekfac kfac_inverse kfac_storage module_factors kfac_architectures""",
     "integrations": "huggingface",

@@ -157,6 +157,17 @@ def other_kinds_of_products() -> None:
 
 
 @check()
+def losses_along_directions() -> None:
+    together, alone = both("hessian", classifier((4, 2, 3, 1)))
+    found, expected = (
+        curvlinops.loss_along(H, vector(alone, 2), [0, 0.3]) for H in (together, alone)
+    )
+    torch.testing.assert_close(found, expected)
+    with fails(ValueError, "differ in points"):
+        curvlinops.loss_along(together, vector(alone), [0.1 * rank()])
+
+
+@check()
 def vectors_of_the_caller_stay() -> None:
     together, alone = both("hessian", classifier())
     v = vector(alone)

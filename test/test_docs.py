@@ -18,7 +18,7 @@ import curvlinops
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
 NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
-NAMES += ("spectra", "extending")
+NAMES += ("spectra", "landscape", "extending")
 PAGES += [f"docs/{name}.md" for name in NAMES]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))

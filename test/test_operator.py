@@ -60,10 +60,10 @@ class Matrix(TorchLinearOperator):
 
     def _apply(self, columns):
         self.count += 1
-        return self.codomain.split(self.domain.join(columns) @ self.matrix.T)
+        return self.codomain.split_rows(self.domain.join_rows(columns) @ self.matrix.T)
 
     def _apply_adjoint(self, columns):
-        return self.domain.split(self.codomain.join(columns) @ self.matrix)
+        return self.domain.split_rows(self.codomain.join_rows(columns) @ self.matrix)
 
 
 class Ones(TorchLinearOperator):
@@ -393,8 +393,40 @@ def test_space():
     s = space()
     assert s.dim == 9 and s.names == list(SHAPES) and s.slice("bias") == slice(6, 8)
     flat = torch.arange(18.0, dtype=DOUBLE).reshape(2, 9)
-    parts = s.split(flat)
+    parts = s.split_rows(flat)
     assert parts["weight"].shape == (2, 2, 3) and parts["scale"].shape == (2,)
-    torch.testing.assert_close(s.join(parts), flat)
+    torch.testing.assert_close(s.join_rows(parts), flat)
     # row-major, in the given order
     torch.testing.assert_close(parts["weight"][0], torch.arange(6.0, dtype=DOUBLE).reshape(2, 3))
+
+
+def test_vectors_in_the_shapes_of_the_parameters():
+    s = space()
+    v = torch.arange(9.0, dtype=DOUBLE)
+    truth = {"weight": [[0.0, 1, 2], [3, 4, 5]], "bias": [6.0, 7], "scale": 8.0}
+    for same in (v, v.numpy(), v.flip(0).numpy()[::-1]):
+        assert {name: x.tolist() for name, x in s.split(same).items()} == truth
+    assert s.split(v)["weight"].data_ptr() == v.data_ptr()
+    columns = torch.stack([v, -v], dim=1)
+    parts = s.split(columns)
+    assert {n: tuple(x.shape) for n, x in parts.items()} == {n: (*SHAPES[n], 2) for n in SHAPES}
+    for sign, k in [(1, 0), (-1, 1)]:
+        assert {n: (sign * x[..., k]).tolist() for n, x in parts.items()} == truth
+    for vectors in (v, columns, columns[:, :1], columns[:, :0], torch.ones(9, 9)):
+        assert torch.equal(s.join(s.split(vectors)), vectors)
+    assert torch.equal(s.join(dict(reversed(s.split(v).items()))), v)
+    flat = ParameterSpace.flat(9, DOUBLE, torch.device("cpu"))
+    assert torch.equal(flat.join(flat.split(columns)), columns)
+
+
+def test_vectors_that_are_not_of_the_space():
+    s = space()
+    for shape in [(2, 9), (8,), (9, 2, 1), ()]:
+        with pytest.raises(ValueError, match=r"expected \[9\] or \[9, K\]"):
+            s.split(torch.ones(shape))
+    parts = s.split(torch.ones(9, 2))
+    with pytest.raises(ValueError, match=r"Got tensors for \['scale'\], expected \['weight'"):
+        s.join({"scale": parts["scale"]})
+    for wrong in (torch.ones(2), torch.ones(2, 3), torch.ones(3, 2)):
+        with pytest.raises(ValueError, match=r"'bias' has shape .* expected \[2\], or with"):
+            s.join(parts | {"bias": wrong})

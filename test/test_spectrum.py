@@ -19,6 +19,8 @@ from curvlinops import (
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
     lanczos_logdet,
+    plot_by_layer,
+    plot_loss,
     plot_spectrum,
     trace_function,
 )
@@ -253,8 +255,11 @@ def test_plot():
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="needs matplotlib: pip install"):
-        plot_spectrum([1.0, 2.0], [0.5, 0.5])
+    for plot in (plot_spectrum, plot_loss):
+        with pytest.raises(ImportError, match=f"{plot.__name__} needs matplotlib: pip install"):
+            plot([1.0, 2.0], [0.5, 0.5])
+    with pytest.raises(ImportError, match="plot_by_layer needs matplotlib: pip install"):
+        plot_by_layer({"a": 1.0})
 
 
 # --- errors

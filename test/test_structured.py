@@ -432,7 +432,7 @@ class Generic(TorchLinearOperator):
         super().__init__(space, self_adjoint=True)
 
     def _apply(self, columns):
-        return self.domain.split(self.domain.join(columns) @ self.matrix.T)
+        return self.domain.split_rows(self.domain.join_rows(columns) @ self.matrix.T)
 
 
 def test_generic_operands():

@@ -67,8 +67,7 @@ def test_by_names(case: str, options: dict):
                 assert error(S @ v, truth @ v) <= 1e-9
         u = vectors(S, 2, rows=True)
         assert error(S.T @ u, truth.T @ u) <= 1e-9
-        v = S.domain.split(vectors(S).unsqueeze(0))
-        product = S @ {name: value[0] for name, value in v.items()}
+        product = S @ S.domain.split(vectors(S))
         assert list(product) == rows
         assert product[rows[0]].shape == A.space.shapes[rows[0]]
 

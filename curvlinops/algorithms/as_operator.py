@@ -83,7 +83,7 @@ class Matrix:
         """
         without_graph(x, "The vector")
         domain = self.operator.domain
-        return domain.join(to_columns(x if is_native(x) else np.array(x), domain)[0])
+        return domain.join_rows(to_columns(x if is_native(x) else np.array(x), domain)[0])
 
 
 def as_operator(A: AnyMatrix) -> TorchLinearOperator:

@@ -184,8 +184,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         without_graph(B, "The right-hand side")
         columns, write = to_columns(B, self.domain)
         start = self._x0 if x0 is None else self._matrix.read_rows(x0)
-        X, *info = self._solve(self.domain.join(columns), start)
-        return Solution(write(self.codomain.split(X), self.codomain), *info)
+        X, *info = self._solve(self.domain.join_rows(columns), start)
+        return Solution(write(self.codomain.split_rows(X), self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -195,8 +195,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         return tuple(operator for operator in given if operator is not None)
 
     def _apply(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.domain.join(columns), self._x0)
-        return self.codomain.split(X)
+        X, *_ = self._solve(self.domain.join_rows(columns), self._x0)
+        return self.codomain.split_rows(X)
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
         """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""

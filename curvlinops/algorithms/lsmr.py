@@ -107,8 +107,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
         columns, write = to_columns(x, self.domain)
-        X, *info = self._solve(self.domain.join(columns), adjoint=False)
-        return LSMRSolution(write(self.codomain.split(X), self.codomain), *info)
+        X, *info = self._solve(self.domain.join_rows(columns), adjoint=False)
+        return LSMRSolution(write(self.codomain.split_rows(X), self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -117,12 +117,12 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         return (self._matrix.operator,)
 
     def _apply(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.domain.join(columns), adjoint=False)
-        return self.codomain.split(X)
+        X, *_ = self._solve(self.domain.join_rows(columns), adjoint=False)
+        return self.codomain.split_rows(X)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.codomain.join(columns), adjoint=True)
-        return self.domain.split(X)
+        X, *_ = self._solve(self.codomain.join_rows(columns), adjoint=True)
+        return self.domain.split_rows(X)
 
     def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``, with true residuals."""

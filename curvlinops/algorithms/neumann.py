@@ -90,15 +90,17 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         def step(rows: Tensor) -> Tensor:
             return self._precondition((self._matrix @ rows.T).T)
 
-        return self.codomain.split(self._sum(self._precondition(self.domain.join(columns)), step))
+        return self.codomain.split_rows(
+            self._sum(self._precondition(self.domain.join_rows(columns)), step)
+        )
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
         # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T
         def step(rows: Tensor) -> Tensor:
             return self._precondition(self._matrix.adjoint_matmul(rows.T).T, adjoint=True)
 
-        start = self._precondition(self.codomain.join(columns), adjoint=True)
-        return self.domain.split(self._sum(start, step))
+        start = self._precondition(self.codomain.join_rows(columns), adjoint=True)
+        return self.domain.split_rows(self._sum(start, step))
 
     def _precondition(self, rows: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply rows ``[K, D]`` by the preconditioner or its adjoint."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, as_operator
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, match_names
 from curvlinops.support.arguments import as_integer
 
-#: Rows or columns: integers, a slice of them, or names of parameters.
+#: Rows or columns: integers, a slice of them, or names and globs of parameters.
 Selection = Sequence[int] | Sequence[str] | slice | Tensor | np.ndarray
 
 
@@ -25,13 +25,15 @@ class SubmatrixLinearOperator(TorchLinearOperator):
 
     Args:
         A: An operator, any other scipy LinearOperator, or a matrix.
-        row_idxs: The rows, in this order: integers from 0 on, a slice, or names of parameters. With
-            names, vectors may also be lists and dictionaries of tensors.
+        row_idxs: The rows, in this order: integers from 0 on, a slice, or names of parameters.
+            The name of a module stands for all of its parameters, and a glob, such as
+            ``"*.attn.*"``, for all that it matches, in their order in ``A``. With names, vectors
+            may also be lists and dictionaries of tensors.
         col_idxs: The columns.
 
     Raises:
         ValueError: If a selection is empty, has other entries than integers or names, an index out
-            of range, an unknown name, or an entry twice.
+            of range, an unknown name, a glob that matches nothing, or an entry twice.
         TypeError: If a string is passed instead of a list.
     """
 
@@ -93,16 +95,16 @@ class _Selection:
         """Return vectors of the tensors that are zero at all other coordinates."""
         if self._positions is None:
             return columns
-        flat = self.space.join(columns)
+        flat = self.space.join_rows(columns)
         full = flat.new_zeros(len(flat), self._inner.dim)
         full[:, self._positions] = flat
-        return self._inner.split(full)
+        return self._inner.split_rows(full)
 
     def cut(self, columns: Columns) -> Columns:
         """Return the selected coordinates of vectors of the tensors."""
         if self._positions is None:
             return columns
-        return self.space.split(self._inner.join(columns)[:, self._positions])
+        return self.space.split_rows(self._inner.join_rows(columns)[:, self._positions])
 
 
 def _read(space: ParameterSpace, idxs: Any, what: str) -> list[int] | list[str]:
@@ -125,12 +127,11 @@ def _read(space: ParameterSpace, idxs: Any, what: str) -> list[int] | list[str]:
         raise ValueError(
             f"{what} are names, but the matrix has no names: its vectors are flat. Pass integers."
         )
-    unknown = [v for v in chosen if (v not in space.shapes if by_name else not 0 <= v < space.dim)]
-    if unknown and by_name:
-        raise ValueError(f"{what} has unknown names {unknown}; there are {space.names}.")
-    if unknown:
-        raise ValueError(f"{what} must lie between 0 and {space.dim - 1}, got {unknown[:5]}.")
     twice = [value for value, count in Counter(chosen).items() if count > 1]
     if twice:
         raise ValueError(f"{what} has entries twice: {twice[:5]}.")
+    if by_name:
+        return match_names(space.names, chosen, what)
+    if outside := [value for value in chosen if not 0 <= value < space.dim]:
+        raise ValueError(f"{what} must lie between 0 and {space.dim - 1}, got {outside[:5]}.")
     return chosen

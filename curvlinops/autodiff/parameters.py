@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from curvlinops.linear_operator.space import match_names
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.torch_internals import mark_as_parameter, original_module
 
@@ -59,6 +60,42 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
             break
         names |= dict(module.named_parameters(remove_duplicate=False))
     return names, module
+
+
+def select_parameters(module: nn.Module, *patterns: str) -> dict[str, nn.Parameter]:
+    """Return some parameters of a module, as the argument ``params`` of operators.
+
+    Args:
+        module: The module.
+        *patterns: Names of parameters; names of submodules, which stand for all of their
+            parameters; or globs for either. ``"*.attn.*"`` matches ``h.0.attn.proj.weight``, and
+            ``"*"`` everything.
+
+    Returns:
+        The parameters by name, in the order of the module; a tied one once. The entries are the
+        module's own tensors. Frozen parameters are included.
+
+    Raises:
+        TypeError: If the module is no module, or a pattern no string.
+        ValueError: If a pattern matches no parameter, or there is no pattern.
+
+    Example:
+        >>> from torch import nn
+        >>> from curvlinops import select_parameters
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> list(select_parameters(model, "2", "*.bias"))
+        ['0.bias', '2.weight', '2.bias']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
+    if not patterns:
+        raise ValueError("Pass the names or globs of parameters; '*' is all of them.")
+    if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
+        raise TypeError(f"Names and globs of parameters must be strings, got {wrong}.")
+    named, _ = named_parameters(module)
+    chosen = set(match_names(list(named), patterns, "patterns"))
+    first = {id(named[name]): name for name in reversed(named) if name in chosen}
+    return {name: param for name, param in named.items() if first.get(id(param)) == name}
 
 
 class Kind(NamedTuple):

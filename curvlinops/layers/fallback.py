@@ -325,11 +325,11 @@ def _check_sum(problem: BatchProblem, num_samples: int, num_rows: int) -> None:
     """
     space = problem.space
     total, columns, _ = gradient(problem, problem.loss_sum)
-    rest, size = space.join(columns).clone(), 0.0
+    rest, size = space.join_rows(columns).clone(), 0.0
     value, largest = total.double(), 0.0
     for n in range(num_samples):
         loss, columns = _loss_gradient(problem, n, num_samples, num_rows)
-        row = space.join(columns)
+        row = space.join_rows(columns)
         rest -= row
         value, largest = value - loss.double(), largest + float(loss.double().abs())
         size += float(row.double().norm())

@@ -1,9 +1,11 @@
 """Ordered, named tensors and their flat vector; several vectors at once as columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from math import isfinite, prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +77,66 @@ class ParameterSpace:
 
     # --- vectors
 
-    def split(self, flat: Tensor) -> Columns:
+    def split(self, vectors: Tensor | np.ndarray) -> dict[str, Tensor]:
+        """Cut a vector, or vectors as columns, into tensors with the shapes of the parameters.
+
+        The result has the form in which operators take and return dictionaries.
+
+        Args:
+            vectors: A vector ``[dim]``, or K columns ``[dim, K]``, such as eigenvectors. NumPy
+                arrays are copied to the device of the space.
+
+        Returns:
+            A tensor ``[*shape]``, or ``[*shape, K]``, for each name; views where possible.
+
+        Raises:
+            ValueError: If the vectors have another shape.
+
+        Example:
+            >>> import torch
+            >>> from curvlinops import ParameterSpace
+            >>> space = ParameterSpace({"weight": (2, 3), "bias": (2,)})
+            >>> {name: list(x.shape) for name, x in space.split(torch.ones(8, 5)).items()}
+            {'weight': [2, 3, 5], 'bias': [2, 5]}
+        """
+        if isinstance(vectors, np.ndarray):
+            vectors = torch.from_numpy(vectors.copy()).to(self.device)
+        if vectors.ndim not in (1, 2) or len(vectors) != self.dim:
+            raise ValueError(
+                f"Vectors have shape {list(vectors.shape)}, expected [{self.dim}] or "
+                f"[{self.dim}, K], with a column for each vector."
+            )
+        single = vectors.ndim == 1
+        columns = self.split_rows(vectors.unsqueeze(0) if single else vectors.T)
+        return {name: x[0] if single else x.movedim(0, -1) for name, x in columns.items()}
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate tensors with the shapes of the parameters; the inverse of ``split``.
+
+        Args:
+            tensors: A tensor ``[*shape]``, or ``[*shape, K]``, for each name, in any order.
+
+        Returns:
+            A vector ``[dim]``, or K columns ``[dim, K]``.
+
+        Raises:
+            ValueError: If names, shapes or numbers of columns do not fit.
+        """
+        if tensors.keys() != self.shapes.keys():
+            raise ValueError(f"Got tensors for {list(tensors)}, expected {self.names}.")
+        single = all(tensors[name].shape == shape for name, shape in self.shapes.items())
+        K = () if single else next(iter(tensors.values())).shape[-1:]
+        for name, shape in self.shapes.items():
+            if tensors[name].shape != (*shape, *K):
+                raise ValueError(
+                    f"The tensor for '{name}' has shape {list(tensors[name].shape)}, expected "
+                    f"{list(shape)}, or with a last axis of K vectors for all names."
+                )
+        columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in tensors.items()}
+        rows = self.join_rows(columns)
+        return rows[0] if single else rows.T
+
+    def split_rows(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
         num_columns, shapes = flat.shape[0], self.shapes.items()
         parts = [flat] if len(self._sizes) == 1 else flat.split(self._sizes, dim=1)
@@ -85,7 +146,7 @@ class ParameterSpace:
             for (name, shape), part in pairs
         }
 
-    def join(self, columns: Columns) -> Tensor:
+    def join_rows(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
         if len(self.shapes) == 1:
             return flat(columns[self.names[0]])
@@ -130,7 +191,7 @@ class ParameterSpace:
 
     def zeros(self, num_columns: int) -> Columns:
         """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
-        return self.split(self.empty(num_columns).zero_())
+        return self.split_rows(self.empty(num_columns).zero_())
 
     def fill(self, columns: Columns, names: Iterable[str] | None = None) -> Columns:
         """Return some tensors of vectors, by default all; those that are not given are zero."""
@@ -142,7 +203,7 @@ class ParameterSpace:
 
     def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
         """Return ``num_columns`` standard normal vectors."""
-        return self.split(self.empty(num_columns).normal_(generator=generator))
+        return self.split_rows(self.empty(num_columns).normal_(generator=generator))
 
     def convert(self, columns: Columns, source: "ParameterSpace") -> Columns:
         """Read vectors of ``source`` as vectors of this space.
@@ -156,7 +217,7 @@ class ParameterSpace:
             The same vectors, named and shaped as in this space, in its dtype.
         """
         if source.names != self.names or source.shapes != self.shapes:
-            columns = self.split(source.join(source.fill(columns)))
+            columns = self.split_rows(source.join_rows(source.fill(columns)))
         return cast(columns, self.dtype)
 
     # --- checks
@@ -230,6 +291,40 @@ class _LazyColumns(dict):
         shape, space = self._space.shapes[name], self._space
         self[name] = torch.empty(self._num_columns, *shape, dtype=space.dtype, device=space.device)
         return self[name]
+
+
+# --- names
+
+
+def match_names(names: Sequence[str], patterns: Iterable[str], what: str) -> list[str]:
+    """Return the names that patterns choose, in the order of the patterns, each once.
+
+    Args:
+        names: Names of parameters.
+        patterns: Names of parameters; names of modules, which stand for all of their parameters;
+            or globs for either, such as ``"*.attn.*"``.
+        what: Names the argument in errors.
+
+    Raises:
+        ValueError: If a pattern chooses nothing.
+    """
+    chosen = {pattern: _matches(names, pattern) for pattern in patterns}
+    if unknown := [pattern for pattern, found in chosen.items() if not found]:
+        raise ValueError(
+            f"{what} has unknown names {unknown}; there are {list(names)}. Names of modules, and "
+            "globs such as '*.weight', choose several."
+        )
+    return list(dict.fromkeys(name for found in chosen.values() for name in found))
+
+
+def _matches(names: Sequence[str], pattern: str) -> list[str]:
+    if pattern in names:  # which may have brackets
+        return [pattern]
+    return [
+        name
+        for name in names
+        if any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
+    ]
 
 
 # --- operations on columns

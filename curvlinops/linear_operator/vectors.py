@@ -83,11 +83,11 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         raise ValueError(
             f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
         )
-    columns = space.split(flat.unsqueeze(0) if flat.ndim == 1 else flat.T)
+    columns = space.split_rows(flat.unsqueeze(0) if flat.ndim == 1 else flat.T)
     check_finite(columns, flat)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Tensor | np.ndarray:
-        rows = codomain.join(out)
+        rows = codomain.join_rows(out)
         product = rows[0] if x.ndim == 1 else rows.T
         return product.cpu().numpy() if isinstance(x, np.ndarray) else product
 
@@ -135,7 +135,7 @@ def _structure_to_columns(
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
-            rows = codomain.join(out)
+            rows = codomain.join_rows(out)
             return rows[0] if single else rows.T
         products = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
         return products if named else list(products.values())

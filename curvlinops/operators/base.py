@@ -150,7 +150,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Multiply some tensors of vectors, for some tensors of the product."""
         num_columns = next(iter(columns.values())).shape[0]
         flat = codomain.empty(num_columns).zero_()
-        out, names = codomain.split(flat), codomain.names
+        out, names = codomain.split_rows(flat), codomain.names
         both = (([n for n in b if n in columns], [n for n in b if n in out]) for b in self._blocks)
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         if num_columns == 0 or not both:

@@ -77,7 +77,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def structure(self) -> DiagonalLinearOperator:
         """The diagonal at this moment, as an operator that does not follow the model."""
-        return DiagonalLinearOperator(self.space.join(self._columns())[0], self.space)
+        return DiagonalLinearOperator(self.space.join_rows(self._columns())[0], self.space)
 
     @in_default_modes
     def trace(self) -> Tensor:
@@ -109,7 +109,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
                 add(out, slice(None), squares)
                 weight = weight + share
         scale = self.risk.scale(ranks.total(weight))
-        ranks.add(self.space.join(out)).mul_(scale)
+        ranks.add(self.space.join_rows(out)).mul_(scale)
         self._check_finite(out)
         return out
 

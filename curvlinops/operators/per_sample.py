@@ -213,7 +213,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         return self._chosen(
-            self.domain.join(self._write(self.domain.split(self.domain.empty(self._all.dim))))
+            self.domain.join_rows(
+                self._write(self.domain.split_rows(self.domain.empty(self._all.dim)))
+            )
         )
 
     def to_dense(self) -> Tensor:
@@ -290,7 +292,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             for pieces, _ in self._gradients(batches):
                 add_sums(out, pieces, of)
         self._check_finite(out)
-        return space.join(out) / self.shape[0]
+        return space.join_rows(out) / self.shape[0]
 
     def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[GradientsOfRows]:
         """Yield gradients of V vectors and N samples, and which of all rows they are."""

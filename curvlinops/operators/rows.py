@@ -91,7 +91,7 @@ class RowsLinearOperator(DataLinearOperator):
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
-        flat_out = rows.join(out)
+        flat_out = rows.join_rows(out)
 
         with self._linearizations(num_columns) as batches:
             slices = RowSlices(rows.dim)
@@ -103,7 +103,7 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
-        U, space = rows.join(columns), self.risk.space.restricted(names)
+        U, space = rows.join_rows(columns), self.risk.space.restricted(names)
         out = space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out

@@ -108,28 +108,28 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
         return
     with preserved_rng():
-        theta = space.join({name: leaf.detach().unsqueeze(0) for name, leaf in leaves.items()})
+        theta = space.join_rows({name: leaf.detach().unsqueeze(0) for name, leaf in leaves.items()})
         generator = torch.Generator(space.device).manual_seed(0)
-        v, noise = space.join(space.randn(2, generator)).split(1)
+        v, noise = space.join_rows(space.randn(2, generator)).split(1)
         grads = _gradients(problem, theta)
         # not along parameters whose gradient is zero by definition, such as rows of padding; others
         # may be zero by accident, but not at parameters nearby
         nearby = _gradients(problem, theta + 0.01 * (theta.abs().mean() + 0.01) * noise)
         v = torch.where(_joined(problem, nearby) == 0, 0.0, v)
         product = space.zeros(1)
-        apply(space.split(v), product)
+        apply(space.split_rows(v), product)
 
         def function(x: Tensor) -> Tensor:
             return _joined(problem, _gradients(problem, x))
 
         what = f"The Hessian product on batch {problem.batch.index}"
-        check_derivative(space.join(product), function, theta, v, dtypes, what, remedy)
+        check_derivative(space.join_rows(product), function, theta, v, dtypes, what, remedy)
     problem.was_compared(grads)
 
 
 def _gradients(problem: BatchProblem, theta: Tensor) -> dict[str, Tensor]:
     """Return the gradients of the loss's sum at flat parameters, ``[1, D]``, where there are."""
-    columns = problem.space.split(theta)
+    columns = problem.space.split_rows(theta)
     leaves = {n: columns[n][0].to(x.dtype).requires_grad_() for n, x in problem.leaves().items()}
     evaluation = problem.evaluation(leaves, "once")
     with evaluation.active():
@@ -141,4 +141,6 @@ def _gradients(problem: BatchProblem, theta: Tensor) -> dict[str, Tensor]:
 def _joined(problem: BatchProblem, grads: dict[str, Tensor]) -> Tensor:
     """Return gradients as a vector ``[1, D]``."""
     zeros = problem.space.zeros(1)
-    return problem.space.join(zeros | {name: grad.unsqueeze(0) for name, grad in grads.items()})
+    return problem.space.join_rows(
+        zeros | {name: grad.unsqueeze(0) for name, grad in grads.items()}
+    )

@@ -165,7 +165,7 @@ class EmpiricalRisk:
                 problem.check_finite(value, columns)
                 loss, weight = loss + value, weight + share
                 add(total, slice(None), columns)
-        self.ranks.add(self.space.join(total))
+        self.ranks.add(self.space.join_rows(total))
         loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(weight))
         return {name: column * scale for name, column in total.items()}, loss * scale
 

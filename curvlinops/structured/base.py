@@ -193,7 +193,7 @@ class StructuredLinearOperator(TorchLinearOperator):
             dtype=self.torch_dtype,
             device=self.device,
         )
-        draws = self.domain.join(self._multiply_root(self.domain.split(z)))
+        draws = self.domain.join_rows(self._multiply_root(self.domain.split_rows(z)))
         return draws[0] if num_samples is None else draws.T
 
     # --- files and devices

@@ -134,22 +134,22 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _read(self, columns: Columns) -> Iterator[Columns]:
         """Yield the blocks' vectors."""
         for block, layout in zip(self, self.layouts, strict=True):
-            yield block.domain.split(layout.gather(columns))
+            yield block.domain.split_rows(layout.gather(columns))
 
     def _join(self, vectors_block_spaces: Iterable[Columns]) -> Columns:
         """Return vectors, given those of the blocks."""
         out: Columns = {}
         for block, layout, columns in zip(self, self.layouts, vectors_block_spaces, strict=True):
-            vectors = block.domain.join(columns)
-            out = out or self.domain.split(self.domain.empty(len(vectors)))
+            vectors = block.domain.join_rows(columns)
+            out = out or self.domain.split_rows(self.domain.empty(len(vectors)))
             layout.write(vectors, out)
         return out
 
     def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
         """Return one vector ``[D]``, given those of the blocks, ``[D_b]`` each."""
         pairs = zip(self, vectors, strict=True)
-        columns = (block.domain.split(vector.unsqueeze(0)) for block, vector in pairs)
-        return self.domain.join(self._join(columns))[0]
+        columns = (block.domain.split_rows(vector.unsqueeze(0)) for block, vector in pairs)
+        return self.domain.join_rows(self._join(columns))[0]
 
     def _apply(self, columns: Columns) -> Columns:
         pairs = zip(self, self._read(columns), strict=True)
@@ -169,8 +169,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         columns = self.domain.fill(columns, needed)
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
-            product = block._apply(block.domain.split(layout.gather(columns)))
-            layout.write(block.domain.join(product), out)
+            product = block._apply(block.domain.split_rows(layout.gather(columns)))
+            layout.write(block.domain.join_rows(product), out)
         return {name: out[name] for name in names}
 
     # --- quantities

@@ -59,7 +59,7 @@ class DiagonalLinearOperator(KnownEigenvalues):
         return isinstance(other, DiagonalLinearOperator)
 
     def _apply(self, columns: Columns) -> Columns:
-        diagonal = self.domain.split(self.eigenvalues.unsqueeze(0))
+        diagonal = self.domain.split_rows(self.eigenvalues.unsqueeze(0))
         return {name: column * diagonal[name] for name, column in columns.items()}
 
     def _diagonal(self) -> Tensor:

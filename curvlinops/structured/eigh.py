@@ -106,12 +106,12 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
 
     def _scale(self, columns: Columns, diagonal: Tensor) -> Columns:
         """Multiply columns by a diagonal matrix."""
-        scales = self.domain.split(diagonal.unsqueeze(0))
+        scales = self.domain.split_rows(diagonal.unsqueeze(0))
         return {name: column * scales[name] for name, column in columns.items()}
 
     def _diagonal(self) -> Tensor:
-        values = self.domain.split(self.eigenvalues.unsqueeze(0))
-        return self.domain.join(self.eigenvectors._squared_entries()._apply(values))[0].clone()
+        values = self.domain.split_rows(self.eigenvalues.unsqueeze(0))
+        return self.domain.join_rows(self.eigenvectors._squared_entries()._apply(values))[0].clone()
 
     @in_default_modes
     def eigh(self) -> "EighDecomposedLinearOperator":

@@ -160,10 +160,10 @@ with torch.no_grad():
     probabilities = []
     for draw in draws.T:
         sampled = copy.deepcopy(model)
-        changes = K.space.split(draw[None])
+        changes = K.space.split(draw)
         for name, param in sampled.named_parameters():
             if name in changes:
-                param += changes[name][0]
+                param += changes[name]
         probabilities.append(sampled(X).softmax(1))
     mean = torch.stack(probabilities).mean(0)
     entropies = {

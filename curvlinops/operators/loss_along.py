@@ -1,0 +1,168 @@
+"""The loss over lines and planes through the parameters."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops.autodiff.model import Model
+from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.vectors import Vectors, to_columns
+from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.torch_modes import in_default_modes
+
+
+class LossAlong(NamedTuple):
+    """Values of the loss along one or two directions; float64, on the CPU.
+
+    Attributes:
+        steps: The steps ``t`` along each direction, ``[S]``.
+        losses: One direction ``v``: the losses ``L(theta + t v)``, ``[S]``. Two: the losses
+            ``L(theta + steps[i] v_1 + steps[j] v_2)``, ``[S, S]``.
+        quadratic: The quadratic approximations ``L(theta) + g^T d + d^T A d / 2`` at the same
+            displacements ``d``, with the gradient g and the operator A; of the shape of ``losses``.
+    """
+
+    steps: Tensor
+    losses: Tensor
+    quadratic: Tensor
+
+
+@in_default_modes
+def loss_along(
+    A: DataLinearOperator, directions: Vectors, steps: Iterable[float] | Tensor | np.ndarray
+) -> LossAlong:
+    """Evaluate the loss over steps along one or two directions from the present parameters.
+
+    All steps share one pass over the data, with a forward pass for each step (for each pair of
+    steps, if there are two directions) and batch. The model is evaluated at other tensors than its
+    own, which stay as they are. The quadratic approximation takes a gradient and as many products
+    as directions; for a unit eigenvector of the Hessian its curvature is the eigenvalue.
+
+    Args:
+        A: An operator with model, loss and data, such as ``HessianLinearOperator``.
+        directions: One vector, ``[D]`` or ``[D, 1]``, or two, ``[D, 2]``, or lists or dictionaries
+            of tensors, like the vectors that ``A`` multiplies. They are taken as they are, so that
+            a step is in units of the direction's length.
+        steps: The steps, S numbers.
+
+    Returns:
+        A named tuple of ``steps``, ``losses`` and ``quadratic``. Losses that are not finite are
+        returned as they are.
+
+    Raises:
+        TypeError: If ``A`` has no model, loss and data.
+        ValueError: If the directions are not one or two vectors of the parameters, the steps are no
+            finite numbers, ``A`` is not square, or its model is a function that uses the very
+            tensors in ``params``.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops import HessianLinearOperator, eigsh, loss_along
+        >>> model = nn.Linear(2, 1)
+        >>> data = [(torch.randn(6, 2), torch.randn(6, 1))]
+        >>> H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+        >>> top = eigsh(H, k=1, seed=0).eigenvectors
+        >>> curve = loss_along(H, top, torch.linspace(-1, 1, 11))
+        >>> torch.allclose(curve.losses, curve.quadratic, rtol=1e-4)  # quadratic, as MSE is
+        True
+    """
+    if not isinstance(A, DataLinearOperator):
+        raise TypeError(
+            f"loss_along needs an operator with model, loss and data, such as "
+            f"HessianLinearOperator, got {type(A).__name__}."
+        )
+    if A.risk.loss is None or A.shape[0] != A.shape[1]:
+        raise ValueError(
+            f"loss_along needs a square operator with a loss, got {A!r}. Pass such as a "
+            "HessianLinearOperator or a GGNLinearOperator."
+        )
+    if not A.risk.model.substitutable:
+        raise ValueError(
+            "The model is a function that uses the very tensors in params, so that it cannot be "
+            "evaluated at others. Pass a Module, or a function (params, X) -> output with a "
+            "dictionary as params."
+        )
+    grid = _read_steps(steps)
+    columns = {name: x.detach() for name, x in to_columns(directions, A.space)[0].items()}
+    rows = A.space.join_rows(columns)
+    if len(rows) not in (1, 2):
+        raise ValueError(f"directions must be one or two vectors, got {len(rows)}.")
+    shape = (len(grid),) * len(rows)
+    points = torch.cartesian_prod(*[grid] * len(rows)).reshape(-1, len(rows))
+    losses = _losses(A, columns, points)
+    return LossAlong(grid, losses.reshape(shape), _quadratic(A, rows, points).reshape(shape))
+
+
+def _read_steps(steps: Iterable[float] | Tensor | np.ndarray) -> Tensor:
+    """Return the steps, ``[S]``."""
+    values = steps if isinstance(steps, Tensor | np.ndarray) else list(steps)
+    grid = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+    if grid.ndim != 1 or not len(grid) or not bool(grid.isfinite().all()):
+        raise ValueError(
+            f"steps must be a list of finite numbers, at least one, got shape {list(grid.shape)}"
+            f"{'' if grid.isfinite().all() else ' with NaN or infinite values'}."
+        )
+    return grid
+
+
+def _losses(A: DataLinearOperator, directions: Columns, points: Tensor) -> Tensor:
+    """Return the losses at parameters that are moved by combinations of directions.
+
+    Args:
+        A: The operator.
+        directions: K directions.
+        points: The coefficients of each combination, ``[P, K]``.
+    """
+    sums = torch.zeros(len(points), dtype=torch.float64, device="cpu")
+    weight, ranks, coefficients = 0.0, A.risk.ranks, points.tolist()
+    with (
+        A._together("loss_along", directions, points=coefficients) as shared,
+        A._batches("loss_along") as batches,
+    ):
+        for problem in batches:
+            for i, point in enumerate(coefficients):
+                value, share = _loss_sum(problem, shared, point)
+                sums[i] += float(value)
+            weight = weight + share
+    return sum(ranks.gather_objects(sums)) * A.risk.scale(ranks.total(weight))
+
+
+def _loss_sum(
+    problem: BatchProblem, directions: Columns, coefficients: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a batch's terms at other parameters, and the batch's weight."""
+    problem.leaves = partial(_moved, problem.model, directions, coefficients)
+    with problem.recording("once") as recording:
+        value, weight = problem.loss_sum(recording.output)
+    return value.detach(), weight
+
+
+def _moved(model: Model, directions: Columns, coefficients: list[float]) -> dict[str, Tensor]:
+    """Return the model's leaves with other values: moved along the directions."""
+    leaves = model.leaves()
+    for name, leaf in leaves.items():
+        change = sum(c * column for c, column in zip(coefficients, directions[name], strict=True))
+        # new memory: the leaf shares that of the user's parameter
+        leaf.data = (leaf.detach() + change).to(leaf.dtype)
+    return leaves
+
+
+def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
+    """Return the quadratic approximation at combinations of directions.
+
+    Args:
+        A: The operator.
+        rows: K directions, ``[K, D]``.
+        points: The coefficients of each combination, ``[P, K]``.
+    """
+    gradient, loss = A.gradient_and_loss()
+    g = A.space.join_rows(to_columns(gradient, A.space)[0])[0]
+    slopes = (rows @ g).double().cpu()
+    curvatures = (rows @ (A @ rows.T)).double().cpu()
+    return float(loss) + points @ slopes + ((points @ curvatures) * points).sum(1) / 2
