@@ -2,10 +2,12 @@
 
 import doctest
 import importlib
+import inspect
 import json
 import pkgutil
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
 NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
 NAMES += ("spectra", "landscape", "extending")
+NAMES += ("installation", "optimizers", "laplace", "loss_landscapes", "pinns")
+NAMES += (
+    "api_operators",
+    "api_kfac",
+    "api_inverses",
+    "api_estimates",
+    "api_structured",
+    "api_base",
+)
 PAGES += [f"docs/{name}.md" for name in NAMES]
 
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
@@ -91,6 +102,42 @@ def test_pages_name_what_exists(page: str):
             assert (ROOT / name).exists() or (ROOT / "curvlinops" / name).exists(), name
         else:
             assert name.rpartition(".")[2] in source, name
+
+
+def test_everything_public_is_on_an_api_page():
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("api_*.md"))
+    documented = re.findall(r"auto(?:class|function):: curvlinops\.(\w+)$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(curvlinops.__all__)
+
+
+def site_extension() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "site_extension.py"))
+
+
+def test_all_examples_have_a_place_in_the_gallery():
+    order = site_extension()["READING_ORDER"]
+    assert sorted(order) == [script.stem.removeprefix("plot_") for script in EXAMPLES]
+
+
+OPERATORS = [x for x in vars(curvlinops).values() if inspect.isclass(x)]
+OPERATORS = [x for x in OPERATORS if issubclass(x, curvlinops.TorchLinearOperator)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
+def test_api_pages_document_all_arguments(operator: type):
+    extension, lines = site_extension(), []
+    extension["inherit_entries"](None, "class", "", operator, None, lines)
+    sections = extension["sections"]("\n".join(lines))
+    documented = [name for name, _ in extension["entries"](sections.get("Args:", []))]
+    assert documented == list(inspect.signature(operator.__init__).parameters)[1:]
+
+
+def test_installation_page_has_all_requirements():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "installation.md").read_text()
+    for requirement in project["dependencies"]:
+        name, bound = requirement.split(">=")
+        assert f"| `{name}` | {bound} or later" in page
 
 
 def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
