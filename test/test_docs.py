@@ -20,7 +20,7 @@ import curvlinops
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md"]
 NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
-NAMES += ("spectra", "landscape", "extending")
+NAMES += ("spectra", "landscape", "extending", "kfac_optimizer")
 NAMES += ("installation", "optimizers", "laplace", "loss_landscapes", "pinns")
 NAMES += (
     "api_operators",

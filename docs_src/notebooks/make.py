@@ -21,6 +21,7 @@ NAMES = [
     "spectral_density",
     "eigenvalues_through_training",
     "kfac",
+    "kfac_optimizer",
     "laplace",
     "influence",
     "tangent_kernel",

@@ -1,0 +1,255 @@
+r"""
+Training with KFAC, compared with tuned SGD
+===========================================
+
+KFAC turns a gradient :math:`g` into a direction :math:`d = (F + \delta I)^{-1} g`, with a
+Kronecker-factored approximation of the Fisher matrix :math:`F` (Martens and Grosse, *Optimizing
+neural networks with Kronecker-factored approximate curvature*, ICML 2015). We train a
+convolutional network with batch normalization and dropout, and ask:
+
+- How many steps does KFAC save, compared with SGD and Adam with tuned learning rates?
+- Does it save time, too?
+
+The page :doc:`/kfac_optimizer` explains the recipe.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from itertools import product
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+from curvlinops import KFACLinearOperator
+
+# Set CURVLINOPS_GALLERY=fast for a first look.
+FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
+start = time.perf_counter()
+
+# %%
+# Data and model
+# --------------
+#
+# 1797 images of 8 x 8 pixels in ten classes, a quarter of them held out.
+
+images, labels = load_digits(return_X_y=True)
+images, labels = torch.tensor(images / 16.0).float().reshape(-1, 1, 8, 8), torch.tensor(labels)
+train_idx, test_idx = train_test_split(
+    np.arange(len(labels)), test_size=0.25, random_state=0, stratify=labels.numpy()
+)
+X_train, y_train = images[train_idx], labels[train_idx]
+X_test, y_test = images[test_idx], labels[test_idx]
+loss_func = nn.CrossEntropyLoss()
+
+
+def make_model() -> nn.Module:
+    """Return a small convolutional network with batch normalization and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 10),
+    )
+
+
+# %%
+# The recipe
+# ----------
+#
+# The gradient is that of the model in train mode. The factors are those of the model in eval mode:
+# batch normalization in train mode couples the samples of a batch, so they have no gradients of
+# their own. And dropout would make the model random. KFAC refuses both. Every ten steps, one batch
+# enters the moving averages of the factors, and the inverse is computed.
+#
+# Clipping keeps early steps small. A step :math:`\eta d` changes the predictions by about
+# :math:`\eta^2 d^\top F d \approx \eta^2 d^\top g`, a Kullback-Leibler divergence up to a factor of
+# one half. The direction is scaled down if this is above a bound (Ba et al., *Distributed
+# second-order optimization using Kronecker-factored approximations*, ICLR 2017).
+
+
+class KFACPreconditioner:
+    """Turns gradients into KFAC's directions, between ``backward()`` and ``optimizer.step()``."""
+
+    def __init__(self, model, loss_func, damping, interval=10, decay=0.9, clip=1e-2):
+        self.model, self.loss_func, self.params = model, loss_func, list(model.parameters())
+        self.damping, self.interval, self.decay, self.clip = damping, interval, decay, clip
+        self.K, self.num_steps = None, 0
+
+    def precondition(self, X, y, lr):
+        """Replace the gradients; ``lr`` is the learning rate of the step that follows."""
+        if self.num_steps % self.interval == 0:
+            self.refresh(X, y)
+        self.num_steps += 1
+
+        gradient = [p.grad for p in self.params]
+        direction = self.inverse @ gradient
+        divergence = lr**2 * sum((g * d).sum() for g, d in zip(gradient, direction, strict=True))
+        scale = (self.clip / divergence).sqrt().clamp(max=1)
+        for p, d in zip(self.params, direction, strict=True):
+            p.grad.copy_(scale * d)
+
+    def refresh(self, X, y):
+        """Add a batch to the factors, and invert them."""
+        self.model.eval()
+        if self.K is None:
+            self.K = KFACLinearOperator(self.model, self.loss_func, self.params, [(X, y)])
+        else:
+            self.K.update((X, y), decay=self.decay)
+        self.inverse = self.K.inverse(self.damping, use_heuristic_damping=True)
+        self.model.train()
+
+
+# %%
+# Training
+# --------
+#
+# All optimizers see the same batches and the same schedule: the learning rate falls linearly.
+# We measure the training loss in eval mode, on all training images. The time is that of the
+# processor, without the measurements: other programs on the machine do not count.
+
+batch_size = 128
+
+
+def loss_on(model: nn.Module, X: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the loss in eval mode."""
+    model.eval()
+    with torch.no_grad():
+        loss = loss_func(model(X), y).item()
+    model.train()
+    return loss
+
+
+def train(
+    make_optimizer: Callable, seed: int, num_steps: int, damping: float | None = None
+) -> dict[str, np.ndarray]:
+    """Return the steps, the training loss and the seconds at each; the test loss at the end."""
+    torch.manual_seed(seed)
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, num_steps)
+    kfac = None if damping is None else KFACPreconditioner(model, loss_func, damping)
+
+    order, batches = torch.Generator().manual_seed(seed), []
+    curve, seconds = [(0, loss_on(model, X_train, y_train), 0.0)], 0.0
+    for step in range(1, num_steps + 1):
+        if not batches:
+            batches = list(torch.randperm(len(X_train), generator=order).split(batch_size))[:-1]
+        idx = batches.pop()
+
+        begin = time.process_time()
+        optimizer.zero_grad()
+        loss_func(model(X_train[idx]), y_train[idx]).backward()
+        if kfac is not None:
+            kfac.precondition(X_train[idx], y_train[idx], schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+        seconds += time.process_time() - begin
+        if step % 10 == 0:
+            curve.append((step, loss_on(model, X_train, y_train), seconds))
+    steps, losses, times = np.array(curve).T
+    test = np.array([loss_on(model, X_test, y_test)])
+    return {"steps": steps, "losses": losses, "seconds": times, "test": test}
+
+
+# %%
+# Tuning
+# ------
+#
+# Each optimizer has a grid of settings, which are compared by the training loss at the end, for one
+# seed. As KFAC's steps take more time, there is also SGD with twice as many steps, tuned anew.
+
+num_steps = 60 if FAST else 150
+
+
+def sgd(lr: float, momentum: float) -> dict:
+    """Return arguments of ``train`` for SGD."""
+    return {"make_optimizer": lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum)}
+
+
+def adam(lr: float) -> dict:
+    """Return arguments of ``train`` for Adam."""
+    return {"make_optimizer": lambda p: torch.optim.Adam(p, lr=lr)}
+
+
+def kfac(lr: float, damping: float) -> dict:
+    """Return arguments of ``train`` for KFAC, which has the momentum of SGD."""
+    return sgd(lr, 0.9) | {"damping": damping}
+
+
+sgd_grid = (
+    {"lr": (0.1, 0.2), "momentum": (0.9,)}
+    if FAST
+    else {"lr": (0.05, 0.1, 0.2, 0.4), "momentum": (0.0, 0.9, 0.95)}
+)
+adam_grid = {"lr": (0.02, 0.04) if FAST else (0.005, 0.01, 0.02, 0.04, 0.08)}
+kfac_grid = {
+    "lr": (0.1,) if FAST else (0.1, 0.2, 0.4),
+    "damping": (0.1,) if FAST else (0.03, 0.1, 0.3),
+}
+contenders = {
+    "SGD": (sgd, sgd_grid, num_steps),
+    "SGD, twice the steps": (sgd, sgd_grid, 2 * num_steps),
+    "Adam": (adam, adam_grid, num_steps),
+    "KFAC": (kfac, kfac_grid, num_steps),
+}
+
+best = {}
+for name, (make, grid, steps) in contenders.items():
+    settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    losses = [train(**make(**s), seed=0, num_steps=steps)["losses"][-1] for s in settings]
+    best[name] = settings[int(np.nanargmin(losses))]
+    print(f"{name}: {best[name]}, the best of {len(settings)} settings")
+
+# %%
+# Comparison
+# ----------
+#
+# Other seeds than that of the tuning; means and extremes over them.
+
+seeds = range(1, 3 if FAST else 6)
+curves = {
+    name: [train(**make(**best[name]), seed=seed, num_steps=steps) for seed in seeds]
+    for name, (make, _, steps) in contenders.items()
+}
+final = {}
+for name, runs in curves.items():
+    final[name] = np.array([run["losses"][-1] for run in runs])
+    test, seconds = (np.mean([r[key][-1] for r in runs]) for key in ("test", "seconds"))
+    print(
+        f"{name + ':':<21} training loss {final[name].mean():.5f} "
+        f"({final[name].min():.5f} to {final[name].max():.5f}), "
+        f"test loss {test:.3f}, {seconds:.2f} s"
+    )
+assert (final["KFAC"] < final["SGD"]).all()
+
+# %%
+# After the same number of steps, KFAC's training loss is several times lower. But its steps take
+# almost twice as long, so the advantage in seconds is small: SGD is ahead at first, and KFAC at the
+# end. Layers are tiny here; on other networks and machines, the ratio of the times differs, so
+# measure it there.
+
+fig, axes = plt.subplots(ncols=2, figsize=(9, 3.8), layout="constrained", sharey=True)
+for name, runs in curves.items():
+    losses = np.stack([run["losses"] for run in runs])
+    for ax, key in zip(axes, ("steps", "seconds"), strict=True):
+        x = np.mean([run[key] for run in runs], axis=0)
+        (line,) = ax.semilogy(x, losses.mean(0), label=name)
+        ax.fill_between(x, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.2, lw=0)
+axes[0].set(xlabel="steps", ylabel="training loss", title="Loss against steps")
+axes[1].set(xlabel="seconds of processor time", title="Loss against time")
+axes[0].legend(fontsize="small")
+fig.savefig("kfac_optimizer.png", dpi=150)
+
+print(f"Figure: kfac_optimizer.png. Time: {time.perf_counter() - start:.0f} s")
