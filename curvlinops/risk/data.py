@@ -68,7 +68,9 @@ class Batches:
                 f"data is a one-shot iterator ({type(data).__name__}), exhausted after one pass "
                 "over it; products need many. Pass a DataLoader or a list of batches."
             )
-        if _is_pair(data) and any(x is None or isinstance(x, Tensor | np.ndarray) for x in data):
+        # a class of the user's may draw random numbers when it is read
+        is_plain = type(data) in (tuple, list) and _is_pair(data)
+        if is_plain and any(x is None or isinstance(x, Tensor | np.ndarray) for x in data):
             raise ValueError(
                 "data is a pair (X, y), expected an iterable over pairs. For one batch, pass "
                 "[(X, y)]."
