@@ -6,7 +6,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from curvlinops.support.torch_internals import pytree, without_torch_function
+from curvlinops.support.torch_internals import (
+    leave_uncompiled,
+    pytree,
+    without_torch_function,
+)
 
 MESSAGE = (
     "Factors are read-only. Damp with inverse(damping=...), or with damped(delta); or write to a "
@@ -56,6 +60,7 @@ class ReadOnlyTensor(Tensor):
 
 def read_only(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory that cannot be written to."""
+    leave_uncompiled(ReadOnlyTensor)
     return tensor.detach().as_subclass(ReadOnlyTensor)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,12 @@ without_torch_function = internal("torch._C", "DisableTorchFunction")
 def input_metadata(node: Any, number: int) -> Any:
     """Return ``shape`` and ``dtype`` of the gradient of one of a node's outputs."""
     return node._input_metadata[number]
+
+
+def leave_uncompiled(subclass: type) -> None:
+    """Let calls with tensors of a subclass run as they are inside of compiled functions."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.nontraceable_tensor_subclasses.add(subclass)
 
 
 def have_saved_tensor_hooks() -> bool:
