@@ -352,6 +352,12 @@ def nothing_but_ignored_targets() -> None:
 @check()
 def constructors() -> None:
     p = classifier()
+    shard = ALL["hessian"].build(replace(p, data=part(p.data)), process_group=group())
+    assert re.search(rf"Hessian.* batch(es)? on rank {rank()} of 2, ", repr(shard))
+    # one batch of each process is not all data
+    arguments = p.model, interacting, p.params, part(p.data)[:1]
+    with fails(ValueError, "interacting is not the sum of its samples' losses"):
+        curvlinops.HessianLinearOperator(*arguments, reduction="sum", process_group=group())
     with fails(ValueError, "not a parameter of the model", on=1):
         params = [nn.Parameter(torch.ones(3))] if rank() == 1 else p.params
         ALL["hessian"].build(replace(p, params=params), process_group=group())
@@ -391,6 +397,10 @@ def other_parameters() -> None:
             operator @ vector(together)
     changed(lambda p: p.params[1].sub_(1e-8), p)
     torch.testing.assert_close(together @ vector(together), alone @ vector(together))
+
+
+def interacting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output @ output.T).square().sum()
 
 
 def own_loss(output: torch.Tensor, target: torch.Tensor, **options: float) -> torch.Tensor:

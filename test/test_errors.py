@@ -6,6 +6,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.support.former_names import FORMER
 
 X, Y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
 DATA = [(X[:3], Y[:3]), (X[3:], Y[3:])]
@@ -168,6 +170,10 @@ BY_CHECK: list[Case] = [
     ({"data": zip([X], [Y], strict=True)}, ValueError, "one-shot iterator"),
     ({"data": X}, TypeError, r"pass \[\(X, y\)\]"),
     ({"data": {"X": X}}, TypeError, r"pass \[\(X, y\)\]"),
+    ({"data": (X, Y)}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
+    ({"data": [X, Y]}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
+    ({"data": ([X, X], Y)}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
+    ({"data": ({"x": X}, None)}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
     ({"data": 3}, TypeError, "must be an iterable over pairs"),
     (
         {"data": [{"X": X}]},
@@ -176,8 +182,12 @@ BY_CHECK: list[Case] = [
     ),
     ({"data": [(X, Y, Y)]}, ValueError, "Batch 0 of the data is a tuple of length 3"),
     ({"data": [X]}, ValueError, "Batch 0 of the data is a Tensor"),
-    ({"data": loader(shuffle=True)}, RuntimeError, "DataLoader shuffles.*shuffle=False"),
-    ({"data": DataLoader(Augmented(), 2)}, RuntimeError, "drawn or augmented at random"),
+    (
+        {"data": loader(shuffle=True)},
+        RuntimeError,
+        "DataLoader shuffles.*list.loader.*shuffle=False",
+    ),
+    ({"data": DataLoader(Augmented(), 2)}, RuntimeError, r"augmented at random.*list\(loader\)"),
     ({"batch_size_fn": 5}, TypeError, "batch_size_fn must be a function.*got int"),
 ]
 
@@ -412,42 +422,6 @@ def test_random_closure():
         build(model=lambda x: (x + torch.randn_like(x)) @ weight, params=[weight])
 
 
-# --- names and keywords
-
-
-@pytest.mark.parametrize("data", [(X, torch.zeros(5).long()), [X, torch.zeros(5).long()]])
-def test_a_pair_is_no_data(data: Any):
-    model = nn.Linear(3, 3)
-    with pytest.raises((TypeError, ValueError), match=r"pass \[\(X, y\)\]"):
-        HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
-
-
-def test_misspelt_keywords_have_a_nearest_name():
-    A = torch.eye(3)
-    with pytest.raises(TypeError, match=r"HessianLinearOperator\(\).*Did you mean 'progressbar'"):
-        HessianLinearOperator(nn.Linear(4, 3), None, [], [], progresbar=True)
-    with pytest.raises(TypeError, match=r"CGInverseLinearOperator\(\).*Did you mean"):
-        curvlinops.CGInverseLinearOperator(A, maxitr=3)
-    with pytest.raises(TypeError, match=r"hutchinson_trace\(\).*Did you mean 'seed'"):
-        curvlinops.hutchinson_trace(A, 3, sed=1)
-
-
-def test_names_of_the_published_package_name_the_new_call():
-    with pytest.raises(ImportError, match="from curvlinops import HessianLinearOperator"):
-        importlib.import_module("curvlinops.hessian")
-    with pytest.raises(ImportError, match="hutchinson_trace"):
-        exec("from curvlinops import HutchinsonTraceEstimator", {})
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        curvlinops.nothing  # noqa: B018
-
-
-def test_flags_and_text_are_refused():
-    with pytest.raises(ValueError, match="progressbar must be True or False"):
-        multiply(progressbar="yes")
-    with pytest.raises(TypeError, match="Cannot multiply with a str"):
-        curvlinops.IdentityLinearOperator(3) @ "abc"
-
-
 # --- losses
 
 SOFT = [(X, torch.rand(5, 3).softmax(1))]
@@ -645,6 +619,8 @@ OPTIONS: list[tuple[dict, str]] = [
     ({"kind": GGNLinearOperator, "mc_samples": -1}, "mc_samples must be an integer >= 0"),
     ({"kind": GGNLinearOperator, "mc_samples": True}, "integer >= 0, got True"),
     ({"kind": FisherMCLinearOperator, "mc_samples": 0}, "mc_samples must be an integer >= 1"),
+    ({"progressbar": "yes"}, "progressbar must be True or False, got 'yes'"),
+    ({"check_deterministic": 1}, "check_deterministic must be True or False, got 1"),
     ({"kind": FisherMCLinearOperator, "seed": -1}, "seed must be an integer >= 0"),
 ]
 
@@ -653,6 +629,55 @@ OPTIONS: list[tuple[dict, str]] = [
 def test_options(options: dict, match: str):
     with pytest.raises(ValueError, match=match):
         build(**options)
+
+
+# --- X of another type than the model
+
+TYPES: dict[str, tuple[Any, str]] = {
+    "an array": (X.numpy(), r"array of dtype float32, the model has torch.float32.*as_tensor\(X\)"),
+    "an array of integers": (np.ones((5, 3), int), "array of dtype int64"),
+    "float64": (X.double(), "model torch.float32.*X.to.torch.float32.*model.to.torch.float64"),
+    "bfloat16": (X.bfloat16(), "dtype torch.bfloat16, the model torch.float32"),
+    "integers": (X.long(), r"dtype torch.int64, the model torch.float32. Pass X.to\(torch.float32"),
+}
+ALL_KINDS = [*KINDS, *JACOBIANS, PerSampleGradientLinearOperator, KFACLinearOperator]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_inputs(kind: type, name: str):
+    wrong, match = TYPES[name]
+    match = f"X of batch 0 .*{match}.*The model's error: "
+    refused({"data": [(wrong, Y)], "kind": kind}, TypeError, match)
+
+
+def test_types_that_the_model_converts():
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, X: Any) -> Tensor:
+            return self.inner(torch.as_tensor(X).float())
+
+    model = Converts()
+    expected = multiply(model=model, data=[(X, Y)])
+    for converted in (X.numpy(), X.double()):
+        torch.testing.assert_close(multiply(model=model, data=[(converted, Y)]), expected)
+
+
+def test_the_real_numbers_among_inputs_are_to_blame():
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.inner = nn.Embedding(4, 3), net()
+
+        def forward(self, X: dict[str, Tensor]) -> Tensor:
+            return self.inner(self.embedding(X["ids"]) + X["shift"])
+
+    data = [({"ids": Y, "shift": X.double()}, Y)]
+    with pytest.raises(TypeError, match=r"X of batch 0 has dtype torch.float64"):
+        build(model=Embeds(), data=data)
 
 
 # --- errors name the batch
@@ -742,6 +767,15 @@ def test_vectors(vector: Any, error: type[Exception], match: str):
         build() @ vector
 
 
+@pytest.mark.parametrize("wrong", ["abc", b"abc", None, {1, 2}, net()], ids=repr)
+def test_what_is_no_vector(wrong: Any):
+    H, match = build(), f"Cannot multiply with a {type(wrong).__name__}. Pass a numpy array"
+    calls = [lambda: H @ wrong, lambda: wrong @ H, lambda: H.dot(wrong), lambda: H.matvec(wrong)]
+    for call in [*calls, lambda: H * wrong]:
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
 def test_output_vectors_have_no_structure():
     J = build(kind=JacobianLinearOperator)
     with pytest.raises(ValueError, match="one flat vector of length 15"):
@@ -759,3 +793,44 @@ def test_parameters_of_another_shape(kind: type):
     model[0].weight.data = torch.randn(5, 3)
     with pytest.raises(ValueError, match=r"'0.weight' is now of shape \[5, 3\].*it was .*\[4, 3\]"):
         operator @ torch.ones(operator.shape[1])
+
+
+# --- names of curvlinops-for-pytorch
+
+IMPORTS = {
+    "from curvlinops.hessian import HessianLinearOperator": "HessianLinearOperator",
+    "import curvlinops.kfac": "KFACLinearOperator, FisherType, KFACType",
+    "from curvlinops.trace.hutchinson import HutchinsonTraceEstimator": "hutchinson_trace",
+    "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
+    "from curvlinops.examples import TensorLinearOperator": r"xtrace\(matrix, 6\)",
+    "from curvlinops import KFOCLinearOperator": "there is no counterpart",
+}
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_former_imports(statement: str):
+    with pytest.raises(ImportError, match=f"Here: .*{IMPORTS[statement]}.*'Coming from other pac"):
+        exec(statement)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_former_names(name: str):
+    assert not hasattr(curvlinops, name)
+    with pytest.raises(AttributeError, match=f"curvlinops.{name}.*Here: "):
+        getattr(curvlinops, name)
+    if (remedy := FORMER[name]).startswith("from"):
+        exec(remedy)
+    elif "(A, num_matvecs)" in remedy:
+        assert remedy.split("(")[0] in curvlinops.__all__
+    # the documentation has the same names
+    page = Path(curvlinops.__file__).parents[1] / "docs" / "migration.md"
+    assert re.search(rf"[`.]{name}[`(]", page.read_text())
+
+
+def test_unknown_names():
+    with pytest.raises(ModuleNotFoundError, match="No module named 'curvlinops.unknown'"):
+        importlib.import_module("curvlinops.unknown")
+    with pytest.raises(ImportError, match="cannot import name 'Unknown'"):
+        exec("from curvlinops import Unknown")
+    with pytest.raises(AttributeError, match="'curvlinops' has no attribute 'Unknown'"):
+        _ = curvlinops.Unknown

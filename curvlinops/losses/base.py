@@ -75,8 +75,14 @@ class Loss(ABC):
     def check(self, output: Tensor, target: Any) -> None:
         """Raise ValueError if output and target do not fit."""
 
-    def check_values(self, output: Tensor, target: Any) -> None:
-        """Raise ValueError if the loss of the batch is not the sum of its terms (costly)."""
+    def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
+        """Raise ValueError if the loss of the batch is not the sum of its terms (costly).
+
+        Args:
+            output: The model's output.
+            target: The target.
+            is_all: Whether the batch is all data, and only the loss as a whole matters.
+        """
         return None
 
     @abstractmethod

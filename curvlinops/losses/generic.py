@@ -25,7 +25,8 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 class AdditiveLoss(Loss):
     """Any loss that adds up, or averages, over the samples.
 
-    A term is one sample, and l_t is the loss of this sample alone. Derivatives with respect to the
+    A term is one sample, and l_t is the loss of this sample alone. Where one batch is all data and
+    only L matters, samples may interact, as in contrastive losses. Derivatives with respect to the
     output are PyTorch's, of the loss of the whole batch. For a loss that needs the graph of the
     output, additivity is not checked, since it cannot be evaluated on single samples.
 
@@ -42,15 +43,19 @@ class AdditiveLoss(Loss):
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""
 
-    def check_values(self, output: Tensor, target: Any) -> None:
+    def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
         """Compare the batch's loss with its samples' losses, and warn if it has no gradient.
+
+        Nothing is compared if the batch is all data.
 
         Raises:
             ValueError: If the samples' losses do not add up to the batch's.
         """
         output = output.detach()
+        if is_all and self.needs_graph:
+            return
         try:
-            samples = self._one_by_one(output, target)
+            samples = None if is_all else self._one_by_one(output, target)
         except RuntimeError as error:
             if self.needs_graph and not lacks_memory(error):
                 return
@@ -62,6 +67,8 @@ class AdditiveLoss(Loss):
                 f"{self.name} has no gradient with respect to the model's output, so that its "
                 "curvature is zero. It may compute without gradients, or with decisions (argmax)."
             )
+        if samples is None:
+            return
         total = total.detach()
         # the loss may compute in lower precision than its input or its value
         tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
@@ -73,8 +80,10 @@ class AdditiveLoss(Loss):
                 f"{float(samples.sum()):.6g} if evaluated one by one. Curvature is defined for "
                 "losses that add up over samples only (not for contrastive or Dice losses, random "
                 "ones, or means over a varying number of valid entries; return their sum with "
-                "reduction='sum'). If the loss does add up, check reduction=, and make a tensor "
-                "for all samples, such as a weight for each class, an attribute of the loss."
+                "reduction='sum'). Of one batch that is all data, data=[(X, y)], Hessian and GGN "
+                "are defined for all but random ones. If the loss does add up, check reduction=, "
+                "and make a tensor for all samples, such as a weight for each class, an attribute "
+                "of the loss."
             )
 
     def _one_by_one(self, output: Tensor, target: Any) -> Tensor:

@@ -44,7 +44,8 @@ class DataLinearOperator(TorchLinearOperator):
             ``(params, X) -> output``; or, with a list ``params``, a function ``X -> output`` that
             uses those very tensors. The output is one tensor, batch axis first.
         loss_func: The loss: a PyTorch loss module, or a function ``(output, target) -> scalar``
-            that adds up or averages over samples.
+            that adds up or averages over samples, which is checked on the first batch. If ``data``
+            has the length one, Hessian and GGN take any function of the batch.
         params: The D parameters with respect to which the model is differentiated: a list of
             tensors, or a dictionary from names to tensors (whose values may differ from the
             module's).
@@ -53,9 +54,9 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check at construction, on the first batch, that data, loss
-            and gradient repeat, and that a loss of no known kind adds up over samples. Operators
-            of single samples also check that the samples of a batch do not interact. In products,
-            custom autograd functions of the model are compared (see the page Conventions).
+            and gradient repeat. Operators of single samples also check that the samples of a batch
+            do not interact. In products, custom autograd functions of the model are compared (see
+            the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -114,6 +115,7 @@ class DataLinearOperator(TorchLinearOperator):
                 type(self).__name__,
                 ranks,
                 self.check_deterministic,
+                self._per_sample,
             )
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
         with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():

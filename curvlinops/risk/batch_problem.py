@@ -21,8 +21,9 @@ from curvlinops.support.autograd_graph import (
     signature,
 )
 from curvlinops.support.pytree import select_samples
-from curvlinops.support.refusals import is_refusal
+from curvlinops.support.refusals import is_refusal, lacks_memory
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -242,9 +243,18 @@ class BatchProblem:
         """Evaluate the model in an active evaluation.
 
         Raises:
-            TypeError: If the output is not one real tensor with axes.
+            TypeError: If the output is not one real tensor with axes, or the model refuses the
+                dtype of X, or NumPy arrays.
         """
-        output = evaluation.output(self.batch.X)
+        try:
+            output = evaluation.output(self.batch.X)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            text, dtypes = first_line(error), {x.dtype for x in self.model.tensors().values()}
+            is_about_types = any(word in text for word in ("type", "numpy", "ndarray"))
+            misfit = self.batch.misfit({x for x in dtypes if x.is_floating_point})
+            if lacks_memory(error) or not is_about_types or misfit is None:
+                raise
+            raise TypeError(f"{misfit}. (The model's error: {text})") from error
         kind = type(output).__name__
         if isinstance(output, Tensor):
             if output.is_floating_point() and output.ndim > 0:
@@ -330,6 +340,8 @@ class BatchProblem:
     def check_target(self, output: Tensor, with_values: bool = False) -> None:
         """Check that output and target fit, and perhaps that the loss adds up (costly).
 
+        That need not be so where one batch is all data, until there is a second one.
+
         Raises:
             ValueError: If output and target do not fit. The error names the batch.
         """
@@ -338,8 +350,11 @@ class BatchProblem:
         try:
             self.loss.check(output, self.batch.y)
             self._risk.data.check_rows(self.batch, len(output))
-            if with_values:
-                self.loss.check_values(output, self.batch.y)
+            facts, is_all = self._risk.facts, self._risk.is_all_data(self.batch)
+            is_late = facts.is_evaluated and not facts.adds_up and not is_all
+            if with_values or is_late:
+                self.loss.check_values(output, self.batch.y, is_all)
+                self.learn(adds_up=not is_all)
         except ValueError as error:
             raise ValueError(f"Batch {self.batch.index}: {error}") from error
 

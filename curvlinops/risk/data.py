@@ -1,6 +1,6 @@
 """Batches: their kinds, their numbers of samples, and their way to the device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -36,6 +36,32 @@ class Batch:
         note = f"(in batch {self.index} of the data, X of {about})"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+
+    def misfit(self, dtypes: Collection[torch.dtype]) -> str | None:
+        """Describe what in X is no tensor, or of another dtype than the model; and the remedy.
+
+        Args:
+            dtypes: The dtypes of the model's parameters and buffers.
+        """
+        arrays: list[np.ndarray] = []
+        map_leaves(self.X, lambda x: arrays.append(x) if isinstance(x, np.ndarray) else x)
+        wanted, X = " or ".join(sorted(map(str, dtypes))), f"X of batch {self.index}"
+        if arrays:
+            return (
+                f"{X} is a NumPy array of dtype {arrays[0].dtype}, the model has {wanted}. Pass "
+                f"tensors: torch.as_tensor(X), and for real numbers .to({wanted})"
+            )
+        others = [x.dtype for x in leaves(self.X) if x.dtype not in dtypes]
+        if not others:
+            return None
+        # integers may be indices
+        dtype = max(others, key=lambda dtype: dtype.is_floating_point)
+        return (
+            f"{X} has dtype {dtype}, the model {wanted}. Convert the data, such as "
+            f"X.to({wanted}), or the model, such as model.to({dtype})"
+            if dtype.is_floating_point
+            else f"{X} has dtype {dtype}, the model {wanted}. Pass X.to({wanted})"
+        )
 
 
 class Batches:
@@ -130,7 +156,7 @@ class Batches:
     @property
     def length(self) -> int | None:
         """The number of batches, ``None`` if only a pass over the data shows it."""
-        with suppress(TypeError):  # it has no length
+        with suppress(TypeError, NotImplementedError):
             return len(self.data)
         return None
 

@@ -35,6 +35,7 @@ class EmpiricalRisk:
         name: Names the operator in progress bars.
         ranks: The processes that have other data of the same risk.
         checks: Whether custom autograd functions are compared.
+        per_sample: Whether the loss has to add up over samples, even if one batch is all data.
 
     Attributes:
         facts: What is known of model and loss.
@@ -50,9 +51,11 @@ class EmpiricalRisk:
         name: str,
         ranks: Ranks,
         checks: bool,
+        per_sample: bool,
     ):
         self.model, self.loss, self.data = model, loss, batches
         self.progressbar, self.name, self.ranks, self.checks = progressbar, name, ranks, checks
+        self.per_sample = per_sample
         self.space = ParameterSpace.of(model.params)
         self.facts, self.term_size = ModelFacts(), None
 
@@ -94,6 +97,12 @@ class EmpiricalRisk:
             key = (train_flags(self.model.roots), kinds, tuple(self.model.params), loss)
             self.learn(rules=rules_of(self.model.source, key))
         return self.facts.rules
+
+    def is_all_data(self, batch: Batch) -> bool:
+        """Return whether a batch is all data, and its samples do not matter by themselves."""
+        if self.per_sample or batch.index > 0 or self.ranks.size > 1:
+            return False
+        return self.data.length == 1
 
     # --- passes over the data
 

@@ -63,6 +63,7 @@ class ModelFacts:
         loss_needs_graph: Whether the loss depends on the parameters not only through the values of
             the output: it differentiates the output with respect to the input (a PINN), or uses
             the parameters itself (weight decay).
+        adds_up: Whether the loss is the sum of its samples' losses, as far as that was compared.
         lacks_derivative: Whether the model can be differentiated only once.
         lacks_tangents: Whether forward mode fails on the model.
         prefers_rows: Whether products are faster with kept gradients of samples than with a kept
@@ -80,6 +81,7 @@ class ModelFacts:
     differentiates: bool = False
     stops_gradients: bool = False
     loss_needs_graph: bool = False
+    adds_up: bool = False
     lacks_derivative: bool = False
     lacks_tangents: bool = False
     prefers_rows: bool | None = None

@@ -172,7 +172,7 @@ class KnownKeywords:
 
     @uncompiled
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse unknown keywords; Python's own error names the class that defines __init__."""
+        """Check the keywords; Python's error would name the class that defines ``__init__``."""
         check_keywords(cls, kwargs, cls._refused_keywords)
         return super().__new__(cls)
 
