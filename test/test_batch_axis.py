@@ -607,3 +607,26 @@ def test_zero_heads_and_a_last_batch_of_one_sample():
     K.update((x, y))
     x = torch.cat([*(X.mean(1) for X, _ in data), x.mean(1)])
     assert error(K.input_covariances["down"], covariance(x)) <= 1e-12
+
+
+def test_losses_with_graphs_weigh_flattened_tokens_alike():
+    """A penalty without effect changes nothing but the way that gradients are computed."""
+    module, _, params, data = tokens(interact=True, flat=True)
+
+    def model(x: Tensor) -> Tensor:
+        return module(x)
+
+    def plain(output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, y)
+
+    def penalized(output: Tensor, y: Tensor) -> Tensor:
+        return plain(output, y) + 0.0 * sum(p.square().sum() for p in params)
+
+    options = {"terms": "sample", "reduction": "mean"}
+    fisher = [EFLinearOperator(model, loss, params, data, **options) for loss in (plain, penalized)]
+    assert error(*(F.to_dense() for F in fisher)) <= 1e-10
+    for terms in ("sample", "term"):
+        rows = PerSampleGradientLinearOperator(
+            model, penalized, params, data, terms=terms, reduction="mean"
+        )
+        assert rows.dense().shape[0] == 8
