@@ -42,15 +42,11 @@ def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) ->
     nodes = list(nodes)
     numbers: dict[Any, int] = {None: -1} | {node: number for number, node in enumerate(nodes)}
 
-    def plain(node: Any) -> str:
-        values = plain_values(node)
-        return repr([(k, v) for k, v in values.items() if arguments is None or k in arguments])
-
     return hash(
         tuple(
             (
                 node.name(),
-                plain(node),
+                repr(plain_values(node, arguments)),
                 *((numbers[following], index) for following, index in node.next_functions),
             )
             for node in nodes

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from curvlinops.support.torch_internals import pytree
 
 #: Types without tensors, which are most frequent among the arguments of functions.
-_PLAIN = {type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device}
+_PLAIN = {type(None), bool, int, float, str, slice, type(...)}
+_PLAIN |= {torch.Size, torch.dtype, torch.device}
 
 
 def leaves(tree: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -61,18 +61,27 @@ def saved_values(node: Any) -> list[Any]:
     return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
 
 
-def plain_values(node: Any) -> dict[str, Any]:
-    """Return the saved arguments of a node that are no tensors, such as axes, by name."""
+def plain_values(node: Any, arguments: Collection[str] | None = None) -> list[tuple[str, Any]]:
+    """Return the saved arguments of a node that are no tensors, such as axes, with their names.
+
+    Args:
+        node: The node.
+        arguments: The names of the arguments to return. Default: all.
+    """
     names = _saved_names(type(node))[1]
-    return {name.removeprefix("_saved_"): getattr(node, name) for name in names}
+    return [
+        (name, getattr(node, f"_saved_{name}"))
+        for name in names
+        if arguments is None or name in arguments
+    ]
 
 
 @functools.cache
 def _saved_names(kind: type) -> tuple[list[str], list[str]]:
-    """Return the attributes of a kind of node that hold tensors, and those with other values."""
+    """Return the attributes of a kind of node that hold tensors, and names of other arguments."""
     raw = [name for name in dir(kind) if name.startswith("_raw_saved")]
     saved = [name for name in dir(kind) if name.startswith("_saved_")]
-    return raw, [name for name in saved if f"_raw{name}" not in raw]
+    return raw, [name.removeprefix("_saved_") for name in saved if f"_raw{name}" not in raw]
 
 
 def function_of(node: Any) -> type:
