@@ -26,6 +26,7 @@ READING_ORDER = (
     "influence",
     "tangent_kernel",
     "lora_gpt2",
+    "influence_lora",
     "model_merging",
 )
 #: Sections of docstrings whose entries a class inherits.

@@ -24,6 +24,7 @@ NAMES = [
     "kfac_optimizer",
     "laplace",
     "influence",
+    "influence_lora",
     "tangent_kernel",
     "lora_gpt2",
     "resnet_training",
