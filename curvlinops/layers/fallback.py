@@ -27,6 +27,10 @@ from curvlinops.support.warnings import first_line
 _LOGGER = logging.getLogger("curvlinops")
 
 
+class UnequalRowsError(ValueError):
+    """Samples have unequal numbers of rows of the output, so that rows cannot be grouped."""
+
+
 class _Task(NamedTuple):
     """Vectors to backpropagate, and the parameters that get gradients.
 
@@ -49,6 +53,13 @@ class _Task(NamedTuple):
     def check_output(self, output: Tensor, samples: slice) -> None:
         """Raise an error if samples alone have other outputs than in the batch."""
         expected = self.output[samples]
+        num_rows, num_alone = expected.shape[1], output.shape[1]
+        if num_alone != num_rows > 1:  # rows were grouped by samples that have other numbers
+            raise UnequalRowsError(
+                f"Sample {samples.start} of batch {self.problem.batch.index} has {num_alone} rows "
+                f"of the output alone, but the batch has {num_rows} for each sample. Give samples "
+                "an axis in front of their rows, or say with batch_size_fn how many there are."
+            )
         if output.shape != expected.shape or differs(output, expected, expected):
             raise ValueError("samples alone have other outputs.")
 
@@ -111,6 +122,8 @@ class OneByOne:
                 if way not in self._compared or any(failed is way for failed, _ in self._failed):
                     _check_gradients(gradients, task)
                     self._compared.add(way)
+            except UnequalRowsError:
+                raise
             except Exception as error:  # a user's model may raise anything on a part of a batch
                 if not is_refusal(error):
                     raise
@@ -252,12 +265,13 @@ class LossesOneByOne:
         fallbacks: Why parameters are treated sample by sample.
     """
 
+    #: What is checked of one operator's data does not hold for another's.
+    is_shared = False
+
     def __init__(self, name: str):
         self._name = name
         self._checked = False
         self.fallbacks: dict[str, str] = {}
-        #: What is checked of one operator's data does not hold for another's.
-        self.is_complete = False
 
     def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece], Tensor]:
         """Return a batch's number of samples, the gradients of some at a time, and its weight."""

@@ -139,7 +139,7 @@ class LayerFacts:
         compared: Operations of graphs whose output was compared.
     """
 
-    is_complete = True
+    is_shared = True
 
     def __init__(self):
         self.patterns: dict[int, dict[UseKey, str]] = {}
@@ -170,14 +170,15 @@ class SampleBackward:
         fallbacks: Why parameters are treated sample by sample.
     """
 
+    #: What an operator cannot do without a rule on its data does not hold for another's.
+    is_shared = False
+
     def __init__(self, name: str, independent: bool = True, allow_unassigned: bool = False):
         self._name, self._independent = name, independent
         self._allow_unassigned = allow_unassigned
         self.fallbacks: dict[str, str] = {}
         self._facts = LayerFacts()
         self._fallback = OneByOne()
-        #: What an operator cannot do without a rule on its data does not hold for another's.
-        self.is_complete = False
 
     def capture(
         self,

@@ -22,8 +22,8 @@ def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
 
     Args:
         risk: Model, loss and data.
-        per_sample: Whether samples must not interact. The first few must then have the same outputs
-            without the rest of their batch.
+        per_sample: Whether samples must not interact. The first and the last ones must then have
+            the same outputs without the rest of their batch.
 
     Raises:
         ValueError: If the loss or its gradient is not finite, or samples interact.

@@ -21,7 +21,7 @@ _NO_GRAPH = ("does not require grad", "not have been used in the graph")
 
 
 class Rules:
-    """Objects that learn the rules of a model's layers; operators on the model share them.
+    """Objects that learn the rules of a model's layers; operators on the model may share them.
 
     Args:
         shared: Those of all operators, by what makes them.
@@ -30,12 +30,13 @@ class Rules:
     def __init__(self, shared: dict[Hashable, Any]):
         self._shared, self._own = shared, dict[Hashable, Any]()
 
-    def get(self, make: Callable, *args: Hashable) -> Any:
-        """Return ``make(*args)``: another operator's if that knows all, else this operator's."""
+    def get(self, make: Any, *args: Hashable) -> Any:
+        """Return ``make(*args)``, the same at each call: of all operators if it ``is_shared``."""
         key = (make, *args)
         if key not in self._own:
-            shared = self._shared.setdefault(key, make(*args))
-            self._own[key] = shared if shared.is_complete else make(*args)
+            self._own[key] = (
+                self._shared.setdefault(key, make(*args)) if make.is_shared else make(*args)
+            )
         return self._own[key]
 
     def forget(self) -> None:

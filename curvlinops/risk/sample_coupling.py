@@ -1,6 +1,5 @@
 """Finds models whose output for a sample depends on the other samples of its batch."""
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor, nn
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.pytree import has_length, leaves
 from curvlinops.support.warnings import warn
-
-_LOGGER = logging.getLogger("curvlinops")
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 #: Relative difference of outputs that rounding may explain.
