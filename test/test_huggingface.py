@@ -627,3 +627,33 @@ def test_errors_of_operators_name_the_function():
     for model_func, given, error in attempts:
         with pytest.raises(error, match=r"integrations\.transformers\.problem\(model, loader\)"):
             HessianLinearOperator(model_func, loss_func, params, given)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification"])
+def test_padding_does_not_count_in_factors(name: str, approx: str):
+    """KFAC's averages are over tokens, so that they do not depend on the split into batches."""
+    model = make(name, **({"num_labels": C} if "Classification" in name else {}))
+    data, alone = batches(name), []
+    for batch in data:
+        for n, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            alone.append({key: x[n : n + 1, :length] for key, x in batch.items()})
+    module = (
+        "transformer.h.1.mlp.c_fc"
+        if name.startswith("GPT2")
+        else "bert.encoder.layer.1.intermediate.dense"
+    )
+    inputs = []
+    hook = model.get_submodule(module).register_forward_hook(
+        lambda _, args, output: inputs.append(args[0][0].detach())
+    )
+    for sample in alone:
+        model(**sample)
+    hook.remove()
+    rows = torch.cat(inputs) if approx == "expand" else torch.stack([x.mean(0) for x in inputs])
+    options = {"fisher_type": "empirical", "kfac_approx": approx, "fallback": "diagonal"}
+    K = KFACLinearOperator(*problem(model, data), **options)
+    A = K.input_covariances[f"model.{module}"]
+    torch.testing.assert_close(A[:8, :8], rows.T @ rows / len(rows))
+    expected = KFACLinearOperator(*problem(model, alone), **options)
+    torch.testing.assert_close(K.to_dense(), expected.to_dense())

@@ -139,6 +139,16 @@ class Logits(nn.Module):
         """Return the model's own output."""
         return self.model(**X, **self.options)
 
+    def attention_masks(self, X: Mapping[str, Any]) -> list[Tensor]:
+        """Return the masks ``[N, T]`` of the sequences in a batch, zero at padding.
+
+        KFAC's averages leave padding out, so that they do not depend on how much there is.
+        """
+        masks = [X.get("attention_mask"), X.get("decoder_attention_mask")]
+        if "labels" in X:  # without a mask of its own, a decoder's padding has no label
+            masks.append(X["labels"] != _IGNORED)
+        return [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+
     def arranged(self, output: Any) -> Tensor:
         """Return the logits in a model's output, with classes on axis 1.
 

@@ -127,7 +127,7 @@ class EmbeddingGradient(FactoredGradient):
 
     def inputs(self) -> Tensor:
         """Return rows of an identity matrix, ``[N, S, 1, rows]``, zeros for the padding."""
-        is_lookup = (self.indices != self.padding).to(self.g).unsqueeze(-1)
+        is_lookup = self._lookups(None).to(self.g).unsqueeze(-1)
         rows = torch.nn.functional.one_hot(self.indices, self.num_rows) * is_lookup
         return rearrange(rows, "n s i -> n s 1 i")
 
@@ -135,15 +135,20 @@ class EmbeddingGradient(FactoredGradient):
         """Return output gradients, ``[V, N, S, 1, I]``."""
         return rearrange(self.g, "v n s i -> v n s 1 i")
 
-    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+    def _lookups(self, mask: Tensor | None) -> Tensor:
+        """Return which lookups count, ``[N, S]``: those in the mask that are no constant."""
+        is_lookup = self.indices != self.padding
+        return is_lookup if mask is None else is_lookup & mask
+
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return how often each row was looked up, on a diagonal, and the number of lookups."""
-        indices = self.indices[self.indices != self.padding]
+        indices = self.indices[self._lookups(mask)]
         counts = torch.bincount(indices, minlength=self.num_rows).to(self.g).unsqueeze(0)
         return counts if diagonal else counts.diag_embed(), counts.sum()
 
-    def input_sums(self) -> tuple[Tensor, Tensor]:
+    def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return how often each sample looked up each row, and its number of lookups."""
-        is_lookup = (self.indices != self.padding).to(self.g)
+        is_lookup = self._lookups(mask).to(self.g)
         counts = self.g.new_zeros(self.num_samples, self.num_rows)
         counts.scatter_add_(1, self.indices, is_lookup)
         return rearrange(counts, "n i -> n 1 i"), counts.sum(1)

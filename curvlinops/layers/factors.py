@@ -85,23 +85,30 @@ class FactoredGradient(PerSampleGradient):
     def output_gradients(self) -> Tensor:
         """Return g, ``[V, N, S, G, O]``."""
 
-    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs.
 
         Args:
             diagonal: Whether only the diagonal is wanted.
+            mask: The inputs that count, ``[N, S]``. Default: all.
 
         Returns:
             The sum over samples and positions, ``[G, I, I]`` or ``[G, I]``, and a scalar.
         """
         x = self.inputs()
-        count = torch.tensor(x.shape[0] * x.shape[1], device=x.device)
-        return moment(x.flatten(0, 1), diagonal), count
+        x = x.flatten(0, 1) if mask is None else x[mask]
+        return moment(x, diagonal), torch.tensor(len(x), device=x.device)
 
-    def input_sums(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``."""
+    def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``.
+
+        Args:
+            mask: The inputs that count, ``[N, S]``. Default: all.
+        """
         x = self.inputs()
-        return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
+        if mask is None:
+            return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
+        return (x * rearrange(mask, "n s -> n s 1 1")).sum(1), mask.sum(1)
 
     def matrices(self, samples: slice) -> Tensor:
         """Return the gradients of some samples as matrices, ``[V, n, G, O, I]``."""
@@ -130,6 +137,10 @@ class FactoredGradient(PerSampleGradient):
         return squares
 
 
+#: Gradients, and the inputs that count, ``[N, S]``.
+Masked = tuple[FactoredGradient, Tensor | None]
+
+
 def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
     """Return the sum of squares of ``[P, G, O, I]`` in another basis, ``[G, O, I]``."""
     rows = rotated(rearrange(rows, "p g o i -> p o g i"), inputs)
@@ -148,12 +159,17 @@ def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
 
 
 def input_factor(
-    gradients: Sequence[FactoredGradient], reduce: bool, bias: bool, diagonal: bool
+    gradients: Sequence[FactoredGradient],
+    masks: Sequence[Tensor | None],
+    reduce: bool,
+    bias: bool,
+    diagonal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of inputs' outer products, and the number of summands.
 
     Args:
         gradients: The gradients of a parameter's uses on a batch, of one ``KroneckerShape``.
+        masks: The inputs of each that count, ``[N, S]``; ``None`` for all.
         reduce: Whether a sample's inputs are averaged first.
         bias: Whether the inputs get a one as last entry.
         diagonal: Whether only the diagonal is wanted.
@@ -163,14 +179,15 @@ def input_factor(
         the diagonal.
     """
     diagonal = diagonal or gradients[0].kronecker_shape.one_hot_inputs
+    masked = list(zip(gradients, masks, strict=True))
     if reduce:
-        return _reduced_inputs(gradients, bias, diagonal)
-    moments, counts = zip(*(x.input_moment(diagonal) for x in gradients), strict=True)
+        return _reduced_inputs(masked, bias, diagonal)
+    moments, counts = zip(*(x.input_moment(diagonal, mask) for x, mask in masked), strict=True)
     matrix, count = total(moments), total(counts)
-    return _with_bias(matrix, gradients, count) if bias else matrix, count
+    return _with_bias(matrix, masked, count) if bias else matrix, count
 
 
-def _with_bias(matrix: Tensor, gradients: Sequence[FactoredGradient], count: Tensor) -> Tensor:
+def _with_bias(matrix: Tensor, masked: Sequence[Masked], count: Tensor) -> Tensor:
     """Return the moment of inputs that have one more entry, a one."""
     corner = count.to(matrix).expand(len(matrix), 1)
     if matrix.ndim == 2:
@@ -178,16 +195,16 @@ def _with_bias(matrix: Tensor, gradients: Sequence[FactoredGradient], count: Ten
     size = matrix.shape[1]
     out = matrix.new_empty(len(matrix), size + 1, size + 1)
     out[:, :size, :size] = matrix
-    out[:, size, :size] = out[:, :size, size] = total(x.input_sums()[0].sum(0) for x in gradients)
+    out[:, size, :size] = out[:, :size, size] = total(
+        x.input_sums(mask)[0].sum(0) for x, mask in masked
+    )
     out[:, size, size:] = corner
     return out
 
 
-def _reduced_inputs(
-    gradients: Sequence[FactoredGradient], bias: bool, diagonal: bool
-) -> tuple[Tensor, Tensor]:
+def _reduced_inputs(masked: Sequence[Masked], bias: bool, diagonal: bool) -> tuple[Tensor, Tensor]:
     """Return the sum of outer products of the samples' mean inputs, and how many there are."""
-    sums, numbers = zip(*(x.input_sums() for x in gradients), strict=True)
+    sums, numbers = zip(*(x.input_sums(mask) for x, mask in masked), strict=True)
     numbers = total(numbers)
     has_inputs = numbers > 0
     means = total(sums) / rearrange(numbers.clamp(min=1), "n -> n 1 1")

@@ -46,13 +46,17 @@ class OuterProducts(FactoredGradient):
         """Return g, ``[V, N, S, G, O]``."""
         return self.g
 
-    def input_moment(self, diagonal: bool) -> tuple[Tensor, Tensor]:
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs."""
+        if mask is not None:
+            return super().input_moment(diagonal, mask)
         count = torch.tensor(self.num_samples * self.num_positions, device=self.g.device)
         return self.x.moment(diagonal), count
 
-    def input_sums(self) -> tuple[Tensor, Tensor]:
+    def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of each sample's inputs, and their number."""
+        if mask is not None:
+            return super().input_sums(mask)
         count = torch.tensor(self.num_positions, device=self.g.device)
         return self.x.sums(), count.expand(self.num_samples)
 

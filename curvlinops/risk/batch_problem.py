@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,15 @@ class BatchProblem:
             return self.num_samples
         except ValueError:
             return None
+
+    @cached_property
+    def attention_masks(self) -> list[Tensor]:
+        """The masks of the batch's sequences, ``[N, T]``, ``False`` at padding, if the model tells.
+
+        A model tells by its method ``attention_masks(X)``, as those of Hugging Face's do.
+        """
+        masks_of = getattr(self.model.module or self.model.source, "attention_masks", None)
+        return [] if masks_of is None else [mask.bool() for mask in masks_of(self.batch.X)]
 
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to.

@@ -5,7 +5,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from curvlinops.layers.factors import gradient_factor, input_factor, moment
+from curvlinops.layers.factors import FactoredGradient, gradient_factor, input_factor, moment
 from curvlinops.layers.gradients import Piece, sum_of
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.samples import SampleGradients
@@ -79,7 +79,10 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         for use in list(groups):
             # memory of gradients that were added is given back at once
             contributions, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
-            for key, tensor in _factors(sums, use, contributions, with_inputs):
+            masks = [
+                _mask_of(x, problem.attention_masks) if with_inputs else None for x in contributions
+            ]
+            for key, tensor in _factors(sums, use, contributions, masks, with_inputs):
                 sums.add(key, tensor)
         _add_exact_blocks(sums, exact, pieces)
     sums.add(WEIGHT, problem.weight(samples.output).double())
@@ -99,8 +102,34 @@ def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> 
     return reasons
 
 
+def _mask_of(contribution: UseGradient, masks: list[Tensor]) -> Tensor | None:
+    """Return which of a layer's rows count as inputs, ``[N, S]``; ``None`` if all do.
+
+    Padding does not count, unless it has a gradient: then it predicts a token, or the mask is that
+    of other sequences.
+
+    Args:
+        contribution: The gradients of the layer's use.
+        masks: The masks of the batch's sequences, ``[N, T]``.
+    """
+    gradient = contribution.gradient
+    if not masks or contribution.is_unassigned or not isinstance(gradient, FactoredGradient):
+        return None
+    g = gradient.output_gradients()
+    fitting = [mask for mask in masks if mask.shape == g.shape[1:3]]
+    if not fitting:
+        return None
+    has_gradient = g.flatten(3).ne(0).any(-1).any(0)
+    mask = min(fitting, key=lambda mask: int((has_gradient & ~mask).sum()))
+    return mask | has_gradient
+
+
 def _factors(
-    sums: FactorSums, use: LayerUse, contributions: list[UseGradient], with_inputs: bool
+    sums: FactorSums,
+    use: LayerUse,
+    contributions: list[UseGradient],
+    masks: list[Tensor | None],
+    with_inputs: bool,
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
     shape, options = use.shape, sums.options
@@ -114,7 +143,7 @@ def _factors(
         yield (use, "B"), gradient_factor(gradients, reduce, diagonal=shape.outputs > limit)
     if with_inputs and not shape.is_bias:
         bias = use.has_bias_input(options)
-        total, count = input_factor(gradients, reduce, bias, diagonal=shape.inputs > limit)
+        total, count = input_factor(gradients, masks, reduce, bias, diagonal=shape.inputs > limit)
         yield (use, "A"), total
         yield (use, "count"), count.double()
 

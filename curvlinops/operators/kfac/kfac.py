@@ -219,7 +219,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             batch = problem.batch
             numbered = problem.on(Batch(sums.num_batches, batch.X, batch.y))
             backward = numbered.rules(SampleBackward, type(self).__name__, True, True)
-            samples = backward.capture(numbered, need_samples)
+            # masks of sequences are compared with the samples of all rows
+            needed = (lambda uses: uses) if numbered.attention_masks else need_samples
+            samples = backward.capture(numbered, needed)
             self._check_terms(numbered, samples)
             sums.num_batches += 1
             if samples.num_samples:
