@@ -1,9 +1,8 @@
 """The one context in which every forward pass and every backward pass runs."""
 
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import filterfalse
 from operator import is_not
 from typing import Any
@@ -22,6 +21,7 @@ from curvlinops.support.torch_internals import (
     tensor_tables,
     uncached_parametrizations,
 )
+from curvlinops.support.torch_modes import without_compiler
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
@@ -68,14 +68,14 @@ class Evaluation:
         model = self._model
         if self._modules is None:
             self._modules = IsolatedModules(model.roots, model.replacements(self._values))
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(model.requiring_gradients())
-            stack.enter_context(self._modules.active())
-            stack.enter_context(uncached_parametrizations())
-            if "torch._dynamo" in sys.modules:  # as it is once anything was compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(overrides.active(self._differentiation))
+        with (
+            torch.enable_grad(),
+            model.requiring_gradients(),
+            self._modules.active(),
+            uncached_parametrizations(),
+            without_compiler(),
+            overrides.active(self._differentiation),
+        ):
             yield
 
     def of_graph(self, outputs: Iterable[Tensor | None]) -> Callable[[], AbstractContextManager]:

@@ -139,7 +139,7 @@ class ParameterSpace:
     def split_rows(self, flat: Tensor) -> Columns:
         """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
         num_columns, shapes = flat.shape[0], self.shapes.items()
-        parts = [flat] if len(self._sizes) == 1 else flat.split(self._sizes, dim=1)
+        parts = [flat] if len(self._sizes) == 1 else flat.split_with_sizes(self._sizes, 1)
         pairs = zip(shapes, parts, strict=True)
         return {
             name: part if len(shape) == 1 else part.reshape(num_columns, *shape)

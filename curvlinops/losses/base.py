@@ -107,20 +107,18 @@ class Loss(ABC):
 
     def gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
-        rows = self._gradient(*self._rows(output, target))
-        # targets may require gradients
-        return self.from_terms(rows.unsqueeze(0), output)[0].detach()
+        return self._gradient_at(self._rows(output, target), output)
 
     def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return ``gradient`` as a function of the output, with ``hessian`` as its derivative."""
         z = output.detach()
-        value, multiply = self.gradient(z, target), self.hessian(z, target)
+        rows = self._rows(z, target)
+        value, multiply = self._gradient_at(rows, z), self._hessian_at(rows, z)
         return _WithDerivative.apply(output, value, multiply)
 
     def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
         """Return products with the Hessian of ``sum`` w.r.t. the output."""
-        multiply = self._hessian(*self._rows(output, target))
-        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
+        return self._hessian_at(self._rows(output, target), output)
 
     def hessian_sqrt(self, output: Tensor, target: Any, minimal: bool = False) -> Tensor:
         """Return S, ``[V, *output]``, with ``sum_v S_v S_v^T`` the Hessian of l_t in each term.
@@ -176,6 +174,16 @@ class Loss(ABC):
     def _rows(self, output: Tensor, target: Any) -> tuple[Tensor, Any]:
         """Return the rows z of an output, ``[T, C]``, and y."""
         return self.to_terms(output.unsqueeze(0))[0], self._target_rows(output, target)
+
+    def _gradient_at(self, rows: tuple[Tensor, Any], output: Tensor) -> Tensor:
+        """Return ``gradient``, given z and y."""
+        # targets may require gradients
+        return self.from_terms(self._gradient(*rows).unsqueeze(0), output)[0].detach()
+
+    def _hessian_at(self, rows: tuple[Tensor, Any], output: Tensor) -> OutputMatrix:
+        """Return ``hessian``, given z and y."""
+        multiply = self._hessian(*rows)
+        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
 
     @abstractmethod
     def _target_rows(self, output: Tensor, target: Any) -> Any:

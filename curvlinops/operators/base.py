@@ -189,12 +189,12 @@ class DataLinearOperator(TorchLinearOperator):
             build: Builds it.
             task: The purpose, which identifies what is kept.
         """
+        shared = linearization_of(self)
+        if shared is None:
+            with self._batches(task) as batches:
+                yield (build(problem, False) for problem in batches)
+            return
         with exclusive():
-            shared = linearization_of(self)
-            if shared is None:
-                with self._batches(task) as batches:
-                    yield (build(problem, False) for problem in batches)
-                return
             shared.check()
             if (kept := shared.all(task)) is not None:
                 yield iter(kept)

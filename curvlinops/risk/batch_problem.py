@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from curvlinops.support.autograd_graph import (
 from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal, lacks_memory
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -316,7 +317,8 @@ class BatchProblem:
             stops_gradients=watch.stops_gradients,
             loss_needs_graph=loss_needs_graph,
         )
-        self.check_target(output, with_values=True)
+        with self.formulas():
+            self.check_target(output, with_values=True)
         value = self.loss_sum(output)[0] if loss_needs_graph else output
         nodes = list(graph_nodes(value))
         check_graph(nodes, self.model, leaves)
@@ -346,6 +348,15 @@ class BatchProblem:
         return False
 
     # --- the loss
+
+    def formulas(self) -> AbstractContextManager:
+        """Return the context for formulas of the loss inside of an evaluation.
+
+        An evaluation watches the calls of the model and of the user's own losses, not those of
+        losses in closed form, whose code is the package's.
+        """
+        is_known = self.loss is None or self.loss.is_function_of_values
+        return without_torch_function() if is_known else nullcontext()
 
     def check_target(self, output: Tensor, with_values: bool = False) -> None:
         """Check that output and target fit, and perhaps that the loss adds up (costly).

@@ -59,7 +59,8 @@ def evaluate(problem: BatchProblem) -> Tensor:
 def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor]:
     """Return a scalar function of the output, its gradient (one column), and the weight."""
     with problem.recording("once") as (_, leaves, output):
-        loss, weight = head(output)
+        with problem.formulas():
+            loss, weight = head(output)
         grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
     out = problem.space.zeros(1)
     add(out, 0, grads)
@@ -113,7 +114,8 @@ def hessian(
         single: Whether there is one product with one column, which frees the graph.
     """
     with problem.recording("twice") as (evaluation, leaves, output), explained():
-        (start, cotangent), weight = head(output)
+        with problem.formulas():
+            (start, cotangent), weight = head(output)
         grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
     def product(v: Columns, inputs: Tensors) -> Columns:
@@ -169,7 +171,8 @@ def _gauss_newton(
     """Prepare products by backward passes only, see ``gauss_newton``."""
     with problem.recording("twice") as recording, explained():
         evaluation, leaves, output = recording
-        curvature, weight = head(output.detach())
+        with problem.formulas():
+            curvature, weight = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
     def product(v: Columns, inputs: Tensors) -> Columns:
@@ -238,8 +241,9 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         evaluation, leaves, output = recording
         with evaluation.active():
             problem.look_at_loss(output)
-            curvature, weight = head(output.detach())
-            u = curvature(tangent.unsqueeze(0)).squeeze(0)
+            with problem.formulas():
+                curvature, weight = head(output.detach())
+                u = curvature(tangent.unsqueeze(0)).squeeze(0)
             inputs = {name: leaves[name] for name in {**v, **dict.fromkeys(names)}}
             grads = vjp({"": output}, {"": u}, inputs, retain=False)
         # <J v, B J v> = <v, G v>: the left by forward mode, the right by the backward pass. Zero
@@ -250,8 +254,8 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         return grads, weight, is_right, is_zero
 
     def apply(V: Columns, out: Columns) -> Tensor:
-        leaves, states = problem.leaves(), GeneratorStates()
-        v = {name: column[0].detach().to(leaves[name].dtype) for name, column in V.items()}
+        states, params = GeneratorStates(), problem.model.params
+        v = {name: column[0].detach().to(params[name].dtype) for name, column in V.items()}
         try:
             grads, weight, is_right, is_zero = product(v, list(out))
         except (RuntimeError, TypeError) as error:  # an operation without forward mode

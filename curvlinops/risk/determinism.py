@@ -14,7 +14,7 @@ from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
-from curvlinops.support.rng import preserved_rng, seed_everything
+from curvlinops.support.rng import seed_everything
 
 
 def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
@@ -49,7 +49,7 @@ class _Observed(NamedTuple):
 
 def _observe(risk: EmpiricalRisk, seed: int, per_sample: bool) -> _Observed:
     """Draw the first batch and evaluate it."""
-    with preserved_rng(), risk.batches("check_deterministic") as batches:
+    with risk.batches("check_deterministic") as batches:  # which restores the generators
         seed_everything(seed)
         problem = next(batches)
         data = digest((problem.batch.X, problem.batch.y))

@@ -64,8 +64,7 @@ class EmpiricalRisk:
     def learn(self, **facts: Any) -> None:
         """Add to what is known of model and loss."""
         self.facts = replace(self.facts, **facts)
-        if self.loss is not None:
-            self.loss.needs_graph = self.facts.loss_needs_graph
+        self._use_loss(self.loss)
 
     def invalidate(self) -> None:
         """Forget what is known of model and loss."""
@@ -76,8 +75,13 @@ class EmpiricalRisk:
     def use(self, loss: Loss | None) -> None:
         """Use the model as it is now, and a loss."""
         self.model.refresh()
+        self._use_loss(loss)
+
+    def _use_loss(self, loss: Loss | None) -> None:
+        """Use a loss, which is told whether it needs the graph of the output."""
         self.loss = loss
-        self.learn()
+        if loss is not None:
+            loss.needs_graph = self.facts.loss_needs_graph
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers of model and loss by name."""

@@ -15,6 +15,7 @@ from curvlinops.support.torch_internals import (
     plain_values,
     saved_values,
     strided_tensors,
+    without_torch_function,
 )
 
 #: Functions that models and losses call to differentiate.
@@ -103,23 +104,24 @@ def footprint(part: Any) -> int:
         part: Tensors in nested functions (their closures), dictionaries, lists and tuples. Leaves
             of graphs, which are parameters, do not count.
     """
-    tensors = list(_tensors(part))
-    nodes = list(graph_nodes(*tensors))
-    leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        sizes |= _storages(tensor)
-    for node in nodes:
-        for saved in saved_values(node):
-            # hooks on saved tensors, as of checkpoints, may have saved something else
-            held = getattr(saved, "data", None)
-            if isinstance(held, Tensor):
-                sizes |= _storages(held)
-        for tensor in _tensors(getattr(node, "__dict__", {})):  # of custom functions
+    with without_torch_function():  # an evaluation watches what the model calls
+        tensors = list(_tensors(part))
+        nodes = list(graph_nodes(*tensors))
+        leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
+        for tensor in tensors:
             sizes |= _storages(tensor)
-    for variable in (*leaves, *leaf_variables(nodes)):
-        for address in _storages(variable):
-            sizes.pop(address, None)
+        for node in nodes:
+            for saved in saved_values(node):
+                # hooks on saved tensors, as of checkpoints, may have saved something else
+                held = getattr(saved, "data", None)
+                if isinstance(held, Tensor):
+                    sizes |= _storages(held)
+            for tensor in _tensors(getattr(node, "__dict__", {})):  # of custom functions
+                sizes |= _storages(tensor)
+        for variable in (*leaves, *leaf_variables(nodes)):
+            for address in _storages(variable):
+                sizes.pop(address, None)
     return sum(sizes.values())
 
 

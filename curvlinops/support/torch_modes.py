@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -72,6 +72,12 @@ def default_modes() -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.set_grad_enabled(recording))
         yield
+
+
+def without_compiler() -> AbstractContextManager:
+    """Return a context in which compiled functions and modules run uncompiled."""
+    is_imported = "torch._dynamo" in sys.modules  # as it is once anything was compiled
+    return torch.compiler.set_stance("force_eager") if is_imported else nullcontext()
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
