@@ -541,6 +541,24 @@ def test_eigendecompositions_are_rescued(monkeypatch):
         Blocks({"conv": Kron(B, A)}).eigh()
 
 
+def test_only_eigendecompositions_that_fail_are_repeated(monkeypatch):
+    original, computed = torch.linalg.eigh, []
+
+    def fails(matrix: Tensor):
+        values, vectors = original(matrix)
+        computed.append((matrix.dtype, len(matrix)))
+        if matrix.dtype == torch.float32:
+            values[1] = torch.nan
+        return values, vectors
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    matrices = torch.stack([A, 2 * A, 3 * A]).float()
+    Kron(matrices).eigh()
+    assert computed == [(torch.float32, 3), (torch.float64, 1)]
+    decomposition = Kron(matrices).eigh()
+    torch.testing.assert_close(decomposition.to_dense(), torch.block_diag(*matrices))
+
+
 def ill_conditioned() -> Tensor:
     """Return a float32 matrix that is regular, but inaccurate to invert in float32."""
     vectors, _ = torch.linalg.qr(randn(30, 30))

@@ -189,8 +189,19 @@ def test_strided_tensors():
         assert torch.equal(parts[-1], torch.ones(2))
 
 
-def test_forward_mode_is_imported():
-    assert "torch._decomp.decompositions_for_jvp" in sys.modules
+#: A product in forward mode, in a process of its own in which warnings are errors.
+FORWARD_MODE = """
+import sys, torch, curvlinops
+assert "torch._decomp.decompositions_for_jvp" not in sys.modules  # the import takes 0.1 s
+model, data = torch.nn.Linear(2, 2), [(torch.ones(3, 2), torch.ones(3, 2))]
+G = curvlinops.GGNLinearOperator(model, torch.nn.MSELoss(), list(model.parameters()), data)
+G @ torch.ones(6)
+assert "torch._decomp.decompositions_for_jvp" in sys.modules
+"""
+
+
+def test_forward_mode_is_imported_without_warnings_when_used():
+    subprocess.run([sys.executable, "-W", "error", "-c", FORWARD_MODE], check=True)
 
 
 def test_run_backward():

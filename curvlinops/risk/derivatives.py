@@ -24,7 +24,7 @@ from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
 from curvlinops.risk.custom_functions import agree, check_jacobian
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng
-from curvlinops.support.torch_internals import without_torch_function
+from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
 
 #: ``apply(V, out) -> weight``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -298,6 +298,7 @@ def _dual_evaluation(
         The recording, with the parameters that carry tangents, and the output's tangent. The exit
         of the context clears tangents, which would be carried backward.
     """
+    prepare_forward_mode()
     with forward_ad.dual_level():
         duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
         evaluation = problem.evaluation(duals, "forward")

@@ -1,7 +1,7 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -102,8 +102,9 @@ class Factor:
         """Return the diagonals, ``[G, n]``."""
         return self.tensor if self.is_diagonal else self.tensor.diagonal(dim1=-2, dim2=-1)
 
+    @cached_property
     def norm(self) -> Tensor:
-        """Return the Frobenius norms, ``[G]``, in float64."""
+        """The Frobenius norms, ``[G]``, in float64."""
         return double_norm(self.tensor, range(1, self.tensor.ndim))
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
@@ -338,7 +339,7 @@ def invert(
             valid = valid.cpu()  # one synchronization for all
             results = zip(numbers, inverse.split(sizes), valid.split(sizes), strict=True)
             for i, matrix, is_valid in results:
-                if bool(is_valid.all()):
+                if all(is_valid.tolist()):
                     inverses[i] = Factor(matrix, symmetric=True, psd=psd)
     others = [i for i in range(len(damped)) if i not in inverses]
     decompose(Decomposition(damped[i][0], damped[i][2], accurate) for i in others)

@@ -1,7 +1,7 @@
 """Kronecker products, and block-diagonals of equally large ones."""
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 
 import torch
@@ -20,7 +20,7 @@ from curvlinops.structured.factor import (
     name_of_factor,
     slogdet,
 )
-from curvlinops.structured.linalg import real, shifted, tolerance
+from curvlinops.structured.linalg import power, real, shifted, tolerance
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
 from curvlinops.support.norms import double_norm
@@ -89,8 +89,11 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return {"": multiply(self._factors, self._groups, columns[""])}
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        transposed = [factor.transposed() for factor in self._factors]
-        return {"": multiply(transposed, self._groups, columns[""])}
+        return {"": multiply(self._transposed_factors, self._groups, columns[""])}
+
+    @cached_property
+    def _transposed_factors(self) -> list[Factor]:
+        return [factor.transposed() for factor in self._factors]
 
     # --- quantities: those of the factors, by group
 
@@ -99,7 +102,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
     def _norm(self) -> Tensor:
-        return double_norm(self._by_group([factor.norm() for factor in self._factors]), 0)
+        return double_norm(self._by_group([factor.norm for factor in self._factors]), 0)
 
     def _diagonal(self) -> Tensor:
         self._need_square_factors("A diagonal")
@@ -132,14 +135,18 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         factors = enumerate(self._factors)
         return [Decomposition(factor, name_of_factor(i), accurate) for i, factor in factors]
 
-    def _eigh(self, accurate: bool = False, shift: float = 0.0) -> EighDecomposedLinearOperator:
-        """Return the eigendecomposition of the sum with a multiple of the identity."""
+    def _eigh(
+        self, accurate: bool = False, shift: float = 0.0, exponent: float = 1.0
+    ) -> EighDecomposedLinearOperator:
+        """Return the eigendecomposition of a power of the sum with a multiple of the identity."""
         pairs = [f.eigh(accurate, name_of_factor(i)) for i, f in enumerate(self._factors)]
         values = self._outer([values for values, _ in pairs])
         size, entries = (max(getattr(f, name) for f in self._factors) for name in ("rows", "eps"))
         computed = min(torch.finfo(values.dtype).eps, entries)
         values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
         values = values.to(self.torch_dtype).flatten()
+        if exponent != 1:
+            values = power(values, exponent)
         vectors = self._of(vectors for _, vectors in pairs)
         return EighDecomposedLinearOperator(values, vectors)
 
@@ -201,7 +208,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return self._of(left.times(right) for left, right in pairs)
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
-        return self._of(factor.transposed() for factor in self._factors)
+        return self._of(self._transposed_factors)
 
     def _squared_entries(self) -> "KroneckerProductLinearOperator":
         return self._of(factor.squared() for factor in self._factors)

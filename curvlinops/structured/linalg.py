@@ -83,11 +83,13 @@ def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: flo
     if values.numel() == 0 or (not isinstance(shift, Tensor) and shift == 0):
         return values
     sums = values + shift
-    size = values.abs().amax(-1, keepdim=True)
+    size, sizes = values.abs().amax(-1, keepdim=True), sums.abs()
+    if not bool((sizes <= max(entries, computed) * size).any()):  # all sums are large
+        return sums
     # a sum with a zero eigenvalue is the shift, which the computation may lose
-    lost = (values == 0) & (sums.abs() <= computed * size)
+    lost = (values == 0) & (sizes <= computed * size)
     # a shift that cancels an eigenvalue leaves the rounding errors of the entries
-    lost |= (values * shift < 0) & (sums.abs() <= entries * size)
+    lost |= (values * shift < 0) & (sizes <= entries * size)
     return sums.masked_fill(lost, 0)
 
 
@@ -141,8 +143,8 @@ def eigh_batched(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the eigendecompositions of symmetric matrices.
 
-    Matrices of equal size, dtype and device are decomposed together. If a decomposition does not
-    converge, it is repeated in float64.
+    Matrices of equal size, dtype and device are decomposed together. Decompositions that do not
+    converge are repeated in float64.
 
     Args:
         matrices: Symmetric matrices, ``[G, n, n]`` each.
@@ -171,16 +173,18 @@ def _eigh(matrix: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-1], dtype=dtype), matrix
     try:
-        values, vectors = torch.linalg.eigh(symmetrized(matrix.to(dtype)))
-        if bool(values.isfinite().all()):
-            return values, vectors
-    except torch.linalg.LinAlgError:
-        pass
-    try:
-        values, vectors = torch.linalg.eigh(symmetrized(matrix.double()))
-    except torch.linalg.LinAlgError as error:
-        raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
-    return values.to(dtype), vectors.to(dtype)
+        values, vectors = torch.linalg.eigh(matrix.to(dtype))
+    except torch.linalg.LinAlgError:  # there is no result for any of the matrices
+        values = matrix.new_full(matrix.shape[:-1], torch.nan, dtype=dtype)
+        vectors = torch.empty_like(matrix, dtype=dtype)
+    failed = ~values.isfinite().all(-1)
+    if bool(failed.any()):
+        try:
+            repeated = torch.linalg.eigh(matrix[failed].double())
+        except torch.linalg.LinAlgError as error:
+            raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
+        values[failed], vectors[failed] = (x.to(dtype) for x in repeated)
+    return values, vectors
 
 
 def cholesky_inverse(

@@ -1,5 +1,7 @@
 """Sums of Kronecker products and multiples of the identity."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -54,17 +56,19 @@ class ShiftedLinearOperator(StructuredLinearOperator):
 
     # --- functions of the operator
 
-    def _need_double(self) -> bool:
-        """Return whether the shift is so small that small eigenvalues of A matter."""
+    @cached_property
+    def _needs_double(self) -> bool:
+        """Whether the shift is so small that small eigenvalues of A matter."""
         eps = torch.finfo(self.torch_dtype).eps
         return abs(self.shift) <= 1e3 * eps * float(self.operator._norm())
 
     def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
-        needed = self.operator._to_decompose(accurate and self._need_double())
+        needed = self.operator._to_decompose(accurate and self._needs_double)
         return [] if inverse and len(needed) == 1 else needed
 
     def _eigh(self, accurate: bool = False) -> StructuredLinearOperator:
-        return self.operator._as_product()._eigh(accurate and self._need_double(), self.shift)
+        product = self.operator._as_product()
+        return product._eigh(accurate and self._needs_double, self.shift)
 
     def _has_eigh(self) -> bool:
         return self.operator._has_eigh()
@@ -77,7 +81,7 @@ class ShiftedLinearOperator(StructuredLinearOperator):
         product = self.operator._as_product()
         if product._is_matrix():  # a Cholesky decomposition is faster
             return product._inverse(accurate, self.shift)
-        return super()._inverse(accurate)
+        return product._eigh(accurate and self._needs_double, self.shift, exponent=-1.0)
 
     # --- algebra
 

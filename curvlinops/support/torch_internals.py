@@ -185,10 +185,17 @@ def strided_tensors(tensor: Tensor) -> list[Tensor]:
 
 # --- modes
 
-with warnings.catch_warnings(), suppress(ImportError):
-    # the first use of forward mode imports this, which warns of PyTorch's own torch.jit.script
-    warnings.simplefilter("ignore")
-    import torch._decomp.decompositions_for_jvp
+
+@functools.cache
+def prepare_forward_mode() -> None:
+    """Import what the first use of forward mode imports, without PyTorch's own warnings.
+
+    It warns of PyTorch's own ``torch.jit.script``. It takes 0.1 s, so not at the import of this.
+    """
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
 
 #: ``torch.compiler.disable`` without the import of the compiler, which takes a second.
 disable_compiler = internal("torch", "_disable_dynamo")

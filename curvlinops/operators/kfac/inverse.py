@@ -105,7 +105,7 @@ def inverse_factors(blocks: Sequence[Block], damping: Damping) -> dict[Factor, F
     damped: dict[Factor, tuple[Factor, float | Tensor, str]] = {}
     for block in blocks:
         term = terms.get(block.views[0])
-        if term is None:
+        if term is None or damped.keys() >= set(term.factors):
             continue
         dampings = damping.of(term, terms.get(block.weight))
         for i, (factor, shift) in enumerate(zip(term.factors, dampings, strict=True)):

@@ -451,7 +451,8 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         return assemble(self._normalized(keep=True), self.space, Block.operator)
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        blocks = self._normalized()
+        # the structure, which exact damping needs, is made of the same blocks
+        blocks = self._normalized(keep=damping.use_exact_damping)
         if not damping.use_exact_damping:
             inverses = inverse_factors(blocks, damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
