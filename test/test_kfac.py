@@ -16,7 +16,8 @@ from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, GGNDiagonalLinearOperator, KFACLinearOperator
+from curvlinops.layers import gradients, samples
 from curvlinops.layers.covariance import second_moment
 
 LOSSES = [n for n in problems.NAMES if n.split("-")[0] in problems.MODELS]
@@ -94,6 +95,80 @@ def test_forward_only(name: str, joint: bool):
         p = replace(p, params=named)
     expected = kfac_reference.kfac(p, "forward-only", joint=joint)
     assert error(matrix(build(p, "forward-only", False, joint)), expected) <= p.tolerance
+
+
+def _hidden(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *layers)
+
+
+#: Models whose last layer's output is the model's output, and others.
+OUTPUTS = {
+    "linear": lambda: _hidden(nn.Linear(4, 5)),
+    "without-bias": lambda: _hidden(nn.Linear(4, 5, bias=False)),
+    "alone": lambda: nn.Linear(3, 5),
+    "scaled": lambda: Using(lambda m, x: 2 * m.layers(x), layers=_hidden(nn.Linear(4, 5))),
+    "shifted": lambda: Using(lambda m, x: x[:, :1] + m.layers(x), layers=_hidden(nn.Linear(4, 5))),
+    "log-softmax": lambda: _hidden(nn.Linear(4, 5), nn.LogSoftmax(1)),
+    "used-twice": lambda: Using(
+        lambda m, x: m.layer(m.layer(m.first(x)).tanh()), first=nn.Linear(3, 5),
+        layer=nn.Linear(5, 5),
+    ),
+    "added-twice": lambda: Using(
+        lambda m, x: m.layer(x) + m.layer(x.sin()), layer=nn.Linear(3, 5)
+    ),
+}  # fmt: skip
+
+#: Losses, and targets for an output.
+OUTPUT_LOSSES = {
+    "ce": (nn.CrossEntropyLoss, lambda z: z.argmax(1)),
+    "ce-options": (
+        lambda: nn.CrossEntropyLoss(
+            weight=torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]), ignore_index=1, label_smoothing=0.1
+        ),
+        lambda z: torch.arange(len(z)) % 5,
+    ),
+    "mse": (nn.MSELoss, torch.sin),
+    "bce": (
+        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1])),
+        torch.sigmoid,
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", OUTPUT_LOSSES)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_last_layers(name: str, loss: str, monkeypatch):
+    """Whether or not B is the sum of the loss's Hessians, and however many vectors at once."""
+    kind, target = OUTPUT_LOSSES[loss]
+    X = torch.randn(10, 3, dtype=torch.float64).split([6, 4])
+    p = problem(OUTPUTS[name]().double(), X, kind().double(), target)
+    diagonal = reference.ggn(p).diagonal()
+    for size in (gradients.BYTES, 1000):
+        monkeypatch.setattr(samples, "BYTES", size)
+        for reduce in (False, True):
+            expected = kfac_reference.kfac(p, reduce=reduce)
+            for exact in (False, True):
+                found = matrix(build(p, "type-2", reduce, exact=exact))
+                assert error(found, expected) <= 1e-9
+        D = GGNDiagonalLinearOperator(p.model, p.loss, p.params, p.data)
+        assert error(D.diagonal(), diagonal) <= 1e-9
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("loss", ["mse", "bce", "ce"])
+def test_last_layers_with_positions(loss: str, reduce: bool):
+    """Rows of the layer are terms of the loss, or others."""
+    kind, target = OUTPUT_LOSSES[loss]
+    kind = nn.BCEWithLogitsLoss if loss == "bce" else kind
+    for model, shape in (
+        (_hidden(nn.Linear(4, 1)), (3,)),
+        (_hidden(nn.Linear(4, 4)), (4, 3)),
+        (nn.Sequential(nn.Conv1d(3, 4, 2, padding=1), nn.Tanh(), nn.Conv1d(4, 4, 2)), (3, 4)),
+    ):
+        X = torch.randn(5, *shape, dtype=torch.float64).split([3, 2])
+        p = problem(model.double(), X, kind().double(), target)
+        expected = kfac_reference.kfac(p, reduce=reduce)
+        assert error(matrix(build(p, "type-2", reduce)), expected) <= 1e-9
 
 
 def _conv(kind: type, *sizes: int, **options: Any) -> nn.Module:

@@ -123,6 +123,11 @@ def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
         small = loss.to_terms(loss.hessian_sqrt(z, y, minimal=True))
         torch.testing.assert_close(torch.einsum("vtc,vtd->tcd", small, small), in_terms)
         assert len(small) == len(root) - name.startswith("ce")
+        columns = [slice(first, first + 2) for first in range(0, root.shape[2], 2)]
+        for every, minimal in ((root, False), (small, True)):
+            some = [loss.hessian_sqrt(z, y, minimal, column) for column in columns]
+            torch.testing.assert_close(loss.to_terms(torch.cat(some)), every)
+        torch.testing.assert_close(loss.hessian_sum(z, y), in_terms.sum(0))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -177,6 +182,21 @@ def test_hessian_sqrt_closed_forms():
         torch.testing.assert_close(root, k**0.5 * by_label.diag())
     target = bits(z).requires_grad_()
     assert not loss_hessian_matrix_sqrt(z, target, nn.BCEWithLogitsLoss()).requires_grad
+
+
+@pytest.mark.parametrize("top", range(C))
+@pytest.mark.parametrize("minimal", [False, True])
+def test_hessian_of_confident_predictions_is_accurate(top: int, minimal: bool):
+    z, y = logits((1, C)), torch.tensor([0])
+    z[0, top] += 30.0
+    loss, p = wrap_loss(nn.CrossEntropyLoss()), z.softmax(1)[0]
+    others = torch.tensor([p[p != p[k]].sum() for k in range(C)])  # 1 - p, where nothing cancels
+    expected = (-p.outer(p)).fill_diagonal_(0.0) + (p * others).diag()
+    root = loss.hessian_sqrt(z.float(), y, minimal).double()[:, 0]
+    size = expected.diagonal().sqrt()
+    assert ((root.T @ root - expected).abs() <= 1e-5 * size.outer(size)).all()
+    found = loss.hessian_sum(z.float(), y).double()
+    assert ((found - expected).abs() <= 1e-5 * expected.abs()).all()
 
 
 Z1 = logits((1, C))

@@ -147,6 +147,12 @@ class CallOutput:
         g = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         return g.reshape(g.shape[0], *self.shape)
 
+    def is_tensor(self, x: Tensor) -> bool:
+        """Return whether a tensor with a graph is the output."""
+        edge = get_gradient_edge(x)
+        same = edge.node is self.edge.node and edge.output_nr == self.edge.output_nr
+        return same and x.shape == self.shape
+
     @property
     def overwritten(self) -> bool:
         """Whether a watched input, or an output that is a view, was written to after the call."""

@@ -88,6 +88,7 @@ class RecordedBatch:
         output: The model's output, with samples along the first axis.
         num_samples: The number of samples. Each has the same number of neighboring output rows. Who
             records the batch sets it.
+        weight: The batch's weight. Who records the batch sets it.
         uses: The recorded uses of parameters.
         has_replaced: Whether a call was replaced by a composition of others.
     """
@@ -106,7 +107,7 @@ class RecordedBatch:
             output = problem.output(self._evaluation)
         with torch.enable_grad():
             self.output = capture.as_data(output)
-        self.num_samples = 0
+        self.num_samples, self.weight = 0, output.new_zeros(())
         self.has_replaced = capture.has_replaced
         self.uses: list[RecordedUse] = []
         # a method of this object would keep the graph in memory after its last use

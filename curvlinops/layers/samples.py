@@ -39,7 +39,8 @@ class SampleGradients:
         states: The states of random number generators before the forward pass.
 
     Attributes:
-        output: The model's output.
+        output: The model's output. It fits its target, and its loss is finite.
+        weight: The batch's weight: the number, or total weight, of its loss terms.
         num_samples: N.
     """
 
@@ -55,10 +56,13 @@ class SampleGradients:
         self._fallback, self._states = fallback, states
         if batch is None or len(batch.names) < len(problem.space.names):
             self.output = self._whole[1]
-            if batch is None and len(self.output):  # a recorded output was checked before
-                problem.check(self.output)
         else:
             self.output = batch.output.detach()
+        if batch is None:
+            check = problem.check if len(self.output) else problem.weight
+            self.weight = check(self.output)
+        else:  # a recorded output was checked before
+            self.weight = batch.weight
         self.num_samples = problem.samples_of(self.output)
 
     @cached_property
@@ -76,6 +80,10 @@ class SampleGradients:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(BYTES // max(size, 1), 1)
+
+    def is_output_of(self, use: RecordedUse) -> bool:
+        """Return whether the output of a use's call is the model's output itself."""
+        return self._batch is not None and use.output.is_tensor(self._batch.output)
 
     def by_use(self, u: Tensor, last: bool = False) -> Iterator[UseGradient]:
         """Yield the gradients of layers' uses of parameters, one by one.
@@ -211,7 +219,7 @@ class SampleBackward:
         batch.num_samples = problem.samples_of(batch.output)
         if batch.num_samples == 0:
             return None
-        problem.check(batch.output)  # NaN would be taken for a wrong axis
+        batch.weight = problem.check(batch.output)  # NaN would be taken for a wrong axis
         if not (batch.uses or batch.unrecorded()):
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass

@@ -120,19 +120,37 @@ class Loss(ABC):
         """Return products with the Hessian of ``sum`` w.r.t. the output."""
         return self._hessian_at(self._rows(output, target), output)
 
-    def hessian_sqrt(self, output: Tensor, target: Any, minimal: bool = False) -> Tensor:
+    def hessian_sqrt(
+        self,
+        output: Tensor,
+        target: Any,
+        minimal: bool = False,
+        columns: slice = slice(None),
+    ) -> Tensor:
         """Return S, ``[V, *output]``, with ``sum_v S_v S_v^T`` the Hessian of l_t in each term.
 
         Args:
             output: The model's output.
             target: The target.
-            minimal: Whether to return as few vectors as possible; otherwise V = C.
+            minimal: Whether S has as few vectors as possible; otherwise V = C.
+            columns: Which vectors to return, by their numbers from 0 to C. Default: all.
 
         Raises:
             NotImplementedError: If the loss has no closed form.
             ValueError: If the Hessian is indefinite (negative weights or targets).
         """
-        return self.from_terms(self._hessian_sqrt(*self._rows(output, target), minimal), output)
+        z, y = self._rows(output, target)
+        some = slice(*columns.indices(z.shape[1]))
+        return self.from_terms(self._hessian_sqrt(z, y, minimal, some), output)
+
+    def hessian_sum(self, output: Tensor, target: Any) -> Tensor:
+        """Return the sum of the Hessians of all l_t with respect to their rows, ``[C, C]``.
+
+        Raises:
+            NotImplementedError: If the loss has no closed-form square root of its Hessian.
+            ValueError: If the Hessian of a term is indefinite (negative weights or targets).
+        """
+        return self._hessian_sum(*self._rows(output, target))
 
     def sample(
         self, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
@@ -197,11 +215,15 @@ class Loss(ABC):
     def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
         """Return products of ``[K, T, C]`` with the terms' Hessians."""
 
-    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool) -> Tensor:
-        """Return columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
+    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
+        """Return some columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
         raise NotImplementedError(
             f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
         )
+
+    def _hessian_sum(self, z: Tensor, y: Any) -> Tensor:
+        """Return the sum of the terms' Hessians, ``[C, C]``, if there are square roots."""
+        raise NotImplementedError
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         """Return would-be gradients ``[num_samples, T, C]``, if the loss can sample."""
@@ -243,6 +265,18 @@ def outer(rows: Tensor) -> OutputMatrix:
         return torch.einsum("kmt,mtc->ktc", inner, rows)
 
     return multiply
+
+
+def with_diagonal(columns: Tensor, entries: Tensor, first: int) -> Tensor:
+    """Write the entry v of each term to its column v.
+
+    Args:
+        columns: Columns v from ``first`` on, ``[V, T, C]``. They are written to, and returned.
+        entries: The entries, ``[T, V]``.
+        first: The number of the first column.
+    """
+    columns.diagonal(first, 0, 2).copy_(entries)
+    return columns
 
 
 def constant(option: Tensor | None, like: Tensor) -> Tensor | None:

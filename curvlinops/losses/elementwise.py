@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops.losses.base import Loss, constant
+from curvlinops.losses.base import Loss, constant, with_diagonal
 from curvlinops.support.norms import wide
 
 #: The smallest divisor of PyTorch's derivative of ``binary_cross_entropy``.
@@ -68,8 +68,12 @@ class ElementwiseLoss(Loss):
         diagonal = self._inner_scale(z) * self._second(z, y)
         return lambda v: diagonal * v
 
-    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool) -> Tensor:
-        return torch.diag_embed(self._root(z, y)).movedim(-1, 0).expand(-1, len(z), -1)
+    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
+        root = self._root(z, y)[:, columns].expand(len(z), -1)
+        return with_diagonal(z.new_zeros(root.shape[1], *z.shape), root, columns.start)
+
+    def _hessian_sum(self, z: Tensor, y: Any) -> Tensor:
+        return self._root(z, y).square().expand_as(z).sum(0).diag()
 
     @abstractmethod
     def _value(self, z: Tensor, y: Any) -> Tensor:

@@ -51,9 +51,10 @@ class GGNLinearOperator(DataLinearOperator):
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
         def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
-            weight = problem.weight(output)
             if not self.mc_samples:
+                weight = problem.weight(output)
                 return problem.loss.hessian(output, problem.batch.y), weight
+            weight = problem.check(output)
             vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             return problem.loss.outer(vectors, output), weight
 

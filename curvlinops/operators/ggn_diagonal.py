@@ -89,7 +89,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         with self._together("trace"), self._batches("trace") as batches:
             for problem in batches:
                 gradients = self._capture(problem)
-                weight = weight + problem.weight(gradients.output)
+                weight = weight + gradients.weight
                 for u, last in mark_last(self._vectors(problem, gradients)):
                     for _, by_name in gradients.backward(u, last):
                         trace = trace + sum(x.squared_norms().sum() for x in by_name.values())
@@ -116,10 +116,9 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     def _squares(self, problem: BatchProblem, is_kept: bool) -> tuple[Columns, Tensor]:
         """Return the sum of a batch's squared gradients, and the batch's weight."""
         gradients, out = self._capture(problem), self.space.zeros(1)
-        weight = problem.weight(gradients.output)
         for u, last in mark_last(self._vectors(problem, gradients)):
             add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
-        return out, weight
+        return out, gradients.weight
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""
@@ -129,6 +128,5 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         if self.mc_samples:
             vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
-            return
-        for roots in hessian_roots(problem, output):
-            yield from roots.split(gradients.vectors_at_once)
+        else:
+            yield from hessian_roots(problem, output, gradients.vectors_at_once)

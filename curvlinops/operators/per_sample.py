@@ -156,7 +156,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return num_rows(problem, output, self.terms)
 
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
-        gradient, _ = loss_gradient(problem, output)
+        problem.weight(output)  # raises if output and target do not fit
+        gradient = loss_gradient(problem, output)
         if self.terms == "term":
             loss = problem.loss
             g = loss.to_terms(gradient.unsqueeze(0))

@@ -63,7 +63,7 @@ def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = Tr
         num_samples, pieces, weight = alone.gradients(problem)
         return SampleRows(num_samples, num_samples, [(pieces, _all)], weight, alone.fallbacks)
     output, num_samples, fallbacks = samples.output, samples.num_samples, samples.fallbacks
-    gradient, weight = loss_gradient(problem, output)
+    gradient, weight = loss_gradient(problem, output), samples.weight
     num = num_rows(problem, output, terms)
     if num == num_samples:
         pieces = samples.backward(gradient.unsqueeze(0).to(output.dtype), last=True)
@@ -113,14 +113,9 @@ def num_rows(problem: BatchProblem, output: Tensor, terms: str) -> int:
     return problem.loss.to_terms(output.unsqueeze(0)).shape[1]
 
 
-def loss_gradient(problem: BatchProblem, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss's gradient with respect to the output, and the batch's weight.
-
-    Raises:
-        ValueError: If output and target do not fit.
-    """
-    weight = problem.weight(output)
-    return wide(problem.loss.gradient(output, problem.batch.y)), weight
+def loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
+    """Return the loss's gradient with respect to an output that fits its target."""
+    return wide(problem.loss.gradient(output, problem.batch.y))
 
 
 # --- products

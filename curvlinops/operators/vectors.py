@@ -31,13 +31,15 @@ def check_sampling(loss: Loss, mc_samples: int, seed: int, at_least: int) -> tup
 
 
 def sampled_gradients(problem: BatchProblem, output: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass."""
-    problem.check(output)  # sampling from NaN is an obscure error, on GPUs a fatal one
+    """Sample gradients w.r.t. the output, ``[num_samples, *output]``, the same in each pass.
+
+    The output was checked: sampling from NaN is an obscure error, on GPUs a fatal one.
+    """
     generator = seeded(output.device, seed, problem.number)
     return problem.loss.sample(output, problem.batch.y, num_samples, generator)
 
 
-def hessian_roots(problem: BatchProblem, output: Tensor) -> Iterator[Tensor]:
+def hessian_roots(problem: BatchProblem, output: Tensor, at_once: int) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, one position at a time.
 
     Gradients of terms of the same sample are never added up, so that the outer products are
@@ -46,38 +48,48 @@ def hessian_roots(problem: BatchProblem, output: Tensor) -> Iterator[Tensor]:
     Args:
         problem: The risk on a batch.
         output: The model's output.
+        at_once: The largest V.
     """
-    roots = _roots(problem, output)
-    for position in range(roots.shape[2]):
-        alone = torch.zeros_like(roots)
-        alone[:, :, position] = roots[:, :, position]
-        yield problem.loss.from_terms(alone.flatten(1, 2), output)
+    for roots in _roots(problem, output, at_once):
+        if roots.shape[2] <= 1:
+            yield problem.loss.from_terms(roots.flatten(1, 2), output)
+            continue
+        for position in range(roots.shape[2]):
+            alone = torch.zeros_like(roots)
+            alone[:, :, position] = roots[:, :, position]
+            yield problem.loss.from_terms(alone.flatten(1, 2), output)
 
 
 def signed_hessian_roots(
-    problem: BatchProblem, output: Tensor, num_draws: int, seed: int
+    problem: BatchProblem, output: Tensor, at_once: int, num_draws: int, seed: int
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, all positions at once.
 
     Terms of the same sample get random signs, so that the products of different terms vanish in
     expectation. With one term per sample nothing is random, and a single draw is exact.
     """
-    roots = _roots(problem, output)
-    if roots.shape[2] <= 1:
-        yield problem.loss.from_terms(roots.flatten(1, 2), output)
-        return
     generator = seeded(output.device, seed, problem.number)
-    for _ in range(num_draws):
-        draw = torch.randint(2, roots.shape[1:3], generator=generator, device=roots.device)
-        signs = (2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5
-        yield problem.loss.from_terms((roots * signs).flatten(1, 2), output)
+    signs: list[Tensor] = []
+    for roots in _roots(problem, output, at_once):
+        if roots.shape[2] <= 1:
+            yield problem.loss.from_terms(roots.flatten(1, 2), output)
+            continue
+        if not signs:
+            options = {"generator": generator, "device": roots.device}
+            draws = (torch.randint(2, roots.shape[1:3], **options) for _ in range(num_draws))
+            signs = [(2 * draw - 1).to(roots).unsqueeze(-1) / num_draws**0.5 for draw in draws]
+        for sign in signs:
+            yield problem.loss.from_terms((roots * sign).flatten(1, 2), output)
 
 
-def _roots(problem: BatchProblem, output: Tensor) -> Tensor:
-    """Return the square roots of terms' Hessians, ``[V, N, positions, C]``."""
-    problem.check(output)
-    roots = problem.loss.to_terms(problem.loss.hessian_sqrt(output, problem.batch.y, minimal=True))
-    return roots.unflatten(1, (problem.samples_of(output), -1))
+def _roots(problem: BatchProblem, output: Tensor, at_once: int) -> Iterator[Tensor]:
+    """Yield some square roots of terms' Hessians at a time, ``[V, N, positions, C]``."""
+    loss, num_samples = problem.loss, problem.samples_of(output)
+    num_columns = loss.to_terms(output.unsqueeze(0)).shape[2]
+    for first in range(0, max(num_columns, 1), at_once):
+        columns = slice(first, first + at_once)
+        roots = loss.hessian_sqrt(output, problem.batch.y, minimal=True, columns=columns)
+        yield loss.to_terms(roots).unflatten(1, (num_samples, -1))
 
 
 def mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:

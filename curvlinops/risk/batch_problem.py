@@ -414,14 +414,19 @@ class BatchProblem:
         weight = self.weight(output)
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight
 
-    def check(self, output: Tensor) -> None:
-        """Refuse an output that does not fit its target, or a loss that is not finite."""
-        self.weight(output)
+    def check(self, output: Tensor) -> Tensor:
+        """Refuse an output that does not fit its target, or a loss that is not finite.
+
+        Returns:
+            The batch's weight.
+        """
+        weight = self.weight(output)
         if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
             self.check_numbers(output)
         else:
             seen = output if self.loss_needs_graph else output.detach()
             self.check_finite(self.loss.sum(seen, self.batch.y).detach())
+        return weight
 
     def check_numbers(self, output: Tensor) -> None:
         """Refuse an output with NaN; masked entries are infinite."""

@@ -2,12 +2,15 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from math import prod
 
+import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, gradient_factor, input_factor, moment
 from curvlinops.layers.gradients import Piece, sum_of
 from curvlinops.layers.recorded import UseGradient
+from curvlinops.layers.rules import Use
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, LayerUse, Uses, group_by_use
 from curvlinops.operators.kfac.options import FisherType, Options
@@ -38,20 +41,18 @@ def backpropagated(
         samples: The batch's forward pass, which says how many vectors the memory allows at once.
         options: The options of the approximation.
     """
-    output, draws = samples.output, options.mc_samples
-    every: Iterable[Tensor]
+    output, draws, at_once = samples.output, options.mc_samples, samples.vectors_at_once
     if options.fisher_type is FisherType.FORWARD_ONLY:
-        every = [output.new_zeros(0, *output.shape)]
+        yield output.new_zeros(0, *output.shape)
     elif options.fisher_type is FisherType.EMPIRICAL:
-        every = [problem.loss.gradient(output, problem.batch.y).unsqueeze(0)]
+        yield problem.loss.gradient(output, problem.batch.y).unsqueeze(0)
     elif options.fisher_type is FisherType.MC:
-        every = [sampled_gradients(problem, output, draws, options.seed) / draws**0.5]
+        vectors = sampled_gradients(problem, output, draws, options.seed) / draws**0.5
+        yield from vectors.split(at_once)
     elif options.exact:
-        every = hessian_roots(problem, output)
+        yield from hessian_roots(problem, output, at_once)
     else:
-        every = signed_hessian_roots(problem, output, draws, options.seed)
-    for vectors in every:
-        yield from vectors.split(samples.vectors_at_once)
+        yield from signed_hessian_roots(problem, output, at_once, draws, options.seed)
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
@@ -67,6 +68,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             those over the batches before.
     """
     vectors = backpropagated(problem, samples, sums.options)
+    at_output: set[LayerUse] = set()
     for chunk, (u, last) in enumerate(mark_last(vectors)):
         groups = group_by_use(samples.by_use(u, last), sums.options.reduced)
         if chunk == 0:
@@ -74,18 +76,23 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):
                 new = sums.with_uses(sums.uses.union(Uses(frozenset(groups), unknown)))
                 sums.uses, sums.blocks = new.uses, new.blocks
+            at_output = _at_output(groups, problem, samples, sums.options)
         exact = sums.exact_blocks
         pieces = chain(_exact_block_gradients(exact, groups, samples, u), samples.rest(u))
         for use in list(groups):
             # memory of gradients that were added is given back at once
             contributions, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
-            masks = [
-                _mask_of(x, problem.attention_masks) if with_inputs else None for x in contributions
-            ]
-            for key, tensor in _factors(sums, use, contributions, masks, with_inputs):
+            masks = None
+            if with_inputs:
+                masks = [_mask_of(x, problem.attention_masks) for x in contributions]
+            with_gradients = use not in at_output
+            for key, tensor in _factors(sums, use, contributions, masks, with_gradients):
                 sums.add(key, tensor)
         _add_exact_blocks(sums, exact, pieces)
-    sums.add(WEIGHT, problem.weight(samples.output).double())
+    for use in at_output:
+        hessian = problem.loss.hessian_sum(samples.output, problem.batch.y)
+        sums.add((use, "B"), hessian.to(sums.space.dtype).unsqueeze(0))
+    sums.add(WEIGHT, samples.weight.double())
 
 
 def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
@@ -124,14 +131,59 @@ def _mask_of(contribution: UseGradient, masks: list[Tensor]) -> Tensor | None:
     return mask | has_gradient
 
 
+def _at_output(
+    groups: dict[LayerUse, list[UseGradient]],
+    problem: BatchProblem,
+    samples: SampleGradients,
+    options: Options,
+) -> set[LayerUse]:
+    """Return the uses whose factor B is the sum of the loss's Hessians.
+
+    The vectors of type-2 are square roots of the terms' Hessians. They arrive as they are at a call
+    whose output is the model's output, and whose rows are the terms. In the reduce setting, those
+    of a sample's terms must not be added up.
+    """
+    if options.fisher_type is not FisherType.TYPE2 or problem.facts.hooks:
+        return set()  # hooks may change the gradient of an output
+    output, loss = samples.output, problem.loss
+    numbers = torch.arange(output.numel(), dtype=torch.float64, device=output.device)
+    numbers = numbers.reshape(1, *output.shape)
+    terms = loss.to_terms(numbers)[0]
+    are_apart = options.exact or len(terms) == samples.num_samples
+
+    def has_terms_as_rows(use: Use) -> bool:
+        return torch.equal(use.to_rows(numbers).reshape(prod(use.row_shape), -1), terms)
+
+    return {
+        use
+        for use, contributions in groups.items()
+        if len(contributions) == 1
+        and samples.is_output_of(contributions[0].recorded)
+        and use.shape is not None
+        and (use.shape.groups, use.shape.outputs) == (1, terms.shape[1])
+        and use.shape.outputs <= options.max_factor_size
+        and not (use.shape.is_bias and use.shares_gradients)
+        and (are_apart or use.name not in options.reduced)
+        and has_terms_as_rows(contributions[0].recorded.use)
+    }
+
+
 def _factors(
     sums: FactorSums,
     use: LayerUse,
     contributions: list[UseGradient],
-    masks: list[Tensor | None],
-    with_inputs: bool,
+    masks: list[Tensor | None] | None,
+    with_gradients: bool,
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Yield the terms that the gradients of one use add to the sums for Kronecker factors."""
+    """Yield the terms that the gradients of one use add to the sums for Kronecker factors.
+
+    Args:
+        sums: The sums.
+        use: The use.
+        contributions: Its gradients.
+        masks: The inputs of each that count; ``None`` if the inputs were added before.
+        with_gradients: Whether B is wanted.
+    """
     shape, options = use.shape, sums.options
     if shape is None:
         return
@@ -139,9 +191,9 @@ def _factors(
     gradients = [x.gradient.to(sums.space.dtype) for x in contributions]
     reduce, limit = use.name in options.reduced, options.max_factor_size
     is_weights = shape.is_bias and use.shares_gradients
-    if options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
+    if with_gradients and options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
         yield (use, "B"), gradient_factor(gradients, reduce, diagonal=shape.outputs > limit)
-    if with_inputs and not shape.is_bias:
+    if masks is not None and not shape.is_bias:
         bias = use.has_bias_input(options)
         total, count = input_factor(gradients, masks, reduce, bias, diagonal=shape.inputs > limit)
         yield (use, "A"), total

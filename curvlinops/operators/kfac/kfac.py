@@ -265,7 +265,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             for problem, samples in self._forward_passes(problems, sums, lambda uses: uses):
                 for layer in captured_layers(problem, samples, self._options):
                     visit(layer)
-                weight = weight + problem.weight(samples.output)
+                weight = weight + samples.weight
         return float(self.risk.scale(self.risk.ranks.total(weight)))
 
     # --- what was computed
